@@ -59,7 +59,7 @@ Documents = Mapping[str, dict[str, Any]]
 
 
 def gpu_runs(folder: Path) -> list[dict[str, Any]]:
-    """Results of ``gpu_suite.py`` in ``folder`` of the newest day, in order of time, each with its ``file``.
+    """Results of ``gpu_suite.py`` in ``folder`` in order of time, each with its ``file``.
 
     notes  text of the file that has the name of the document and the ending ``.md``, or "".
     """
@@ -68,8 +68,7 @@ def gpu_runs(folder: Path) -> list[dict[str, Any]]:
         notes = file.with_suffix(".md")
         text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
         runs.append({**json.loads(file.read_text(encoding="utf-8")), "file": file.name, "notes": text})
-    runs.sort(key=lambda run: str(run["date"]))
-    return [run for run in runs if run["date"][:10] == runs[-1]["date"][:10]]
+    return sorted(runs, key=lambda run: str(run["date"]))
 
 
 def newest(folder: Path) -> dict[str, dict[str, Any]]:

@@ -100,9 +100,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            for is split; it is not compiled then, and has no DeepCache. "none": on one device
     compile                "off": the UNet is never compiled; "warm": packages made by ``diffserve warm`` are used;
                            "auto": like "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for
-                           its native size before it reports ready; "background": compile every shape that is painted,
-                           in a process of low priority (deterministic engines treat it like "auto"). Compiling a small
-                           model on a CPU takes 15 times the memory of the UNet's weights
+                           its native size before it reports ready, and an engine on CUDA that is not deterministic
+                           compiles in the background; "background": compile every shape that is painted, in a process
+                           of low priority (deterministic engines treat it like "auto"). Compiling a small model on a
+                           CPU takes 15 times the memory of the UNet's weights
     cuda_graphs            on CUDA: record UNet calls as CUDA graphs where launching takes most of their time, and
                            replay each with one launch
     memory_format          of the UNet's convolutions on CUDA in 16 bits: "contiguous", "channels_last", or "auto": the

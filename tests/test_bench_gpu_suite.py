@@ -241,14 +241,6 @@ def document_of(**rows: Any) -> dict[str, Any]:
     return {"rows": entries, "jobs": {}}
 
 
-@pytest.mark.slow
-def test_a_variant_of_a_package_is_tried_in_a_process_of_its_own_which_may_crash() -> None:
-    assert outcome("cpu", "weights of the user, one thread").startswith("largest error")
-    text = outcome("nowhere", "as documented")
-    assert text.startswith("ended with 1 while starting:\n")
-    assert "nowhere" in text
-
-
 def test_goals_are_met_missed_or_not_measured() -> None:
     calls = {"row_ms": {"plain": 20.0, "compiled": 15.0}}
     document = document_of(

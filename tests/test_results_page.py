@@ -38,14 +38,13 @@ def test_the_newest_counts_and_a_missed_goal_is_told(tmp_path: Path) -> None:
     assert "| torch.compile | left out |" in text
 
 
-def test_each_run_of_the_gpu_suite_on_the_newest_day_is_a_column_of_the_goals(tmp_path: Path) -> None:
+def test_each_run_of_the_gpu_suite_is_a_column_of_the_goals_in_order_of_time(tmp_path: Path) -> None:
     def save(name: str, date: str, rows: dict[str, object], note: str = "") -> None:
         document = {"benchmark": "gpu_suite", "date": date, "rows": rows, "command": "c", "note": note}
         (tmp_path / f"gpu-suite-{name}.json").write_text(json.dumps(document), encoding="utf-8")
 
     eager = {"eager": {"result": {"images_per_s": 1.25}}}
     latency = {"latency": {"result": {"p99_s": 5.5}}, "eager": {"result": {"images_per_s": 1.7}}}
-    save("old", "2026-11-30T10:00", {"sd15": {"state": "done", "points": {"eager": {"result": {"images_per_s": 9.0}}}}})
     save("b", "2026-12-01T10:00", {"sdxl-images": {"state": "done", "wall_s": 70.5, "points": eager}}, note="all rows")
     save("a", "2026-12-01T11:00", {"sdxl-images": {"state": "running", "points": latency}})
     (tmp_path / "gpu-suite-b.md").write_text("The next change.\n", encoding="utf-8")

@@ -116,17 +116,17 @@ def choose_rows(names: str) -> tuple[Row, ...]:
 
     Raises ValueError for a name that is not a row.
     """
-    chosen = _chosen(names, [row.name for row in SCHEDULE], "row")
+    chosen = _names_among(names, [row.name for row in SCHEDULE], "row")
     return tuple(row for row in SCHEDULE if row.name == START or row.name in chosen)
 
 
 def choose_jobs(names: str) -> tuple[Job, ...]:
     """The jobs called ``names``, with commas; all of them for "". Raises ValueError for a name that is not a job."""
-    chosen = _chosen(names, [job.name for job in JOBS], "job")
+    chosen = _names_among(names, [job.name for job in JOBS], "job")
     return tuple(job for job in JOBS if job.name in chosen)
 
 
-def _chosen(names: str, choices: Sequence[str], what: str) -> Sequence[str]:
+def _names_among(names: str, choices: Sequence[str], what: str) -> Sequence[str]:
     wanted_names = names.split(",") if names else choices
     if unknown := [name for name in wanted_names if name not in choices]:
         raise ValueError(f"there is no {what} {', '.join(unknown)}; choose from {', '.join(choices)}.")

@@ -68,6 +68,8 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
     )
     sdxl = _largest(*(rate(row, point) for row, point in served))
     sd15 = _largest(rate("sd15", "eager"), rate("sd15", "graphs"), rate("sd15", "compiled"))
+    latencies = [figure(document, row, "latency", "p99_s") for row in ("sdxl-compiled", "sdxl-images")]
+    p99_s = next((each for each in latencies if each is not None), None)
     free, exact = (figure(document, "sdxl-images", point, "row_ms") for point in ("graphs", "deterministic"))
     return [
         Goal("SDXL bf16, images/s", 1.6, True, sdxl),
@@ -76,7 +78,7 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
         Goal("SDXL over diffusers compiled, by 8", 1.0, True, _ratio(sdxl, rate("diffusers", "compiled-batch-8"))),
         Goal("SD 1.5 bf16, images/s", 12.0, True, sd15),
         Goal("deterministic mode, time over free", 1.15, False, _ratio(exact, free)),
-        Goal("SDXL at 0.9 load, p99 s", 6.0, False, figure(document, "sdxl-compiled", "latency", "p99_s")),
+        Goal("SDXL at 0.9 load, p99 s", 6.0, False, p99_s),
         Goal(
             "float8 calls over bf16, 16 rows",
             1.2,

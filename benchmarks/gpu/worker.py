@@ -145,8 +145,8 @@ class Bench:
 
     def engine(self, model: DiffusionModel, **config: Any) -> Engine:
         """A new engine on ``model`` which knows the costs of its calls; packages and costs are kept in ``work``."""
-        settings = {"compile": "off", "cuda_graphs": False, "deterministic": False, "memory_format": MEMORY_FORMAT}
-        settings |= config
+        settings: dict[str, Any] = {"compile": "off", "cuda_graphs": False, "deterministic": False}
+        settings |= {"memory_format": MEMORY_FORMAT, **config}
         settings |= {"max_rows": QUICK_ROWS} if self.quick else {}
         cache_dir = str(self.work / "cache")
         engine = Engine(model, EngineConfig(max_waiting=4096, trace_ticks=4096, cache_dir=cache_dir, **settings))

@@ -14,7 +14,6 @@ from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.batch_invariance import (
-    PAIR,
     SHARED,
     SOLO,
     GroupFacts,
@@ -22,7 +21,6 @@ from diffserve.runtime.unet.batch_invariance import (
     Trial,
     end_of,
     first_look,
-    reference_in,
     study,
     timed,
 )
@@ -163,16 +161,6 @@ def test_a_study_drops_a_size_where_position_matters() -> None:
 
     assert first_look(timed(predict), (1,)).buckets == (1, 2, 4)
     assert outcome(predict, SOLO, sizes=(1, 2, 4, 8)).buckets == (1, 2, 4)
-
-
-def test_both_rows_of_a_guided_image_share_a_call_where_the_place_matters_in_calls_of_four_only() -> None:
-    def predict(rows: range) -> torch.Tensor:
-        places = torch.arange(len(rows)) * (len(rows) == SHARED)
-        return (places + torch.tensor([float(row) for row in rows]) + len(rows)).reshape(-1, 1, 1, 1)
-
-    assert first_look(timed(predict), (1,)).buckets == (PAIR,)
-    assert reference_in((PAIR,)) == PAIR
-    assert reference_in((PAIR, SHARED)) == SHARED
 
 
 def test_rows_run_one_by_one_where_no_two_sizes_agree_and_where_even_the_reference_minds_the_place() -> None:

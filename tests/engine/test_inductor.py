@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +20,14 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.engine.image.compiled_groups import CompiledGroups
+from diffserve.engine.image.compiled_groups import CompiledGroups, compiles_in_background
 from diffserve.engine.image.compiling import CompilerProcess
 from diffserve.errors import ConfigError
 from diffserve.runtime import load_model
 from diffserve.runtime.unet import compiled, inductor
 from diffserve.runtime.unet.call import UNetArguments
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
-from diffserve.runtime.unet.inductor import known_options, missing_tools
+from diffserve.runtime.unet.inductor import CXX_LIBRARY, known_options, missing_tools, shared_library_option
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
 
@@ -91,6 +95,49 @@ def test_a_missing_compiler_is_named(tools: Path, monkeypatch: pytest.MonkeyPatc
         assert missing_tools(device) == (
             "the C++ compiler 'my-compiler' was not found; install one, or name yours in CXX"
         )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or shutil.which("g++") is None, reason="needs g++ on Linux")
+@pytest.mark.parametrize("flags", ["", "-static-libstdc++"])
+def test_packages_share_the_cxx_library_of_the_process_also_where_the_compiler_links_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    source, output = tmp_path / "code.cpp", tmp_path / "code.so"
+    source.write_text(
+        '#include <regex>\nbool match(const char* s) { return std::regex_match(s, std::regex("[a-z]+")); }\n'
+    )
+    monkeypatch.setenv("CXX", f"g++ {flags}".strip())
+    option = shared_library_option(tmp_path)
+    assert bool(option) == bool(flags), "an ordinary compiler needs no option"
+    compiler = shlex.split(os.environ["CXX"]) if not option else [option["cpp.cxx"][1]]
+    subprocess.run([*compiler, "-c", "-fPIC", source, "-o", tmp_path / "code.o"], check=True)
+    subprocess.run([*compiler, "-shared", tmp_path / "code.o", "-o", output], check=True)
+    assert CXX_LIBRARY.encode() in output.read_bytes()
+
+
+def test_a_compiler_that_does_not_work_is_left_to_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    assert shared_library_option(tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "compile", "deterministic", "is_expected"),
+    [
+        (CUDA, "auto", False, True),
+        (CUDA, "auto", True, False),
+        (CUDA, "warm", False, False),
+        (CPU, "auto", False, False),
+        (CPU, "background", False, True),
+    ],
+)
+def test_an_engine_on_cuda_compiles_in_the_background_unless_bytes_must_stay(
+    make_engine: Callable[..., Engine], device: torch.device, compile: Any, deterministic: bool, is_expected: bool
+) -> None:
+    loaded = make_engine(cache_dir="").model
+    model = replace(loaded, choice=replace(loaded.choice, device=device))
+    config = EngineConfig(compile=compile, deterministic=deterministic)
+    assert compiles_in_background(model, config) is is_expected
 
 
 def test_without_a_compiler_packages_are_refused_before_anything_is_exported(

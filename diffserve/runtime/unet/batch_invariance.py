@@ -28,8 +28,7 @@ SOLO = 1
 """The reference where a row fills the machine by itself: calls of one row cost nothing more there."""
 
 PAIR = 2
-"""The reference where a row nearly does, and both rows of a guided picture cost less in one call than in two; and where
-a row's place in a call of four matters, but not in a call of two."""
+"""The reference where a row nearly does, and both rows of a guided picture cost less in one call than in two."""
 
 SHARED = 4
 """The reference where one row rounds unlike four. On the CPUs seen so far four, eight and sixteen then agree."""
@@ -120,14 +119,15 @@ def timed(predict: Predict, clock: Callable[[], float] = time.perf_counter) -> T
 def first_look(attempt: Try, counts: Sequence[int]) -> GroupFacts:
     """What is settled with a few small calls: the reference, which is among the buckets, and who agrees with it.
 
-    ``SOLO`` is the reference where one row rounds as four do, else ``SHARED`` or ``PAIR`` where a row's place in such a
-    call does not matter. The facts are not complete; without memory for the calls there are no seconds in them.
+    ``SOLO`` is the reference where one row rounds as four do, else ``SHARED`` where a row's place in such a call does
+    not matter. (On an H200 it matters for SDXL in calls of every size, also of two rows.) The facts are not complete;
+    without memory for the calls there are no seconds in them.
     """
     solo = end_of(study(attempt, (SOLO, 2, SHARED), reference=SOLO, counts=counts, is_patient=True))
     if not solo.is_complete:
         return GroupFacts(buckets=(SOLO,), counts=tuple(counts[:1]), seconds={}, is_complete=False)
-    for sizes in ((PAIR, SHARED), (PAIR,)) if SHARED not in solo.buckets else ():
-        shared = end_of(study(attempt, sizes, reference=max(sizes), counts=counts, is_patient=True))
+    if SHARED not in solo.buckets:
+        shared = end_of(study(attempt, (PAIR, SHARED), reference=SHARED, counts=counts, is_patient=True))
         if not shared.is_alone:
             return replace(shared, is_complete=False)
     return replace(solo, is_complete=False)

@@ -65,7 +65,7 @@ def compile_package(module: nn.Module, tensors: Sequence[Tensor], path: Path, op
 
 
 def shared_library_option(folder: Path) -> dict[str, Any]:
-    """Return the option of Inductor that links packages with the C++ library that torch has loaded, if it is needed.
+    """Return the option of Inductor by which packages use the C++ library that torch has loaded, if it is needed.
 
     Some compilers link this library statically, for example where only ``libstdc++.a`` is installed beside them. A
     package then has a second copy, and ``std::regex`` in its start-up code crashes on locale objects of the first
