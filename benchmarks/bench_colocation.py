@@ -34,8 +34,6 @@ import torch
 
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
-from diffserve.embedded.wishes import LooseWish, wishes
 from diffserve.engine.loading import load_parts
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
@@ -49,6 +47,8 @@ from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.runtime import choose_device
 from diffserve.settings import load_settings
 from diffserve.text_types import TextDelta, TextEvent
+from diffserve.training.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
+from diffserve.training.wishes import LooseWish, wishes
 from diffserve.types import DiffusionParams, Failed, GenerationRequest
 
 Clock = Callable[[], float]

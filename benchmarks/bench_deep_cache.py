@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
 from diffserve.config import EngineConfig
-from diffserve.embedded.eval.painting import TEACHER, paint
 from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.prompt_match import match_prompts
+from diffserve.training.eval.painting import TEACHER, paint
 from diffserve.types import DiffusionParams, GenerationRequest, Painted
 from diffserve.world.captions import held_out
 

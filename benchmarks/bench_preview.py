@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.embedded.eval.parts import giga_operations, preview_db
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.training.eval.parts import giga_operations, preview_db
 
 BATCHES = (1, 8)
 Call = Callable[[], Any]

@@ -131,7 +131,7 @@ def clocks() -> tuple[tuple[str, Callable[[Measure], float]], ...]:
 
 def shared_system(style: Style) -> str:
     """The system text that requests share: the style's own, or where it has none the embedded rewriter's."""
-    from diffserve.embedded.rewriter_model import system_prompt
+    from diffserve.training.rewriter_model import system_prompt
 
     return style.prompt.system_for(CLIP_TOKENS) or system_prompt()
 

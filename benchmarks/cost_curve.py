@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_timing import peak_flops
-from diffserve.embedded.eval.parts import giga_operations
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import Predict
+from diffserve.training.eval.parts import giga_operations
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 

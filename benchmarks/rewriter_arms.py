@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from diffserve.embedded.wishes import wishes
 from diffserve.engine.text import TextEngine
 from diffserve.rewrite_types import RewriteRequest
 from diffserve.rewriting import Style, TextWindow
@@ -23,6 +22,7 @@ from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.text_types import Speculation, TextDelta, TextFinished, TextRequest
+from diffserve.training.wishes import wishes
 from diffserve.types import RewriteOptions
 
 PEER_PAGE_TOKENS: Final = 32

@@ -1,6 +1,6 @@
 """How many steps each sampler needs on a model, as a sweep measured it: ``fewest_steps.json`` in the model's directory.
 
-Written from the report of a sweep by ``python -m diffserve.embedded.fewest_steps``; a model without such a file has not
+Written from the report of a sweep by ``python -m diffserve.training.fewest_steps``; a model without such a file has not
 been measured, and nobody is warned.
 """
 

@@ -52,7 +52,7 @@ def test_no_wish_comes_twice_and_cold_shares_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
-    from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
+    from diffserve.training.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
 
     tokenizer = build_tokenizer(num_wishes=500)
     model = export_rewriter(tmp_path / "tiny", build_rewriter(tokenizer), tokenizer)

@@ -129,12 +129,12 @@ def test_a_missing_embedded_rewriter_is_told_with_the_way_to_make_one(
     monkeypatch.setattr("diffserve.rewriting.style.DIRECTORY", tmp_path)
     outcome = run("a fox")
     assert outcome.code == 2
-    assert "python -m diffserve.embedded.train rewriter" in outcome.err
+    assert "python -m diffserve.training.train rewriter" in outcome.err
 
 
 def test_a_model_made_for_the_embedded_rewriters_prompt_gets_its_style(tmp_path: Path) -> None:
     from diffserve.cli.rewrite import open_rewriter
-    from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
+    from diffserve.training.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
 
     tokenizer = build_tokenizer(num_wishes=500)
     directory = export_rewriter(tmp_path, build_rewriter(tokenizer), tokenizer)

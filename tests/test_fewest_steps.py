@@ -73,7 +73,7 @@ def report(shares: dict[str, dict[int, float]]) -> dict[str, Any]:
 
 
 def test_enough_is_where_no_higher_count_falls_short_again(tmp_path: Path) -> None:
-    from diffserve.embedded.fewest_steps import fewest_of, main
+    from diffserve.training.fewest_steps import fewest_of, main
 
     shares = {
         "euler": {4: 0.95, 10: 0.96, 20: 1.0},

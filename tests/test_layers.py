@@ -6,7 +6,7 @@ runtime      2   tensors and memory; world/ stands beside it: scenes, captions a
 rewriting    3   what a good rewrite is
 engine       4   time
 service      5   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
-embedded     6   the recipe of the model that ships
+training     6   the recipe of the models that ship
 cluster      6   the service over replicas, and work dealt out in pieces: the one room that sees Ray
 cli, ui      6   the doors
 """
@@ -47,7 +47,7 @@ FLOORS = {
     "diffserve.service": 5,
     "diffserve.experiments": 5,
     "diffserve.cluster": 6,
-    "diffserve.embedded": 6,
+    "diffserve.training": 6,
     "diffserve.cli": 6,
     "diffserve.__main__": 6,
     "ui": 6,
@@ -56,13 +56,13 @@ FACADE = "diffserve"
 """The package itself: its names are looked up on first use, so it may point anywhere, and everybody may import it."""
 
 OUTSIDE = ("benchmarks", "tests")
-HEAVY = ("diffserve.runtime", "diffserve.embedded", *OUTSIDE)
+HEAVY = ("diffserve.runtime", "diffserve.training", *OUTSIDE)
 ONLY_IN = {
     "torch": (
         "schedulers.update",
         "diffserve.runtime",
         "diffserve.engine",
-        "diffserve.embedded",
+        "diffserve.training",
         "diffserve.experiments.metrics",
         *OUTSIDE,
     ),
@@ -75,8 +75,8 @@ ONLY_IN = {
     "starlette": ("diffserve.service", "tests"),
     "uvicorn": ("diffserve.service", "tests"),
     "httpx": ("diffserve.client", *OUTSIDE),
-    "typer": ("diffserve.cli", "diffserve.embedded", *OUTSIDE),
-    "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
+    "typer": ("diffserve.cli", "diffserve.training", *OUTSIDE),
+    "rich": ("diffserve.cli", "diffserve.training", "benchmarks"),
     "mcp": ("diffserve.cli.mcp", "tests"),
     "opentelemetry": ("diffserve.service.tracing", "diffserve.service.genai_metrics", "tests"),
     "gradio": ("ui", "tests.ui"),
@@ -111,7 +111,7 @@ SEEN_BY_UI = ("diffserve.client", "diffserve.experiments.plots", "diffserve.worl
 """Beside the words that every floor speaks."""
 
 NEVER = {
-    "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.embedded"),
+    "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.training"),
     "ui": ("diffserve.engine", "diffserve.runtime", "diffserve.service", "diffserve.cli", "schedulers"),
     "schedulers": ("diffserve", "ui"),
 }

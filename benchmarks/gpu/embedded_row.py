@@ -22,7 +22,6 @@ from benchmarks.gpu.worker import QUICK_ROWS, Bench
 from diffserve.cli.rewrite import open_rewriter
 from diffserve.config import EngineConfig
 from diffserve.controlnets import Control
-from diffserve.embedded.wishes import wishes
 from diffserve.engine import Engine
 from diffserve.engine.image.shape_groups import MOST_ROWS_DEVICE
 from diffserve.errors import DiffserveError
@@ -31,6 +30,7 @@ from diffserve.rewrite_types import RewriteRequest
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.settings import load_settings
+from diffserve.training.wishes import wishes
 from diffserve.types import (
     DiffusionParams,
     Failed,

@@ -163,7 +163,7 @@ def _check_values(file: str, style: Style) -> None:
 
 EMBEDDED: Final = "embedded"
 DIRECTORY: Final = Path(__file__).resolve().parents[1] / "embedded" / "rewriter"
-"""The embedded rewriter, trained by ``diffserve.embedded.train rewriter``."""
+"""The embedded rewriter, trained by ``diffserve.training.train rewriter``."""
 
 
 def find_rewriter(name: str) -> Path:
@@ -174,7 +174,7 @@ def find_rewriter(name: str) -> Path:
     if name == EMBEDDED:
         raise ModelNotFound(
             "the rewriter that ships inside has no weights in this installation: train them with "
-            "'python -m diffserve.embedded.train rewriter', or give the directory of an instruct model.",
+            "'python -m diffserve.training.train rewriter', or give the directory of an instruct model.",
             param="model",
         )
     raise ModelNotFound(

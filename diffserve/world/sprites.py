@@ -1,6 +1,6 @@
 """The sprite atlas: every object of the world as a square RGBA picture.
 
-The atlas is cut once from the Noto Color Emoji font (``python -m diffserve.embedded.train atlas``) and ships as package
+The atlas is cut once from the Noto Color Emoji font (``python -m diffserve.training.train atlas``) and ships as package
 data, so painting, checking and even training need no font.
 """
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.embedded.card import SHIPPED
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.language import load_language_model
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, NOT_COVERED, check_manifest, write_manifest
+from diffserve.training.card import SHIPPED
 
 LOADERS: dict[str, Callable[[Path], object]] = {
     "weights": load_model,

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffserve.embedded.preview_training import save_preview
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner, load_preview
+from diffserve.training.preview_training import save_preview
 from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file

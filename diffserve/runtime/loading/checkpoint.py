@@ -5,7 +5,7 @@ that a loader which converts tensor by tensor never holds the checkpoint twice.
 
 ``manifest-sha256.json`` in a directory of shipped weights maps files, by their path below it, to the sha256 of their
 bytes, so that a flipped bit is found at load and not in pictures. Directories without one, as people have them, are
-taken as they are. ``python -m diffserve.embedded.manifest`` writes them anew.
+taken as they are. ``python -m diffserve.training.manifest`` writes them anew.
 """
 
 from __future__ import annotations
@@ -242,4 +242,4 @@ def _way_out(directory: Path) -> str:
     if not directory.resolve().is_relative_to(OUR_OWN):
         return f"copy it anew, or, if it was changed on purpose, remove {directory / MANIFEST_FILE}"
     again = "install diffserve again (pip install --force-reinstall --no-deps diffserve)"
-    return f"{again}, or, if it was changed on purpose, run python -m diffserve.embedded.manifest"
+    return f"{again}, or, if it was changed on purpose, run python -m diffserve.training.manifest"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from diffserve.embedded import rewriter_model
 from diffserve.engine.text import TextEngine
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.language.chat import fold_system, render
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import ChatMessage, TextConfig, TextRequest
+from diffserve.training import rewriter_model
 from tests.engine.text.conftest import Load
 from tests.runtime.language import tiny
 

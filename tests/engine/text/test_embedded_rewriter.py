@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import diffserve.embedded
-from diffserve.embedded.rewriter_model import MAX_NEW_TOKENS, prompt, system_prompt
-from diffserve.embedded.wishes import held_out_wishes
 from diffserve.engine.text import TextEngine
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextConfig, TextRequest
+from diffserve.training.rewriter_model import MAX_NEW_TOKENS, prompt, system_prompt
+from diffserve.training.wishes import held_out_wishes
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from tests.device import DEVICE
 from tests.engine.text.conftest import pages_of
 
-DIRECTORY = Path(diffserve.embedded.__file__).parent / "rewriter"
+DIRECTORY = EMBEDDED_DIRECTORY.with_name("rewriter")
 WISHES = [wish.text for wish in held_out_wishes(12)]
 PROMPTS = [prompt(wish, system_prompt() if index % 3 == 0 else "") for index, wish in enumerate(WISHES)]
 

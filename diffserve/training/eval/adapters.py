@@ -1,0 +1,72 @@
+"""The shipped adapters: gifts read by the exact checker, and old photographs held against the pictures without."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.engine import Engine
+from diffserve.loras import Lora
+from diffserve.training.adapters import GIFT, LESSONS, SEPIA, SHARES, lessons_held_out, plain_gifts
+from diffserve.training.eval.captions import score
+from diffserve.training.eval.painting import TEACHER, paint, painter
+from diffserve.types import DiffusionParams
+from diffserve.world.checker import EDITION, check
+from diffserve.world.scenes import Scene
+from diffserve.world.styles import sepia
+
+SEED = 9_700
+CROWDS = {kind: share for kind, share in SHARES.items() if kind != "one object"}
+
+
+def with_lora(how: DiffusionParams, name: str) -> DiffusionParams:
+    """``how`` with all of adapter ``name``."""
+    return msgspec.structs.replace(how, loras=(Lora(name),))
+
+
+def gift_score(engine: Engine, asked: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
+    """Scenes with gifts: what the checker, told of gifts, says of them, and how many it reads as just what was asked
+    for, clear or smeared ("read")."""
+    pictures = paint(engine, [words for _, words in asked], with_lora(how, GIFT), first_seed=SEED)
+    judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(asked, pictures, strict=True)]
+    read = (sorted(found.name for found in verdict.reading.objects) == sorted(scene.names) for scene, verdict in judged)
+    return {**asdict(score(judged)), "read": sum(read)}
+
+
+def drawn_in_sepia(engine: Engine, count: int, how: DiffusionParams = TEACHER) -> dict[str, float]:
+    """Held-out captions painted with the style and without, from the same seeds: how many are nearer to an old
+    photograph of the picture without than to that picture, and the mean colour errors (0..1) against both."""
+    prompts = [words for _, words in lessons_held_out(SEPIA, count)]
+    plain = paint(engine, prompts, how, first_seed=SEED)
+    drawn = paint(engine, prompts, with_lora(how, SEPIA), first_seed=SEED)
+    to_drawing = [_error(one, sepia(other)) for one, other in zip(drawn, plain, strict=True)]
+    to_picture = [_error(one, other) for one, other in zip(drawn, plain, strict=True)]
+    nearer = sum(style < own for style, own in zip(to_drawing, to_picture, strict=True))
+    return {
+        "count": count,
+        "nearer_to_sepia": nearer,
+        "error_to_sepia": round(float(np.mean(to_drawing)), 4),
+        "error_to_plain": round(float(np.mean(to_picture)), 4),
+    }
+
+
+def evaluate(engine: Engine, count: int = 30, how: DiffusionParams = TEACHER) -> dict[str, Any]:
+    """Both as one JSON document."""
+    return {
+        **painter(engine),
+        "checker": EDITION,
+        "adapters": [*LESSONS],
+        "sampler": how.sampler,
+        "num_steps": how.num_steps,
+        "gift_alone": gift_score(engine, plain_gifts(), how),
+        "gift_among_others": gift_score(engine, lessons_held_out(GIFT, count // 2, CROWDS), how),
+        "sepia": drawn_in_sepia(engine, count // 3, how),
+    }
+
+
+def _error(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    return float(np.abs(one.astype(np.float32) - other.astype(np.float32)).mean() / 255)

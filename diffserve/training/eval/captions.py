@@ -1,0 +1,125 @@
+"""Held-out captions painted through the engine and read by the exact checker: how many are right, and what is not."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diffserve.engine import Engine
+from diffserve.training.eval.painting import TEACHER, paint, painter
+from diffserve.types import DiffusionParams
+from diffserve.world.captions import held_out
+from diffserve.world.checker import EDITION, Verdict, check
+from diffserve.world.scenes import COLORS, KIND_SHARES, OBJECTS, Scene, has_unseen_pair
+
+SEED = 9_000
+CATEGORIES = (
+    *KIND_SHARES, "small or large", "left or right", "above or below", "next to", "seen pairs", "unseen pairs",
+    "plain colour", "place",
+)  # fmt: skip
+DIRECTIONS = {
+    "left of": "left or right", "right of": "left or right", "above": "above or below", "below": "above or below",
+    "next to": "next to",
+}  # fmt: skip
+PARTS = ("exact", "background", "objects", "relation", "size")
+MAX_CONFUSIONS = 3
+SMEAR, NOTHING = "a smear", "nothing"
+
+Judged = tuple[Scene, Verdict]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of ``count`` pictures are right: in every part, and in each."""
+
+    count: int
+    exact: int
+    background: int
+    objects: int
+    relation: int
+    size: int
+
+    @property
+    def exact_share(self) -> float:
+        """Exact matches over pictures, 0..1."""
+        return self.exact / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often an object was asked for, how often it was found, and what was found where it was missing, the most
+    frequent first: a surplus object, a smear of something, or nothing."""
+
+    asked: int
+    found: int
+    instead: dict[str, int]
+
+
+def judge_held_out(
+    engine: Engine, count: int, how: DiffusionParams = TEACHER, *, size: tuple[int | None, int | None] = (None, None)
+) -> list[Judged]:
+    """Paint the first ``count`` held-out captions, picture i with seed SEED + i, and check each."""
+    truth = held_out(count)
+    pictures = paint(engine, [words for _, words in truth], how, first_seed=SEED, size=size)
+    return [(scene, check(picture, scene)) for (scene, _), picture in zip(truth, pictures, strict=True)]
+
+
+def score(judged: Sequence[Judged]) -> Score:
+    """Count what is right."""
+    return Score(len(judged), *(sum(getattr(verdict, part) for _, verdict in judged) for part in PARTS))
+
+
+def categories(scene: Scene) -> set[str]:
+    """The rows of the table of scores that a scene counts in."""
+    words = {scene.kind, "plain colour" if scene.background in COLORS else "place"}
+    if scene.size != "plain":
+        words.add("small or large")
+    if scene.kind == "two objects" and scene.relation is not None:
+        words |= {DIRECTIONS[scene.relation], "unseen pairs" if has_unseen_pair(scene) else "seen pairs"}
+    return words
+
+
+def scores(judged: Sequence[Judged]) -> dict[str, Score]:
+    """Scores overall ("all") and by category."""
+    parts = {name: [one for one in judged if name in categories(one[0])] for name in CATEGORIES}
+    return {name: score(part) for name, part in {"all": judged, **parts}.items()}
+
+
+def confusions(judged: Sequence[Judged]) -> dict[str, Confusion]:
+    """For every object that was asked for, in the world's order: asked, found, and the top of what came instead."""
+    asked: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    instead: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for scene, verdict in judged:
+        wanted = Counter(scene.names)
+        seen = Counter(found.name for found in verdict.reading.objects if found.is_clear)
+        surplus = list((seen - wanted).elements())
+        smeared = any(not found.is_clear for found in verdict.reading.objects)
+        asked += wanted
+        missing += wanted - seen
+        for name in wanted - seen:
+            instead[name].update(surplus or [SMEAR if smeared else NOTHING])
+    return {
+        name: Confusion(asked[name], asked[name] - missing[name], dict(instead[name].most_common(MAX_CONFUSIONS)))
+        for name in OBJECTS
+        if asked[name]
+    }
+
+
+def evaluate(engine: Engine, count: int = 300, how: DiffusionParams = TEACHER) -> dict[str, Any]:
+    """Scores and confusions on ``count`` held-out captions as one JSON document, with what painted them and how."""
+    judged = judge_held_out(engine, count, how)
+    return {
+        **painter(engine),
+        "checker": EDITION,
+        "dtype": engine.info.dtype,
+        "sampler": how.sampler,
+        "num_steps": how.num_steps,
+        "guidance_scale": how.guidance_scale,
+        "scores": {
+            name: asdict(row) | {"exact_share": round(row.exact_share, 4)} for name, row in scores(judged).items()
+        },
+        "confusions": {name: asdict(row) for name, row in confusions(judged).items()},
+    }

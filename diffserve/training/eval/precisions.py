@@ -1,0 +1,50 @@
+"""The rewriter in fewer bits: perplexity of the captions that held-out wishes should become, by precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from diffserve.rewriting import find_rewriter
+from diffserve.runtime.language import LanguageModel, load_language_model
+from diffserve.training.rewriter_model import answer, prompt
+from diffserve.training.wishes import LooseWish, held_out_wishes
+
+MOST_RISE = 0.05
+"""Perplexity may rise by such a share of the reference's (found in ``benchmarks/LOG.md``, 2026-11-23)."""
+
+
+def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
+    """Perplexity in each precision on ``count`` held-out wishes; the first is what the others are held against.
+
+    ``passes``: whether each keeps to ``MOST_RISE``. Raises ConfigError for a precision that does not run here.
+    """
+    asked = held_out_wishes(count)
+    found: dict[str, dict[str, Any]] = {}
+    for precision in precisions:
+        loaded = load_language_model(find_rewriter(model), dtype=precision)
+        found[precision] = {
+            "perplexity": round(math.exp(mean_nats(loaded, asked)), 5),
+            "weights_bytes": loaded.info.weights_bytes,
+        }
+    reference = found[precisions[0]]["perplexity"]
+    for one in found.values():
+        one["rise"] = round(one["perplexity"] / reference - 1, 5)
+        one["passes"] = one["rise"] <= MOST_RISE
+    return {"wishes": count, "most_rise": MOST_RISE, "precisions": found}
+
+
+def mean_nats(model: LanguageModel, asked: Sequence[LooseWish]) -> float:
+    """Mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
+    nats, num_tokens = 0.0, 0
+    for wish in asked:
+        before, after = (model.tokenizer(text).input_ids for text in (prompt(wish.text), answer(wish.caption)))
+        with torch.inference_mode():
+            logits = model.plain_logits([*before, *after])[len(before) - 1 : -1].float()
+        nats += float(F.cross_entropy(logits, torch.tensor(after, device=logits.device), reduction="sum"))
+        num_tokens += len(after)
+    return nats / num_tokens

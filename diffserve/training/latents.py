@@ -1,0 +1,151 @@
+"""Stage two: render training scenes, encode them once, and draw training batches from the latents kept in memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from numpy.typing import NDArray
+from rich.progress import track
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from diffserve.training.layouts import DIRECTIONS, UNSAID, layout
+from diffserve.training.training_loop import TrainSettings, fingerprint, keep
+from diffserve.training.vae_training import to_unit
+from diffserve.world.captions import loose_caption
+from diffserve.world.render import render
+from diffserve.world.scenes import CANVAS_PX, Scene, scenes
+
+CAPTION_DROPOUT = 0.1
+# (width, height) in pixels -> share of the training scenes painted at it
+CANVASES: dict[tuple[int, int], float] = {(CANVAS_PX, CANVAS_PX): 0.84, (128, 192): 0.08, (192, 128): 0.08}
+# how much more often a scene is drawn for what is learnt last: fine lines, several things at once, large ones
+FINE_LINES = {
+    "bicycle": 6.0, "basketball": 2.5, "palm tree": 2.0, "crab": 2.0, "rocket": 2.0, "fish": 2.0, "sun": 2.0,
+    "duck": 1.5, "octopus": 1.5, "banana": 1.5, "donut": 1.5, "grapes": 1.5,
+}  # fmt: skip
+FAVOURITES = {"cat": 2.5, "dog": 2.5, "house": 1.5, "car": 1.5, "pine tree": 1.5, "bear": 1.5, "panda": 1.5}
+CROWDS = {"three objects": 2.2, "between": 2.2}
+DIRECTED = 1.6
+LARGE, PLAIN = 2.0, 1.0
+
+
+@dataclass(frozen=True)
+class LatentScenes:
+    """Scenes of one canvas and their latents (N, 8, height / 8, width / 8) in 16 bits."""
+
+    scenes: list[Scene]
+    latents: Tensor
+
+
+def training_scenes(seed: int) -> Iterator[Scene]:
+    """An endless, seeded stream of all scenes that are trained on."""
+    return scenes(seed, held_out=False)
+
+
+@torch.inference_mode()
+def encode_scenes(
+    vae: AutoencoderKL,
+    work: Path,
+    *,
+    num_scenes: int,
+    seed: int,
+    device: str,
+    stream: Callable[[int], Iterator[Scene]] = training_scenes,
+    draw: Callable[[Scene, int, int], NDArray[np.uint8]] = render,
+) -> list[LatentScenes]:
+    """Render and encode ``num_scenes`` scenes of ``stream`` (by seed) in the shares of CANVASES, keeping latents in
+    ``work`` for as long as the autoencoder and the scenes are the same; ``draw`` renders one at a size."""
+    shelves, made_from = [], fingerprint(vae)
+    suffix = "" if stream is training_scenes else f"-{stream.__name__}"
+    suffix += "" if draw is render else f"-{draw.__name__}"
+    for index, ((width, height), share) in enumerate(CANVASES.items()):
+        chosen = list(islice(stream(seed + index), round(num_scenes * share)))
+        path = work / f"latents-{width}x{height}-{made_from}{suffix}.pt"
+        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
+            shelves.append(LatentScenes(chosen, latents))
+            continue
+        parts = []
+        for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
+            pixels = np.stack([draw(scene, width, height) for scene in chosen[start : start + 32]])
+            with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+                parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
+        latents = torch.cat(parts)
+        keep(latents, path)
+        shelves.append(LatentScenes(chosen, latents))
+    return shelves
+
+
+def channel_statistics(latents: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every latent channel, for the autoencoder's config."""
+    flat = latents.float().transpose(0, 1).flatten(1)
+    return flat.mean(dim=1).tolist(), flat.std(dim=1).tolist()
+
+
+def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
+    """Centre and scale every channel to unit variance."""
+    shape = (1, -1, 1, 1)
+    return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+
+
+def tuning_emphasis(scene: Scene) -> float:
+    """:func:`emphasis` in the last leg: fine lines, and what people ask for first."""
+    return max(max(FINE_LINES.get(name, 1.0), FAVOURITES.get(name, 1.0)) for name in scene.names)
+
+
+def emphasis(scene: Scene, plain: float = PLAIN) -> float:
+    """How often a training scene is drawn, 1 being usual; ``plain``: a single object of plain size."""
+    size = {"large": LARGE, "plain": plain}.get(scene.size, 1.0) if scene.kind == "one object" else 1.0
+    relation = DIRECTED if scene.relation in DIRECTIONS else 1.0
+    return size * relation * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
+
+
+def draw_rows(
+    rng: random.Random,
+    canvases: Sequence[Tensor],
+    batch_size: int,
+    cum_weights: Sequence[Sequence[float]] | None = None,
+    *,
+    least: int = 1,
+) -> tuple[int, list[int]]:
+    """One of the ``canvases``, each (N, ...), and ``least`` rows of it or more for a batch, by weights summed up along
+    each; without any all rows are alike.
+
+    A larger canvas comes in smaller batches, so that every iteration costs about the same.
+    """
+    sums = cum_weights or [range(1, len(rows) + 1) for rows in canvases]
+    canvas = rng.choices(range(len(canvases)), weights=[of[-1] for of in sums])[0]
+    smallest = min(rows[0].numel() for rows in canvases)
+    count = max(least, batch_size * smallest // canvases[canvas][0].numel())
+    return canvas, rng.choices(range(len(canvases[canvas])), cum_weights=sums[canvas], k=count)
+
+
+def batches(
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    settings: TrainSettings,
+    seed: int,
+    weigh: Callable[[Scene], float] = emphasis,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Endless training batches of one canvas each, on the training device: (B, 8, h, w) float32 latents, token ids
+    (B, MAX_TOKENS) of captions worded anew, a tenth of them empty, and (B, 2) layouts.
+
+    ``weigh``: how often each scene is drawn.
+    """
+    rng, canvases = random.Random(seed), [shelf.latents for shelf in data]
+    sums = [list(accumulate(weigh(scene) for scene in shelf.scenes)) for shelf in data]
+    while True:
+        canvas, rows = draw_rows(rng, canvases, settings.batch_size, sums)
+        chosen = [data[canvas].scenes[row] for row in rows]
+        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in chosen]
+        ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        layouts = [layout(scene) if text else UNSAID for scene, text in zip(chosen, words, strict=True)]
+        latents = canvases[canvas][torch.tensor(rows)].float()
+        yield latents.to(settings.device), ids.to(settings.device), torch.tensor(layouts, device=settings.device)

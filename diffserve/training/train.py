@@ -1,0 +1,339 @@
+"""The whole recipe of the embedded model: ``python -m diffserve.training.train all``.
+
+Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
+(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each leaves a bill of its time and
+operations beside its checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights
+instead of from nothing.
+
+The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
+here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
+and then these as they were, ``finish`` and ``tune`` (run twice, at last with single objects in the middle). To tune the
+shipped weights on, and ship the outcome:
+
+    train tune --work DIR --start diffserve/embedded/weights --minutes 60
+    train distill --work DIR
+    train card --work DIR
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from diffusers import AutoencoderKL
+from transformers import CLIPTokenizer
+
+from diffserve.errors import DiffserveError
+from diffserve.runtime.model import OWN_LORAS
+from diffserve.runtime.precision import choose_device
+from diffserve.runtime.vae.preview import PreviewDecoder
+from diffserve.training import card as model_card
+from diffserve.training import distillation, samples, truncation
+from diffserve.training.adapters import LESSONS, lessons_held_out, train_adapter
+from diffserve.training.denoiser_training import Denoiser, continue_denoiser, train_denoiser
+from diffserve.training.eval.painting import BEST_GUIDANCE
+from diffserve.training.export import export, fold_normalisation
+from diffserve.training.latents import LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.training.preview_training import fidelity_db, save_preview, train_preview
+from diffserve.training.rewriter_model import export_rewriter
+from diffserve.training.rewriter_training import SHIPPED as REWRITER
+from diffserve.training.rewriter_training import score_rewriter, train_rewriter
+from diffserve.training.tokenizer import train_tokenizer
+from diffserve.training.training_loop import Look, TrainSettings, fingerprint
+from diffserve.training.tuning_scenes import tuning_scenes
+from diffserve.training.vae_training import round_trip_db, train_vae
+from diffserve.world import sprites
+from diffserve.world.captions import held_out
+from diffserve.world.scenes import Scene
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
+WORK = Path("runs/embedded")
+Device = Annotated[str, typer.Option(callback=lambda name: str(choose_device(name).device), help="auto, cpu or cuda")]
+DEVICE = "auto"
+TUNING_SCENES = 20_000
+FULL_TURBO = "turbo-full"
+Start = Annotated[Path | None, typer.Option(help="begin from the weights in this directory instead of from nothing")]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, the
+    fingerprint it had before, scenes with normalised latents, and the tokenizer."""
+
+    vae: AutoencoderKL
+    made_from: str
+    data: list[LatentScenes]
+    tokenizer: CLIPTokenizer
+
+
+def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path | None = None) -> Materials:
+    """Make or load them; the autoencoder is trained first if it is not."""
+    tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
+    raw = vae(work, device, start=start)
+    made_from = fingerprint(raw)
+    encoded = encode_scenes(raw, work, num_scenes=num_scenes, seed=1, device=device)
+    mean, std = channel_statistics(encoded[0].latents)
+    folded = fold_normalisation(raw.cpu(), mean, std).to(device)
+    data = [LatentScenes(shelf.scenes, normalise(shelf.latents, mean, std).half()) for shelf in encoded]
+    return Materials(folded, made_from, data, tokenizer)
+
+
+def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
+    """What ``tune`` and ``distill`` after it work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of
+    the last leg."""
+    begin = work / "untuned"
+    tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
+    kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
+    data = encode_scenes(kept, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
+    return Materials(kept, fingerprint(kept), data, tokenizer)
+
+
+def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
+    """The denoiser in a directory of exported weights."""
+    net = Denoiser(tokenizer)
+    net.load(weights, tokenizer)
+    return net.to(device).eval()
+
+
+def look_at_samples(
+    stage: str,
+    made: Materials,
+    work: Path,
+    *,
+    done: int = 0,
+    truth: list[tuple[Scene, str]] | None = None,
+    **how: Any,
+) -> Look[Denoiser]:
+    """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
+    right; ``done`` iterations were before."""
+    truth = truth or held_out(48)
+
+    def look(net: Denoiser, iteration: int) -> None:
+        words = [words for _, words in truth]
+        pictures = samples.paint(net, made.vae, made.tokenizer, words, **how)
+        samples.sheet([*pictures], 8, work / f"{stage}-{done + iteration:06d}.png")
+        print(f"{stage} {done + iteration}: {samples.quick_score(pictures, [scene for scene, _ in truth])}", flush=True)
+
+    return look
+
+
+@app.command()
+def atlas() -> None:
+    """Cut the sprite atlas out of the emoji font."""
+    print(sprites.build_atlas())
+
+
+@app.command()
+def vae(
+    work: Work = WORK, device: Device = DEVICE, iterations: int = 5800, batch: int = 16, start: Start = None
+) -> AutoencoderKL:
+    """Train the autoencoder."""
+    work.mkdir(parents=True, exist_ok=True)
+    settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, ema=0.998)
+
+    def look(net: AutoencoderKL, iteration: int) -> None:
+        samples.round_trip_sheet(net, work / f"vae-{iteration:06d}.png")
+
+    trained = train_vae(settings, work, start and start / "vae", look)
+    print(f"round trip {round_trip_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
+    return trained
+
+
+@app.command()
+def denoiser(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    iterations: int = 14_850,
+    finish: int = 3_000,
+    batch: int = 64,
+    num_scenes: int = 48_000,
+    look_every: int = 800,
+    start: Start = None,
+) -> None:
+    """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
+    second run from the first one's weights, then export."""
+    made = materials(work, device, num_scenes=num_scenes, start=start)
+    settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
+    look = look_at_samples("denoiser", made, work)
+    trained = train_denoiser(
+        settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
+    )
+    if finish:
+        settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
+        later = look_at_samples("denoiser", made, work, done=iterations)
+        trained = continue_denoiser("finish", trained, settings, work, made.data, made.tokenizer, later, look_every)
+    print(export(work / "weights", made.vae, trained, made.tokenizer))
+
+
+@app.command()
+def tune(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    iterations: int = 3_000,
+    minutes: Annotated[float | None, typer.Option(help="end after so many, if that is sooner")] = None,
+    batch: int = 64,
+    num_scenes: int = TUNING_SCENES,
+    look_every: int = 400,
+    start: Start = None,
+) -> None:
+    """Train the weights in ``start`` (or the exported ones of ``work``) on, with their autoencoder as it is, on what
+    people ask for first, and export."""
+    begin = work / "untuned"
+    if not begin.is_dir():
+        part = work / "untuned.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(start or work / "weights", part)
+        part.rename(begin)
+    made = tuning_materials(work, device, num_scenes=num_scenes)
+    settings = TrainSettings(
+        iterations,
+        batch,
+        learning_rate=8e-4,
+        device=device,
+        warmup=50,
+        decay_share=0.8,
+        ema=0.998,
+        checkpoint_every=100,
+        max_seconds=minutes and 60 * minutes,
+    )
+    torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
+    first = exported_denoiser(begin, made.tokenizer, device)
+    look = look_at_samples("tune", made, work)
+    trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
+    if (begin / "preview").is_dir():
+        shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
+    print(export(work / "weights", made.vae, trained, made.tokenizer))
+
+
+@app.command()
+def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
+    """Train the tiny decoder of live previews beside the exported weights."""
+    made = materials(work, device)
+    settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
+
+    def look(net: PreviewDecoder, iteration: int) -> None:
+        samples.preview_sheet(net, made.vae, work / f"preview-{iteration:06d}.png")
+
+    trained = train_preview(settings, work, made.data, look, made_from=made.made_from)
+    print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
+    print(save_preview(trained, work / "weights" / "preview"))
+
+
+@app.command()
+def distill(
+    work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
+) -> None:
+    """Distil the exported denoiser into four steps without guidance."""
+    made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
+    settings = distillation.DistillSettings(
+        iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE
+    )
+    teacher = exported_denoiser(work / "weights", made.tokenizer, device)
+    look = look_at_samples("distill", made, work, num_steps=4, guidance_scale=1.0)
+    change = distillation.distill(settings, work, teacher, made.data, made.tokenizer, look, look_every)
+    distillation.save_adapter(work / FULL_TURBO, change)
+    truncate(work, device)
+
+
+@app.command()
+def truncate(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    full: Annotated[Path | None, typer.Option(help=f"the adapter to truncate; else {FULL_TURBO} of --work")] = None,
+    weights: Annotated[Path | None, typer.Option(help="the weights that it changes; else those of --work")] = None,
+    max_bytes: Annotated[int, typer.Option(help="size of the truncated factors in 16 bits")] = truncation.MAX_BYTES,
+) -> None:
+    """Truncate the distilled model's change to the ranks that matter, layer by layer."""
+    weights = weights or work / "weights"
+    tokenizer = CLIPTokenizer.from_pretrained(weights / "tokenizer")
+    teacher = exported_denoiser(weights, tokenizer, device).requires_grad_(False)
+    change = distillation.load_adapter(full or work / FULL_TURBO, teacher.unet).to(device)
+    moments = truncation.measure_moments(change, teacher, tokenizer)
+    print(distillation.save_adapter(work / "turbo", truncation.truncate(change, moments, max_bytes)))
+
+
+@app.command()
+def adapters(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    name: Annotated[list[str], typer.Option(help="which of them")] = [*LESSONS],  # noqa: B006
+    iterations: int = 1_000,
+    minutes: Annotated[float | None, typer.Option(help="end each after so many, if that is sooner")] = None,
+    batch: int = 8,
+    rank: int = 4,
+    num_scenes: int = 900,
+    learning_rate: float = 2e-3,
+    look_every: int = 100,
+    start: Annotated[Path, typer.Option(help="the weights that they change")] = model_card.SHIPPED["weights"],
+) -> None:
+    """Train the small LoRA files that ship beside the exported denoiser, with its autoencoder as it is."""
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer = CLIPTokenizer.from_pretrained(start / "tokenizer")
+    kept = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
+    teacher = exported_denoiser(start, tokenizer, device)
+    settings = TrainSettings(
+        iterations,
+        batch,
+        learning_rate,
+        device,
+        warmup=20,
+        decay_share=0.6,
+        ema=0.98,
+        checkpoint_every=50,
+        max_seconds=minutes and 60 * minutes,
+    )
+    for one in name:
+        lesson = LESSONS[one]
+        data = encode_scenes(
+            kept, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
+        )
+        made = Materials(kept, fingerprint(kept), data, tokenizer)
+        truth = lessons_held_out(one, 8)
+        look = look_at_samples(one, made, work, truth=truth, num_steps=12)
+        change = train_adapter(one, settings, rank, work, teacher, data, tokenizer, look, look_every)
+        folder = work / OWN_LORAS
+        folder.mkdir(parents=True, exist_ok=True)
+        change.save(folder / f"{one}.safetensors", lesson.words)
+
+
+@app.command()
+def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
+    """Train the prompt rewriter on wishes, evaluate it and export."""
+    work.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
+    print(score_rewriter(model, tokenizer))
+    print(export_rewriter(work / "rewriter", model, tokenizer))
+
+
+@app.command()
+def card(work: Work = WORK) -> None:
+    """Put what was trained into the package, evaluate it and write the model card."""
+    model_card.install(work)
+    model_card.measure()
+    model_card.write()
+
+
+@app.command(name="all")
+def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) -> None:
+    """Every stage after the atlas, in this order."""
+    torch.set_float32_matmul_precision("high")
+    denoiser(work, device, start=start)
+    tune(work, device, iterations=1_550)
+    preview(work, device)
+    distill(work, device)
+    adapters(work, device, start=work / "weights")
+    rewriter(work, device)
+    card(work)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except DiffserveError as error:
+        sys.exit(error.message)

@@ -1,0 +1,250 @@
+"""What every training stage shares: settings, schedule, averaging of weights, checkpoints, progress, the bill."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffserve.errors import ConfigError
+from diffserve.training.muon import Muon, hidden_matrices
+
+Net = TypeVar("Net", bound=nn.Module)
+Look = Callable[[Net, int], None]
+"""Called now and then with the averaged weights and the number of iterations done."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How one stage is trained. The rate warms up linearly and falls along a cosine over the last ``decay_share``.
+
+    With ``max_seconds`` the stage is over when they are spent, or with its iterations, whichever comes first, and the
+    rate falls with the nearer of the two ends.
+    """
+
+    iterations: int
+    batch_size: int
+    learning_rate: float
+    device: str = "cpu"
+    seed: int = 0
+    warmup: int = 200
+    decay_share: float = 0.4
+    ema: float = 0.999
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    checkpoint_every: int = 250
+    max_seconds: float | None = None
+
+
+def share_done(iteration: int, seconds: float, settings: TrainSettings) -> float:
+    """How far a stage has come, 0 to 1, by iterations or by time, whichever is further."""
+    by_time = 0.0 if settings.max_seconds is None else seconds / settings.max_seconds
+    return min(1.0, max(iteration / max(1, settings.iterations), by_time))
+
+
+def rate_factor(iteration: int, settings: TrainSettings, seconds: float = 0.0) -> float:
+    """What the learning rate is multiplied with at one iteration: warm-up, plateau, cosine to a hundredth."""
+    warm = min(1.0, (iteration + 1) / settings.warmup)
+    plateau = 1 - settings.decay_share
+    share = max(0.0, (share_done(iteration, seconds, settings) - plateau) / max(settings.decay_share, 1e-6))
+    return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+
+def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW at the stage's learning rate, with a second moment that adapts within a hundred iterations."""
+    return torch.optim.AdamW(
+        params, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay, fused=True
+    )
+
+
+def muon_and_adamw(
+    net: nn.Module, hidden: Sequence[nn.Parameter], settings: TrainSettings
+) -> list[torch.optim.Optimizer]:
+    """Muon for the ``hidden`` matrices and kernels of ``net``, AdamW for the rest, at one learning rate."""
+    taken = {id(parameter) for parameter in hidden}
+    rest = [parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken]
+    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
+
+
+def fingerprint(net: nn.Module) -> str:
+    """Twelve hex digits that name the weights of ``net``: what is learnt or kept from them is of no use to others."""
+    digest = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def keep(what: object, path: Path) -> None:
+    """Save beside its final name and move it there, so a kill never leaves half a file."""
+    part = path.with_suffix(".part")
+    torch.save(what, part)
+    part.replace(path)
+
+
+class Run(Generic[Net]):
+    """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
+
+    ``average`` holds the exponential moving average of the weights, ready for inference.
+
+    Beside the checkpoint stands ``work/<name>.json``, the bill: settings, iterations, seconds, and floating-point
+    operations, counted on the first iteration of a process and multiplied.
+
+    ``optimizers`` default to Muon and AdamW, each parameter in one of them; an optimiser keeps the learning rate it was
+    made with as its peak. ``made_from`` is the fingerprint of the weights that the stage learns from; a checkpoint that
+    was made from others raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        net: Net,
+        settings: TrainSettings,
+        work: Path,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        made_from: str = "",
+    ) -> None:
+        self.made_from = made_from
+        self.name, self.net, self.settings = name, net, settings
+        self.path = work / f"{name}.pt"
+        self.average = copy.deepcopy(net).eval().requires_grad_(False)
+        self.optimizers = optimizers or muon_and_adamw(net, hidden_matrices(net), settings)
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.iteration = 0
+        self.begun = datetime.now(UTC).isoformat(timespec="minutes")
+        self.seconds = 0.0
+        self.flops = 0
+        self.smooth_loss = math.nan
+        if self.path.is_file():
+            self._load()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """bf16 on every device; the loss itself stays in fp32."""
+        return torch.autocast(torch.device(self.settings.device).type, dtype=torch.bfloat16)
+
+    def iterations(self) -> Iterator[int]:
+        """Count through what is left, saving and reporting on the way and at the end."""
+        counter = FlopCounterMode(display=False)
+        flops_each = 0
+        with self._progress() as progress:
+            task = progress.add_task(self.name, total=self.settings.iterations, completed=self.iteration, loss="")
+            while not self.is_over:
+                started = time.perf_counter()
+                with contextlib.nullcontext() if flops_each else counter:
+                    yield self.iteration
+                flops_each = flops_each or counter.get_total_flops() or 1
+                self.flops += flops_each
+                self.seconds += time.perf_counter() - started
+                self.iteration += 1
+                progress.update(task, completed=self.iteration, loss=f"loss {self.smooth_loss:.4f}")
+                if progress.disable and self.iteration % 50 == 0:
+                    self._report()
+                if self.iteration % self.settings.checkpoint_every == 0 or self.is_over:
+                    self.save()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its iterations or its seconds are spent."""
+        return share_done(self.iteration, self.seconds, self.settings) >= 1
+
+    def train(
+        self, losses_of: Callable[[], Sequence[Tensor]], look: Look[Net] | None = None, look_every: int = 500
+    ) -> Net:
+        """Go through the iterations that are left, each a :meth:`step` on new losses; returns the averaged weights, at
+        which ``look`` looks every so many iterations."""
+        for iteration in self.iterations():
+            self.step(*losses_of())
+            if look is not None and (iteration + 1) % look_every == 0:
+                look(self.average, iteration + 1)
+        return self.average
+
+    def step(self, loss: Tensor, aside: Tensor | None = None) -> None:
+        """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
+        skipped rather than learnt."""
+        value = float(loss.detach())
+        total = loss if aside is None else loss + aside
+        self.net.zero_grad(set_to_none=True)
+        if not torch.isfinite(total):
+            return
+        total.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), self.settings.max_grad_norm)
+        factor = rate_factor(self.iteration, self.settings, self.seconds)
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
+        kept = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - kept)
+        self.smooth_loss = value if math.isnan(self.smooth_loss) else 0.98 * self.smooth_loss + 0.02 * value
+
+    def save(self) -> None:
+        """Write the checkpoint and the bill."""
+        keep(
+            {
+                "net": self.net.state_dict(),
+                "average": self.average.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "iteration": self.iteration,
+                "seconds": self.seconds,
+                "flops": self.flops,
+                "begun": self.begun,
+                "loss": self.smooth_loss,
+                "made_from": self.made_from,
+            },
+            self.path,
+        )
+        bill = {
+            "stage": self.name,
+            "begun": self.begun,
+            "iterations_done": self.iteration,
+            "seconds": round(self.seconds),
+            "flops": self.flops,
+            "loss": round(self.smooth_loss, 5),
+        }
+        text = json.dumps(bill | asdict(self.settings), indent=2)
+        self.path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+
+    def _load(self) -> None:
+        saved = torch.load(self.path, map_location=self.settings.device, weights_only=True)
+        if saved.get("made_from", "") != self.made_from:
+            raise ConfigError(
+                f"{self.path} was made from other weights than {self.made_from}: remove it to begin this stage anew, "
+                "or give another --work."
+            )
+        self.net.load_state_dict(saved["net"])
+        self.average.load_state_dict(saved["average"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.iteration, self.seconds, self.smooth_loss = saved["iteration"], saved["seconds"], saved["loss"]
+        self.flops, self.begun = saved["flops"], saved["begun"]
+
+    @staticmethod
+    def _progress() -> Progress:
+        """A bar on a terminal; elsewhere nothing moves and lines are printed instead."""
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal)
+
+    def _report(self) -> None:
+        each = self.seconds / max(1, self.iteration)
+        left = each * (self.settings.iterations - self.iteration) / 60
+        print(
+            f"{self.name} {self.iteration}/{self.settings.iterations} loss {self.smooth_loss:.4f} "
+            f"{each:.2f} s/iteration, {left:.0f} min left",
+            flush=True,
+        )

@@ -1,0 +1,146 @@
+"""Wishes as people type them, each with the one caption that grants it: what the prompt rewriter learns from.
+
+Three things keep held-out wishes apart from training: their scenes (:func:`~diffserve.world.scenes.is_held_out`),
+their sentences (the second part of every :class:`~diffserve.training.wishes.words.Phrases`) and their combinations of
+words (:func:`~diffserve.training.wishes.writer.is_kept_combination`). Single words are shared: nobody can know a word
+never met. A part of the held-out wishes is written by hand, not by the generator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, permutations, product
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.training.wishes.noise import as_typed, misspell
+from diffserve.training.wishes.vague import vague_wish
+from diffserve.training.wishes.writer import Writer
+from diffserve.world.canonical import Asked, Said, sentence
+from diffserve.world.captions import caption
+from diffserve.world.checker import SceneSpec, judge, read_picture
+from diffserve.world.prompt_reading import parse_sentence
+from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_held_out, scenes
+
+HELD_OUT_SEED = 41_970
+BY_HAND = Path(__file__).parent / "by_hand.txt"
+BY_HAND_SHARE = 0.4
+"""Of the held-out wishes, at most."""
+
+# captions as the image model knows them, loose sentences, lists of tags, another language, something left open
+SHARES: dict[str, float] = {"caption": 0.16, "free": 0.56, "tags": 0.06, "foreign": 0.04, "vague": 0.18}
+HELD_OUT_SHARES: dict[str, float] = {"free": 0.7, "tags": 0.08, "foreign": 0.02, "vague": 0.2}
+
+
+@dataclass(frozen=True)
+class LooseWish:
+    """A wish as typed, the caption it is rewritten to, what it settles, and one scene that grants it.
+
+    Of a complete wish (``asked.complete``) the scene is the truth but for jitter; of a vague one it is an example.
+    """
+
+    text: str
+    caption: str
+    asked: Asked
+    scene: Scene
+
+    @classmethod
+    def complete(cls, text: str, scene: Scene) -> LooseWish:
+        """A wish that says all of ``scene``."""
+        said = Said.by(scene)
+        return cls(text, sentence(said), Asked.exactly(said), scene)
+
+    def is_granted_by(self, prompt: str) -> bool:
+        """Whether ``prompt`` says all that the wish settles, in a canonical sentence."""
+        said = parse_sentence(prompt)
+        return said is not None and self.asked.allows(said)
+
+
+def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
+    """An endless, seeded stream of training wishes, or of held-out ones."""
+    shares = shares or (HELD_OUT_SHARES if held_out else SHARES)
+    rng = random.Random(seed)
+    writer = Writer(rng, held_out=held_out)
+    source = scenes(seed, held_out=held_out)
+    while True:
+        kind = rng.choices(list(shares), weights=list(shares.values()))[0]
+        if kind == "vague":
+            yield _vague(writer)
+        elif kind == "foreign":
+            yield _foreign(source, writer)
+        else:
+            yield _complete(kind, next(source), writer)
+
+
+def _complete(kind: str, scene: Scene, writer: Writer) -> LooseWish:
+    if kind == "caption":
+        text = caption(scene, writer.rng)
+        return LooseWish.complete(misspell(text, writer.rng) if writer.chance(0.2) else text, scene)
+    can_be_listed = scene.relation in (None, "next to")
+    said = Said.by(scene)
+    text = writer.tags(said) if kind == "tags" and can_be_listed else writer.free(said)
+    return LooseWish.complete(as_typed(text, writer.rng), scene)
+
+
+def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
+    """A wish for the next scene whose words the language has."""
+    while (text := writer.foreign(Said.by(scene := next(source)))) is None:
+        pass
+    return LooseWish.complete(as_typed(text, writer.rng), scene)
+
+
+def _vague(writer: Writer) -> LooseWish:
+    while True:
+        text, asked, said = vague_wish(writer)
+        scene = said.stage(writer.rng)
+        if writer.held_out or not is_held_out(scene):
+            return LooseWish(as_typed(text, writer.rng), sentence(said), asked, scene)
+
+
+def held_out_wishes(count: int) -> list[LooseWish]:
+    """The fixed list of held-out wishes: by hand while they last, at most BY_HAND_SHARE of them, then generated."""
+    written = wishes_by_hand()[: round(count * BY_HAND_SHARE)]
+    return [*written, *islice(wishes(HELD_OUT_SEED, held_out=True), count - len(written))]
+
+
+def wishes_by_hand() -> list[LooseWish]:
+    """The wishes of ``by_hand.txt``."""
+    lines = BY_HAND.read_text(encoding="utf-8").splitlines()
+    return [_by_hand(line) for line in lines if line and not line.startswith("#")]
+
+
+def _by_hand(line: str) -> LooseWish:
+    text, objects, relation, background, size = (part.strip() for part in line.split(" | "))
+    names = tuple(frozenset(one.replace("_", " ").split("/")) for one in objects.split(" "))
+    relations = {"-": (None,), "*": RELATIONS}.get(relation, (relation,))
+    backgrounds = BACKGROUNDS if background == "*" else (background,)
+    asked = Asked(names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds))
+    picks = tuple(min(choices) for choices in names)
+    said = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
+    return LooseWish(text, sentence(said), asked, said.stage(random.Random(0)))
+
+
+def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
+    """Where in ``wishes`` stand all, those that leave nothing open, the others, and those that no generator made."""
+    by_hand = {wish.text for wish in wishes_by_hand()}
+    belongs: dict[str, Callable[[LooseWish], bool]] = {
+        "all": lambda wish: True,
+        "complete": lambda wish: wish.asked.complete,
+        "vague": lambda wish: not wish.asked.complete,
+        "by hand": lambda wish: wish.text in by_hand,
+    }
+    return {name: [at for at, wish in enumerate(wishes) if test(wish)] for name, test in belongs.items()}
+
+
+def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
+    """Whether the (height, width, 3) picture grants a wish in every part, with any choice for what was left open."""
+    reading = read_picture(pixels)
+    names = [one.name for one in reading.objects]
+    orders = set(permutations(names)) if len(names) == len(asked.names) else set()
+    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # a size is said of an only object
+    options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
+    return any(judge(reading, SceneSpec.of(said)).exact for said in options if asked.allows(said))

@@ -1,0 +1,143 @@
+"""Wishes that leave something open, and a sensible choice for it: "something cosy with an animal and the moon"."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from diffserve.training.wishes.words import homes_of, sentences, split, words
+from diffserve.training.wishes.writer import Writer
+from diffserve.world.canonical import Asked, Said
+from diffserve.world.scenes import (
+    BACKGROUNDS,
+    CAMOUFLAGED,
+    KIND_SHARES,
+    OBJECTS,
+    PLACES,
+    RELATIONS,
+    SIZES_PX,
+    draw_scene,
+    is_held_out,
+)
+
+Choice = TypeVar("Choice")
+
+SHARES: dict[str, float] = {"named": 0.4, "pair": 0.2, "single": 0.22, "mood": 0.08, "place": 0.07, "any": 0.03}
+SKY = ("moon", "sun", "star")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One object of a wish: the names that would do, and its words."""
+
+    names: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Mood:
+    """How a wish should feel: its word, and the objects and backgrounds that go with it."""
+
+    text: str = ""
+    names: tuple[str, ...] = ()
+    backgrounds: tuple[str, ...] = ()
+
+
+def vague_wish(writer: Writer) -> tuple[str, Asked, Said]:
+    """A wish that leaves something open, what it settles, and a sensible choice."""
+    form = writer.rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+    if form == "named":
+        return _named(writer)
+    mood = _mood(writer)
+    if form in ("pair", "single"):
+        return _described(writer, mood, 2 if form == "pair" else 1)
+    if form == "place":
+        return _placed(writer)
+    if form == "mood":
+        text = writer.pick(sentences().vague_moods).format(mood=mood.text)
+        return _settled(writer, text, [Slot(mood.names, "")], mood)
+    return _settled(writer, writer.pick(sentences().vague_anythings), [Slot(tuple(OBJECTS), "")], mood)
+
+
+def _mood(writer: Writer) -> Mood:
+    feelings = writer.rng.choice(list(words().moods))
+    return Mood(writer.rng.choice(split(feelings)), *words().moods[feelings])
+
+
+def _named(writer: Writer) -> tuple[str, Asked, Said]:
+    """Objects and relation as in any wish, no word about the background."""
+    kind = writer.rng.choices(list(KIND_SHARES), weights=list(KIND_SHARES.values()))[0]
+    said = Said.by(draw_scene(kind, writer.rng))
+    text = writer.around(writer.uncommon(lambda: writer.objects(said)))
+    homes = [home for name in said.names for home in homes_of(name)[:3]]
+    said = _with_background(said, sorted(homes, key=homes.index), writer)
+    return text, replace(Asked.exactly(said), backgrounds=frozenset(BACKGROUNDS)), said
+
+
+def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Asked, Said]:
+    """One or two objects, named or of a kind, with or without a mood and a place."""
+    slots = [_slot(writer) for _ in range(count)]
+    while count == 2 and {*slots[0].names} & {*slots[1].names}:
+        slots = [_slot(writer) for _ in range(count)]
+    pattern = writer.pick(sentences().vague_pairs if count == 2 else sentences().vague_singles)
+    text = pattern.format(mood=mood.text, **dict(zip("xy", (slot.text for slot in slots), strict=False)))
+    background = writer.rng.choice(BACKGROUNDS) if writer.chance(0.4) else None
+    text = f"{text} {writer.where(background)}" if background else text
+    return _settled(writer, text, slots, mood if "{mood}" in pattern else Mood(), background)
+
+
+def _slot(writer: Writer) -> Slot:
+    if writer.chance(0.4):
+        name = writer.rng.choice(list(OBJECTS))
+        return Slot((name,), writer.noun(name, writer.name(name)))
+    wordings = writer.rng.choice(list(words().categories))
+    return Slot(words().categories[wordings], writer.rng.choice(split(wordings)))
+
+
+def _placed(writer: Writer) -> tuple[str, Asked, Said]:
+    """A background and nothing else."""
+    background = writer.rng.choice(PLACES if writer.chance(0.7) else BACKGROUNDS)
+    text = writer.pick(sentences().vague_places).format(where=writer.where(background))
+    mood = Mood(names=words().homes.get(background, ()))
+    return _settled(writer, text, [Slot(tuple(OBJECTS), "")], mood, background)
+
+
+def _settled(
+    writer: Writer, text: str, slots: list[Slot], mood: Mood, background: str | None = None
+) -> tuple[str, Asked, Said]:
+    """Choose what is open: by the mood first, then by where things are at home; the moon and its like go above."""
+    asked = Asked(
+        tuple(frozenset(slot.names) for slot in slots),
+        frozenset(RELATIONS if len(slots) == 2 else (None,)),
+        frozenset(SIZES_PX if len(slots) == 1 else ("plain",)),
+        frozenset((background,) if background else BACKGROUNDS),
+    )
+    names: list[str] = []
+    for slot in slots:
+        clear = [name for name in slot.names if (name, background) not in CAMOUFLAGED] or list(slot.names)
+        suited = [name for name in mood.names if name in clear] or clear
+        names.append(_likely(suited, writer.rng))
+    relation = None if len(names) == 1 else "next to"
+    if len(names) == 2 and (names[0] in SKY) != (names[1] in SKY):
+        relation = "above" if names[0] in SKY else "below"
+    said = Said(tuple(names), relation, "plain", background or "")
+    if background is None:
+        homes = [*mood.backgrounds, *(home for name in reversed(names) for home in homes_of(name))]
+        said = _with_background(said, homes, writer)
+    return text, asked, said
+
+
+def _with_background(said: Said, likely: Sequence[str], writer: Writer) -> Said:
+    """A background on which every object can be seen, the likeliest most often; scenes kept from training stay out."""
+    options = [replace(said, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
+    clear = [one for one in options if not any((name, one.background) in CAMOUFLAGED for name in one.names)]
+    fair = [one for one in clear if writer.held_out or not is_held_out(one.stage(writer.rng))]
+    return _likely([*(fair or clear)][:3], writer.rng)
+
+
+def _likely(options: Sequence[Choice], rng: random.Random) -> Choice:
+    """The first of ``options`` most often, the next half as often, and so on."""
+    weights = [2.0**-rank for rank in range(len(options))]
+    return rng.choices(options, weights=weights)[0]

@@ -1,0 +1,165 @@
+"""Put what a scene says into the words of a wish: loose sentences, lists of tags, another language."""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Sequence
+
+from diffserve.training.wishes.words import (
+    Phrases,
+    colors_for,
+    countable_names,
+    languages,
+    many,
+    names_for,
+    sentences,
+    words,
+)
+from diffserve.world.canonical import Said
+from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, article_for, plural
+from diffserve.world.scenes import COLORS
+
+ARTICLES = ("the", "my", "one", "this", "some", "our")
+
+
+def is_kept_combination(parts: Sequence[str]) -> bool:
+    """Whether these words together (of objects and background) are kept from training: a tenth of all combinations."""
+    return len(parts) > 1 and zlib.crc32("|".join(parts).encode()) % 10 == 0
+
+
+class Writer:
+    """Words what was said, from the training side of every list of phrases or from the held-out side."""
+
+    def __init__(self, rng: random.Random, *, held_out: bool) -> None:
+        self.rng, self.held_out = rng, held_out
+
+    def pick(self, wordings: Phrases) -> str:
+        """One wording of this writer's side."""
+        return self.rng.choice(wordings.side(held_out=self.held_out))
+
+    def chance(self, share: float) -> bool:
+        """True in ``share`` of all calls."""
+        return self.rng.random() < share
+
+    # The words of one part
+
+    def name(self, name: str, options: tuple[str, ...] | None = None) -> str:
+        """A wording of an object: in a third of all cases its own name. "*" before it: no article."""
+        options = options or names_for(name)
+        return options[0] if self.chance(0.3) else self.rng.choice(options)
+
+    def noun(self, name: str, wording: str, size: str = "plain") -> str:
+        """An object with article, size and what a caption drops: "my cute little kitty-cat"."""
+        own = words().natural_colors.get(name, ())
+        parts = [self.rng.choice(words().adjectives)] if self.chance(0.18) else []
+        parts += [self.rng.choice(words().sizes[size])] if size in words().sizes else []
+        parts += [self.rng.choice(own)] if own and self.chance(0.05) else []
+        self.rng.shuffle(parts)
+        return self._with_article(name, " ".join([*parts, wording.removeprefix("*")]), bare=wording.startswith("*"))
+
+    def _with_article(self, name: str, phrase: str, *, bare: bool) -> str:
+        if bare or (name in PLURALS and phrase.endswith(name)) or (name in MASSES and self.chance(0.5)):
+            return phrase
+        if name in UNIQUE and self.chance(0.6):
+            return f"the {phrase}"
+        style = self.rng.random()
+        if style < 0.12:
+            return phrase
+        return f"{self.rng.choice(ARTICLES) if style < 0.24 else article_for(phrase)} {phrase}"
+
+    def where(self, background: str) -> str:
+        """A phrase for the background."""
+        if background not in COLORS:
+            known = PLACE_WORDS[background]
+            return self.rng.choice(known if self.chance(0.35) else words().places[background])
+        if self.chance(0.12):
+            return self.rng.choice(words().color_associations[background])
+        colors = colors_for(background)
+        color = background if self.chance(0.4) else self.rng.choice(colors)
+        pattern = self.rng.choice(COLOR_WORDS if self.chance(0.25) else words().color_phrases)
+        return re.sub(r"\ba (?=[aeiou])", "an ", pattern.format(color))
+
+    def objects(self, said: Said) -> tuple[str, list[str]]:
+        """A phrase for the objects, and the bare wordings in it."""
+        if len(said.names) > 1 and len(set(said.names)) == 1:
+            return self._count(said.names[0], len(said.names))
+        bare = [self.name(name) for name in said.names]
+        nouns = [self.noun(*pair, said.size) for pair in zip(said.names, bare, strict=True)]
+        if len(nouns) == 1:
+            return nouns[0], bare
+        pattern = self.pick(sentences().together if said.relation is None else sentences().relations[said.relation])
+        return pattern.format(**dict(zip("abc", nouns, strict=False))), bare
+
+    def _count(self, name: str, count: int) -> tuple[str, list[str]]:
+        word = self.name(name, countable_names(name))
+        pattern = self.pick(sentences().counts[count])
+        while name in PLURALS and "bunch" in pattern:
+            pattern = self.pick(sentences().counts[count])
+        adjective = f"{self.rng.choice(words().adjectives)} " if self.chance(0.12) else ""
+        plurals = f"{adjective}{plural(name) if word == name else many(word)}"
+        one = f"{article_for(adjective or word)} {adjective}{word}"
+        return pattern.format(n=plurals, a=one, w=word), [word]
+
+    # Whole wishes
+
+    def uncommon(self, attempt: Callable[[], tuple[str, list[str]]]) -> str:
+        """The first attempt whose combination of words belongs to this writer's side."""
+        while True:
+            text, parts = attempt()
+            if len(parts) < 2 or is_kept_combination(parts) == self.held_out:
+                return text
+
+    def free(self, said: Said) -> str:
+        """A loose sentence that says it all."""
+        return self.uncommon(lambda: self._free(said))
+
+    def _free(self, said: Said) -> tuple[str, list[str]]:
+        what, bare = self.objects(said)
+        where = self.where(said.background)
+        verb = self.rng.choice(sentences().verbs)
+        text = self.pick(sentences().frames).format(what=what, where=where, verb=verb)
+        return self.around(text), [*bare, where]
+
+    def around(self, text: str, *, always: bool = False) -> str:
+        """``text`` with an opening, a closing and quality words, some of the time; a held-out writer opens always."""
+        if always or self.held_out or self.chance(0.42):
+            text = f"{self.pick(sentences().openings)} {text}"
+        if self.chance(0.25):
+            text = self.boost(text)
+        return f"{text} {self.pick(sentences().closings)}" if self.chance(0.18) else text
+
+    def boost(self, text: str) -> str:
+        """``text`` with one to four quality words before or after it."""
+        boosters = ", ".join(self.pick(sentences().boosters) for _ in range(self.rng.randint(1, 4)))
+        return f"{boosters}, {text}" if self.chance(0.25) else f"{text}, {boosters}"
+
+    def tags(self, said: Said) -> str:
+        """A list: objects, background, quality words."""
+        return self.uncommon(lambda: self._tags(said))
+
+    def _tags(self, said: Said) -> tuple[str, list[str]]:
+        if len(said.names) > 1 and len(set(said.names)) == 1:
+            things, bare = self._count(said.names[0], len(said.names))
+        else:
+            bare = [self.name(name).removeprefix("*") for name in said.names]
+            size = f"{self.rng.choice(words().sizes[said.size])} " if said.size in words().sizes else ""
+            things = ", ".join(f"{size}{word}" for word in bare)
+        tag = self.where(said.background)
+        if said.background not in COLORS:
+            tag = self.rng.choice(words().tags[said.background])
+        text = self.pick(sentences().tag_frames).format(things=things, tag=tag)
+        return self.boost(text) if self.chance(0.6) else text, [*bare, tag]
+
+    def foreign(self, said: Said) -> str | None:
+        """The wish in another language, or None where its words are missing here."""
+        known = languages()
+        one = self.rng.choice(range(len(known.openings)))
+        is_sayable = said.size == "plain" and len(set(said.names)) == len(said.names) < 3
+        if not is_sayable or not {*said.names} <= {*known.objects} or said.background not in known.backgrounds:
+            return None
+        pattern = known.relations[said.relation][one] if said.relation else "{a}"
+        what = pattern.format(**dict(zip("ab", (known.objects[name][one] for name in said.names), strict=False)))
+        opening = self.rng.choice([*known.openings.values()][one])
+        return f"{opening} {what} {known.backgrounds[said.background][one]}".strip()

@@ -1,0 +1,31 @@
+"""The rewriter in fewer bits passes its gate, and one that was rounded too coarsely does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diffserve.runtime.language.weight_only import int4_problem
+from diffserve.training.eval import precisions
+
+
+@pytest.mark.slow
+def test_every_precision_of_the_rewriter_keeps_to_its_perplexity() -> None:
+    names = ["float32", "int8", *([] if int4_problem(torch.device("cpu")) else ["int4"])]
+    found = precisions.evaluate(names, count=40)["precisions"]
+    assert all(one["passes"] for one in found.values())
+    sizes = [one["weights_bytes"] for one in found.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] > sizes[0] / 12
+
+
+@pytest.mark.slow
+def test_two_bits_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_bits(layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight").data
+        scale = weight.abs().amax(1, keepdim=True)
+        weight.copy_((weight / scale).round() * scale)
+
+    monkeypatch.setattr("diffserve.runtime.language.weight_only.hold_int8_weight", two_bits)
+    assert not precisions.evaluate(["float32", "int8"], count=10)["precisions"]["int8"]["passes"]
