@@ -1,4 +1,4 @@
-"""What the README promises, taken out of it: commands and snippets. Standard library only.
+"""Commands and snippets of the README and the documentation. Standard library only.
 
 ``python3 tests/readme.py paint`` prints the first command and ``... test`` the second, as a shell would run them.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 COMMANDS = {"paint": 0, "test": 1}
 
 
@@ -22,10 +23,10 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks(language: str | None = None) -> list[Block]:
-    """The README's fenced blocks in order, of one language or of all."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [Block(*pair) for pair in found if language in (None, pair[0])]
+def blocks(language: str | None = None, file: Path = README) -> list[Block]:
+    """Return the fenced blocks of ``file`` in order, of one language or of all. Continued lines are joined."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [Block(name, re.sub(r"\\\n\s*", "", text)) for name, text in found if language in (None, name)]
 
 
 def command(name: str) -> str:

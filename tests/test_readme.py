@@ -1,4 +1,4 @@
-"""Everything the README says is done here: its commands, its snippets, its table, its tree."""
+"""The commands, snippets, tables and links of the README and the documentation are carried out or compared here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from diffserve.cli import main
 from diffserve.settings import load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
 from tests import house
-from tests.readme import README, ROOT, blocks, command
+from tests.readme import DOCS, README, ROOT, Block, blocks, command
 from tests.service.server import RunningServer
 
+SAMPLERS_PAGE = DOCS / "samplers.md"
 FRESH = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
 PEAK = """
 import resource, subprocess, sys
@@ -84,6 +85,11 @@ def run_command(line: str, folder: Path) -> str:
     return said_by(lambda: main(here(line)[3:]), folder)
 
 
+def python_blocks() -> list[Block]:
+    """Return the Python snippets of the README and the documentation."""
+    return [block for page in (README, *sorted(DOCS.glob("*.md"))) for block in blocks("python", page)]
+
+
 def other_commands() -> list[str]:
     lines = [line for block in blocks("sh") for line in block.text.splitlines()]
     return [line for line in lines if not line.startswith("python3 -m venv")]
@@ -125,10 +131,11 @@ def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_command_line_examples_work_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long_runs = (" serve", " sweep ", "benchmarks/")
+    long_runs = (" serve",)
     lines = [line for line in other_commands() if not any(word in line for word in long_runs)]
     assert len(lines) == 4
-    assert " --steps 10 " in lines[1]
+    assert [line.split()[1] for line in lines] == ["generate", "generate", "rewrite", "doctor"]
+    assert " --steps 10 " in lines[0]
     monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "3")  # where a line says no number of its own
     output = {line.split()[1]: run_command(line.replace("--steps 10", "--steps 2"), tmp_path) for line in lines}
     assert all(output.values())
@@ -140,9 +147,7 @@ def test_command_line_examples_work_in_their_order(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_benchmark_command_explains_itself(tmp_path: Path) -> None:
-    (line,) = [line for line in other_commands() if "benchmarks/" in line]
-    _, script, *options = here(line)
-    output = run_script(ROOT / script, *options, folder=tmp_path)
+    output = run_script(ROOT / "benchmarks/bench_engine.py", "--help", folder=tmp_path)
     for word in ("--device", "--dtype", "--model", "sdxl-random"):
         assert word in output
 
@@ -158,7 +163,7 @@ def test_python_examples_paint_what_they_say(tmp_path: Path, monkeypatch: pytest
         "previews": {"fox.png", "preview-05.png"},
         "rewrite_and_paint": {"dogs.png"},
     }
-    snippets = [block.text for block in blocks("python") if "127.0.0.1" not in block.text]
+    snippets = [block.text for block in python_blocks() if "127.0.0.1" not in block.text]
     for name in files:
         (tmp_path / name).mkdir()
     monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "6")  # where an example says no number of its own
@@ -179,10 +184,10 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
     started = page_server.process.args
     assert isinstance(started, list)
     commands = [here(line.replace("8000", "0")) for line in other_commands() if " serve" in line]
-    assert len(commands) == 2
+    assert len(commands) == 1
     assert all(set(words) <= set(started) for words in commands)  # the same command, on a free port
     address = f"127.0.0.1:{page_server.port}"
-    openai, own = (block.text for block in blocks("python") if "127.0.0.1:8000" in block.text)
+    openai, own = (block.text for block in python_blocks() if "127.0.0.1:8000" in block.text)
     run_snippet(openai.replace("127.0.0.1:8000", address), tmp_path)
     with Image.open(tmp_path / "penguin.png") as image:
         assert image.size == (512, 512)
@@ -195,7 +200,7 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
 
 
 def test_configuration_example_is_understood(tmp_path: Path) -> None:
-    (example,) = blocks("toml")
+    (example,) = blocks("toml", DOCS / "configuration.md")
     file = tmp_path / "my.toml"
     file.write_text(example.text, encoding="utf-8")
     origins = load_settings(config=file, env={}).origins
@@ -211,12 +216,12 @@ def test_every_sampler_is_in_the_table_as_it_is() -> None:
         f"| {s.summary} |"
         for s in SAMPLERS.values()
     ]
-    written = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    written = [line for line in SAMPLERS_PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert [line for line in written if "Scheduler`" in line] == rows
 
 
 def test_every_spacing_and_sigma_schedule_is_named() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = SAMPLERS_PAGE.read_text(encoding="utf-8")
     for name in (*SPACINGS, *SIGMA_SCHEDULES):
         assert f"`{name}`" in text
 
@@ -233,5 +238,24 @@ def test_the_tree_of_the_house_is_as_its_files_say() -> None:
     assert house.HOUSE.read_text(encoding="utf-8") == house.whole(), "run python3 tests/house.py"
 
 
-def test_the_front_page_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) < 280
+def test_readme_is_short_and_its_paragraphs_are_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 140
+    prose = [part for part in re.sub(r"```.*?```", "", text, flags=re.DOTALL).split("\n\n") if part[:1] not in "-|"]
+    assert max(len(paragraph.splitlines()) for paragraph in prose) <= 4
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_links_of_the_documentation_lead_to_files_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in links:
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
