@@ -15,7 +15,7 @@ from diffserve.rewriting import find_rewriter
 from diffserve.runtime.language import LanguageModel, load_language_model
 
 MOST_RISE = 0.05
-"""Perplexity may rise by such a share of the reference's (found in ``benchmarks/LOG.md``, 2026-11-23)."""
+"""Perplexity may rise by such a share of the reference's (see ``benchmarks/LOG.md``)."""
 
 
 def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
