@@ -24,8 +24,8 @@ OWED: Final = "owed"
 
 INTRODUCTION: Final = """# Results
 
-Written by `python benchmarks/results_page.py` from the newest JSON of each benchmark in `results/`; `LOG.md` tells how
-it came about, failures too. A figure is a median, with the least and the most where there are several; a ratio is of
+Written by `python benchmarks/results_page.py` from the newest JSON of each benchmark in `results/`; `LOG.md` has
+what was learned from them. A figure is a median, with the least and the most where there are several; a ratio is of
 runs of the same round. What is *owed* has not been measured in this form yet, and the command beside it does.
 """
 NEAR: Final = 0.1

@@ -23,7 +23,7 @@ FORM = "write it as REFERENCE:CANDIDATE,CANDIDATE, for example float32:bfloat16,
 
 
 class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate must keep to. How the defaults were found is in ``benchmarks/LOG.md`` (2026-11-23).
+    """What a candidate must keep to. How the defaults were found is in ``benchmarks/LOG.md``.
 
     exact_points  exact prompt match, where it can be checked, may lie so many percentage points below the reference's
     psnr_db       mean PSNR to the reference's pictures, at least

@@ -33,7 +33,7 @@ WASTED_ELSEWHERE: Final = 16_384
 
 LONG_CONTEXT: Final = {"cpu": 1 << 30}
 """A decode row of so many tokens is read in chunks (``context_chunks``), by kind of device; on a CPU none is, because
-whole contexts were faster up to 8192 tokens there (benchmarks/LOG.md, 2026-11-23)."""
+whole contexts were faster up to 8192 tokens there (benchmarks/LOG.md)."""
 
 LONG_ELSEWHERE: Final = 4096
 """Reckoned, not measured: eight more launches a layer, against a head's context read by one block of the GPU."""

@@ -15,7 +15,7 @@ from diffserve.training.rewriter_model import answer, prompt
 from diffserve.training.wishes import LooseWish, held_out_wishes
 
 MOST_RISE = 0.05
-"""Perplexity may rise by such a share of the reference's (found in ``benchmarks/LOG.md``, 2026-11-23)."""
+"""Perplexity may rise by such a share of the reference's (see ``benchmarks/LOG.md``)."""
 
 
 def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
