@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -15,10 +16,11 @@ from diffserve.errors import ConfigError
 from diffserve.text_types import TextConfig
 from diffserve.types import ModelProfile, NoiseSource, UNetPath
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static")
 VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
-DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+REMOVED_DTYPES = ("float8", "fp8")
 OFFLOADS = ("none", "auto", "cpu", "disk")
 DEVICE_MAPS = ("none", "auto", "balanced")
 POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
@@ -30,6 +32,7 @@ _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5}
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
+logger = logging.getLogger(__name__)
 
 ENGINE_BOUNDS = {
     "max_rows": Between(2, 256, "a guided image needs 2 rows in one tick, and no device gains by hundreds"),
@@ -364,6 +367,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     serve: ServeConfig
     origins: dict[str, str]
     models: tuple[ModelProfile, ...] = ()
+
+
+def replace_removed_dtype(dtype: str, where: str = "dtype") -> str:
+    """Return ``dtype``, or bfloat16 for one of ``REMOVED_DTYPES``, with a warning that says ``where`` it was set."""
+    if dtype not in REMOVED_DTYPES:
+        return dtype
+    logger.warning(
+        "%s is %s, which was removed in 0.2; bfloat16 is used. Set bfloat16, or int8 where memory is short.",
+        where,
+        dtype,
+    )
+    return "bfloat16"
 
 
 def num_cores() -> int:

@@ -27,7 +27,16 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, 
 
 import msgspec
 
-from diffserve.config import DTYPE_ALIASES, DTYPES, VAE_DTYPES, EngineConfig, ServeConfig, Settings, TextSettings
+from diffserve.config import (
+    DTYPE_ALIASES,
+    DTYPES,
+    VAE_DTYPES,
+    EngineConfig,
+    ServeConfig,
+    Settings,
+    TextSettings,
+    replace_removed_dtype,
+)
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
 from diffserve.types import AUTO_SPACING, ModelProfile
@@ -209,6 +218,8 @@ def _convert(dotted: str, value: _Value) -> Any:
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
     if value.is_text and key in ("allowed_hosts", "cors_origins", "devices", "trusted_proxies", "fetch_hosts"):
         raw = [name.strip() for name in raw.split(",") if name.strip()]
+    if dotted == "model.dtype" and isinstance(raw, str):
+        raw = replace_removed_dtype(raw, _blame(dotted, {dotted: value}))
     try:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:

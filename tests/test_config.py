@@ -128,6 +128,25 @@ def test_a_removed_key_is_ignored_with_a_warning_that_names_what_to_use(
     assert key not in KEYS
 
 
+def test_the_removed_dtype_float8_becomes_bfloat16_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = user_file(tmp_path, "[model]\ndtype = 'float8'\n[models.b]\npath = 'embedded'\ndtype = 'fp8'\n")
+    settings = load_settings(config=file, env={})
+    assert [model.dtype for model in (settings.model, *settings.models)] == ["bfloat16"] * 2
+    assert load_settings(env={"DIFFSERVE_MODEL_DTYPE": "float8"}).model.dtype == "bfloat16"
+    assert load_settings(env={}, flags={"model.dtype": Flag("--dtype", "fp8")}).model.dtype == "bfloat16"
+    assert caplog.messages == [
+        f"{where}, which was removed in 0.2; bfloat16 is used. Set bfloat16, or int8 where memory is short."
+        for where in (
+            f"{file}: model.dtype is float8",
+            f"{file}: models.b: model.dtype is fp8",
+            "DIFFSERVE_MODEL_DTYPE is float8",
+            "--dtype is fp8",
+        )
+    ]
+
+
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
     engine = load_settings(env={}).engine
     assert engine.max_rows is None
