@@ -88,7 +88,7 @@ KINDS: Final = {
 
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-INTERNAL: Final = ("served_paths",)
+INTERNAL: Final = ("served_paths", "cross_attention")
 """Fields that the program sets itself; no file, variable or option can."""
 _FIELDS = {
     table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
@@ -96,6 +96,10 @@ _FIELDS = {
 }
 REMOVED: Final = {
     "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced"',
+    "engine.cross_attention": "keys and values of prompts are kept in pages wherever the UNet allows it.",
+    "engine.trace_ticks": "the latest 256 ticks are kept.",
+    "engine.ageing_rows_per_tick": "waiting always counts 0.5 rows a tick.",
+    "text.trace_ticks": "the latest 256 ticks are kept.",
 }
 """Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
 

@@ -229,7 +229,6 @@ TEXT_BOUNDS = {
     "num_draft_tokens": Between(0, 256),
     "min_ngram": Between(1, 64),
     "max_ngram": Between(1, 64),
-    "trace_ticks": Between(1, 100_000),
 }
 
 
@@ -244,7 +243,6 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_ngram          the longest ending that prompt lookup looks for
     min_ngram          the shortest
     page_tokens        tokens on a page: what is shared between prompts is a multiple of it
-    trace_ticks        how many past ticks are remembered
     """
 
     max_batch_tokens: int = 512
@@ -255,7 +253,6 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_lookup: bool = True
     max_ngram: int = 3
     min_ngram: int = 2
-    trace_ticks: int = 256
 
     def __post_init__(self) -> None:
         check_bounds(self, TEXT_BOUNDS)

@@ -148,7 +148,7 @@ class Bench:
         settings |= config
         settings |= {"max_rows": QUICK_ROWS} if self.quick else {}
         cache_dir = str(self.work / "cache")
-        engine = Engine(model, EngineConfig(max_waiting=4096, trace_ticks=4096, cache_dir=cache_dir, **settings))
+        engine = Engine(model, EngineConfig(max_waiting=4096, cache_dir=cache_dir, **settings), trace_ticks=4096)
         engine.warm_up()
         while engine.study():
             pass
