@@ -100,6 +100,7 @@ REMOVED: Final = {
     "engine.trace_ticks": "the latest 256 ticks are kept.",
     "engine.ageing_rows_per_tick": "waiting always counts 0.5 rows a tick.",
     "text.trace_ticks": "the latest 256 ticks are kept.",
+    "text.prompt_lookup": "set num_draft_tokens = 0 to turn drafts off.",
 }
 """Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
 
