@@ -173,8 +173,8 @@ def main(
     clock = WallTime()
     engines: dict[str, Engine] = {}
     for name in dict.fromkeys(["latency", *names]):
-        config = EngineConfig(policy=name, slo_scale=slo_scale, trace_ticks=16, max_waiting=100_000)
-        engines[name] = Engine(network, config, profile=profile, clock=clock)
+        config = EngineConfig(policy=name, slo_scale=slo_scale, max_waiting=100_000)
+        engines[name] = Engine(network, config, profile=profile, clock=clock, trace_ticks=16)
         settle(engines[name])
     document = head("goodput", Path(model).name, network.info)
     path = out or default_path(document)

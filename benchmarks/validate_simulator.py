@@ -106,13 +106,11 @@ def main(
                 policy=name,
                 slo_scale=SLO_SCALE,
                 threads=1,
-                trace_ticks=100_000,
                 max_waiting=100_000,
-                cross_attention="paged",
                 compile="off",
             )
             clock = WorkingTime()
-            engine = Engine(network, config, profile=profile, clock=clock)
+            engine = Engine(network, config, profile=profile, clock=clock, trace_ticks=100_000)
             engine.warm_up()
             if known is None:
                 _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))

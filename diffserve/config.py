@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -15,10 +16,11 @@ from diffserve.errors import ConfigError
 from diffserve.text_types import TextConfig
 from diffserve.types import ModelProfile, NoiseSource, UNetPath
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static")
 VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
-DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+REMOVED_DTYPES = ("float8", "fp8")
 OFFLOADS = ("none", "auto", "cpu", "disk")
 DEVICE_MAPS = ("none", "auto", "balanced")
 POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
@@ -30,6 +32,7 @@ _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5}
 _DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
+logger = logging.getLogger(__name__)
 
 ENGINE_BOUNDS = {
     "max_rows": Between(2, 256, "a guided image needs 2 rows in one tick, and no device gains by hundreds"),
@@ -38,10 +41,8 @@ ENGINE_BOUNDS = {
     "max_prepares_per_tick": Between(1, 1024),
     "max_decodes_per_tick": Between(1, 1024),
     "decode_tile_px": Between(0, 1 << 16),
-    "ageing_rows_per_tick": Between(1e-6, 1e6, "without ageing long jobs starve"),
     "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
     "max_batch_delay_s": Between(0.0, 3600.0),
-    "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
     "latent_cache_bytes": Between(0, 1 << 42),
@@ -66,16 +67,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_decodes_per_tick   finished latents turned into pictures in one tick
     decode_tile_px         pictures with a longer side are decoded in tiles of so many pixels along it, which fade into
                            each other; 0: all in one piece, as far as there is memory
-    ageing_rows_per_tick   how fast waiting earns precedence, in rows of the model's native size (a row of twice the
-                           pixels counts as two): a job of N remaining rows is overtaken only by jobs of the same client
-                           that came within N / ageing_rows_per_tick ticks after it
     policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput", "goodput";
                            to measure against, "serial", "static", "same-key"
     slo_scale              a request should be done within so many times what it takes alone; "goodput" goes by it
     max_batch_delay_s      how long a batch of "static" waits to be full
-    trace_ticks            how many past ticks ``Engine.trace`` remembers
-    cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
-                           "plain": embeddings through diffusers' own attention at every step, and no pool
     kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
@@ -114,6 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            "auto": the user's cache folder; "": nowhere
     served_paths           set by a server, not a configuration key: the UNet paths it has stored. ``None`` in engines
                            that belong to no server; these compile nothing by themselves in deterministic mode
+    cross_attention        not a configuration key. "paged": the UNet's keys and values of each prompt are computed once
+                           and kept in the page pool, if the UNet allows it; "plain": embeddings go through diffusers'
+                           attention at every step, and there is no pool
     """
 
     max_rows: int | None = None
@@ -123,12 +121,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_prepares_per_tick: int = 8
     max_decodes_per_tick: int = 4
     decode_tile_px: int = 0
-    ageing_rows_per_tick: float = 0.5
     policy: str = "latency"
     slo_scale: float = 3.0
     max_batch_delay_s: float = 0.1
-    trace_ticks: int = 256
-    cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
     noise_source: NoiseSource = "cpu"
@@ -145,6 +140,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stage: Literal["all", "encode", "denoise", "decode"] = "all"
     cache_dir: str = "auto"
     served_paths: tuple[UNetPath, ...] | None = None
+    cross_attention: Literal["paged", "plain"] = "paged"
 
     def __post_init__(self) -> None:
         check_bounds(self, ENGINE_BOUNDS)
@@ -365,6 +361,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     serve: ServeConfig
     origins: dict[str, str]
     models: tuple[ModelProfile, ...] = ()
+
+
+def replace_removed_dtype(dtype: str, where: str = "dtype") -> str:
+    """Return ``dtype``, or bfloat16 for one of ``REMOVED_DTYPES``, with a warning that says ``where`` it was set."""
+    if dtype not in REMOVED_DTYPES:
+        return dtype
+    logger.warning(
+        "%s is %s, which was removed in 0.2; bfloat16 is used. Set bfloat16, or int8 where memory is short.",
+        where,
+        dtype,
+    )
+    return "bfloat16"
 
 
 def num_cores() -> int:

@@ -27,7 +27,16 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, 
 
 import msgspec
 
-from diffserve.config import DTYPE_ALIASES, DTYPES, VAE_DTYPES, EngineConfig, ServeConfig, Settings, TextSettings
+from diffserve.config import (
+    DTYPE_ALIASES,
+    DTYPES,
+    VAE_DTYPES,
+    EngineConfig,
+    ServeConfig,
+    Settings,
+    TextSettings,
+    replace_removed_dtype,
+)
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
 from diffserve.types import AUTO_SPACING, ModelProfile
@@ -79,7 +88,7 @@ KINDS: Final = {
 
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-INTERNAL: Final = ("served_paths",)
+INTERNAL: Final = ("served_paths", "cross_attention")
 """Fields that the program sets itself; no file, variable or option can."""
 _FIELDS = {
     table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
@@ -87,6 +96,11 @@ _FIELDS = {
 }
 REMOVED: Final = {
     "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced"',
+    "engine.cross_attention": "keys and values of prompts are kept in pages wherever the UNet allows it.",
+    "engine.trace_ticks": "the latest 256 ticks are kept.",
+    "engine.ageing_rows_per_tick": "waiting always counts 0.5 rows a tick.",
+    "text.trace_ticks": "the latest 256 ticks are kept.",
+    "text.prompt_lookup": "set num_draft_tokens = 0 to turn drafts off.",
 }
 """Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
 
@@ -209,6 +223,8 @@ def _convert(dotted: str, value: _Value) -> Any:
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
     if value.is_text and key in ("allowed_hosts", "cors_origins", "devices", "trusted_proxies", "fetch_hosts"):
         raw = [name.strip() for name in raw.split(",") if name.strip()]
+    if dotted == "model.dtype" and isinstance(raw, str):
+        raw = replace_removed_dtype(raw, _blame(dotted, {dotted: value}))
     try:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:

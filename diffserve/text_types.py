@@ -229,7 +229,6 @@ TEXT_BOUNDS = {
     "num_draft_tokens": Between(0, 256),
     "min_ngram": Between(1, 64),
     "max_ngram": Between(1, 64),
-    "trace_ticks": Between(1, 100_000),
 }
 
 
@@ -239,12 +238,11 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_batch_tokens   tokens that one call of the network may take; a long prompt is cut into chunks that fit
     max_sequences      sequences (texts and beams) that run at once
     max_waiting        requests that may wait before :class:`~diffserve.errors.QueueFull`
-    num_draft_tokens   tokens of a draft that are checked in one call; 0 switches speculation off
-    prompt_lookup      whether drafts are copied from prompt and output where there is no draft model
+    num_draft_tokens   tokens of a draft that are checked in one call; 0 switches speculation off. Without a draft model
+                       drafts are copied from prompt and output
     max_ngram          the longest ending that prompt lookup looks for
     min_ngram          the shortest
     page_tokens        tokens on a page: what is shared between prompts is a multiple of it
-    trace_ticks        how many past ticks are remembered
     """
 
     max_batch_tokens: int = 512
@@ -252,10 +250,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_waiting: int = 256
     page_tokens: int = 16
     num_draft_tokens: int = 5
-    prompt_lookup: bool = True
     max_ngram: int = 3
     min_ngram: int = 2
-    trace_ticks: int = 256
 
     def __post_init__(self) -> None:
         check_bounds(self, TEXT_BOUNDS)

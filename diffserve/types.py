@@ -671,7 +671,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     path             "embedded", "embedded-turbo", a diffusers directory, or a single safetensors file
     device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8, int8_dynamic,
-                     int8_static, float8
+                     int8_static
     vae_dtype        "auto": as ``dtype`` computes, but float32 where the VAE is known to overflow in float16 (SDXL's);
                      or float32, bfloat16, float16
     vae              "": the model's own; else what is read instead: a directory as diffusers writes a VAE or a whole

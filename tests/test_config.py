@@ -122,10 +122,29 @@ def test_a_removed_key_is_ignored_with_a_warning_that_names_what_to_use(
 ) -> None:
     table, name = key.split(".")
     file, variable = user_file(tmp_path, f"[{table}]\n{name} = 'x'\n"), f"DIFFSERVE_{table}_{name}".upper()
-    assert load_settings(config=file, env={variable: "x"}).engine == load_settings(env={}).engine
+    assert load_settings(config=file, env={variable: "x"}) == load_settings(env={})
     for where in (f"{file}: {key}", variable):
         assert f"{where} has no effect: it was removed in 0.2; {REMOVED[key]}" in caplog.messages
     assert key not in KEYS
+
+
+def test_the_removed_dtype_float8_becomes_bfloat16_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = user_file(tmp_path, "[model]\ndtype = 'float8'\n[models.b]\npath = 'embedded'\ndtype = 'fp8'\n")
+    settings = load_settings(config=file, env={})
+    assert [model.dtype for model in (settings.model, *settings.models)] == ["bfloat16"] * 2
+    assert load_settings(env={"DIFFSERVE_MODEL_DTYPE": "float8"}).model.dtype == "bfloat16"
+    assert load_settings(env={}, flags={"model.dtype": Flag("--dtype", "fp8")}).model.dtype == "bfloat16"
+    assert caplog.messages == [
+        f"{where}, which was removed in 0.2; bfloat16 is used. Set bfloat16, or int8 where memory is short."
+        for where in (
+            f"{file}: model.dtype is float8",
+            f"{file}: models.b: model.dtype is fp8",
+            "DIFFSERVE_MODEL_DTYPE is float8",
+            "--dtype is fp8",
+        )
+    ]
 
 
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
@@ -158,7 +177,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[engine]\nmax_rows = 1\n", "max_rows is 1; it must lie between 2 and 256: a guided image needs 2 rows"),
         ("[engine]\nmax_rows = 1_000_000\n", "max_rows is 1000000; it must lie between 2 and 256"),
         ("[engine]\nmax_lanes = 1_000_000_000_000\n", "max_lanes is 1000000000000; it must lie between"),
-        ("[engine]\nageing_rows_per_tick = inf\n", "ageing_rows_per_tick is inf; it must lie between"),
+        ("[engine]\nmax_batch_delay_s = inf\n", "max_batch_delay_s is inf; it must lie between"),
         ("[engine]\npolicy = 'fair'\n", "engine.policy: policy is 'fair'; choose one of latency, throughput, goodput"),
         ("[engine]\nslo_scale = 0.5\n", "slo_scale is 0.5; it must lie between 1"),
         ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),

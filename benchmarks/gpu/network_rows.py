@@ -1,4 +1,4 @@
-"""Rows of the GPU suite on the large models: SDXL in bf16, compiled and in float8, and SD 1.5."""
+"""Rows of the GPU suite on the large models: SDXL in bf16, plain and compiled, and SD 1.5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from benchmarks.gpu.images import invariance, latency_under_load, mixed_requests
 from benchmarks.gpu.vae import compare_decoders, compare_tiles
 from benchmarks.gpu.worker import Bench, NotMeasurableError
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.precision import FLOAT8
 
 MOST_ROWS: Final = 32
 QUICK_CALL_ROWS: Final = 2
@@ -37,16 +36,16 @@ def _count(bench: Bench, count: int) -> int:
     return 3 if bench.quick else count
 
 
-def _load(bench: Bench, name: str, dtype: str | None = None) -> DiffusionModel:
+def _load(bench: Bench, name: str) -> DiffusionModel:
     """The model, with a point that says what it is. Raises RuntimeError where it cannot be loaded."""
 
     def load() -> dict[str, Any]:
-        model = bench.model(name, dtype)
+        model = bench.model(name)
         return {"weights_gb": round(model.info.weights_bytes / 1e9, 3), "dtype": model.choice.dtype}
 
     if bench.point("load", load, needs_s=5) is None:
         raise RuntimeError(f"{name} was not loaded")
-    return bench.model(name, dtype)
+    return bench.model(name)
 
 
 def _offline(bench: Bench, model: DiffusionModel, count: int, **config: Any) -> dict[str, Any]:
@@ -102,14 +101,6 @@ def sd15(bench: Bench) -> None:
     bench.point("layouts", lambda: compare_layouts(bench, model, (num_rows,), repeats=_repeats(bench)), needs_s=2)
     bench.point("deterministic", lambda: _offline(bench, model, 32, deterministic=True, cuda_graphs=True), needs_s=8)
     bench.point("invariance", lambda: _invariance(bench, model), needs_s=6)
-
-
-def sdxl_float8(bench: Bench) -> None:
-    """Calls of 16 rows and a mixed batch in float8, eager, recorded and compiled; a dry run has no float8."""
-    model = _load(bench, "sdxl", None if bench.quick else FLOAT8)
-    num_rows = _rows(bench, 16)
-    bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
-    bench.point("images", lambda: _offline(bench, model, 16, compile="warm", cuda_graphs=True), needs_s=16)
 
 
 def sdxl_images(bench: Bench) -> None:

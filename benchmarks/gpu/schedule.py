@@ -71,9 +71,6 @@ SCHEDULE: Final = (
         quiet=True,
     ),
     Row("sd15", 35, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16",), quiet=True),
-    Row(
-        "sdxl-float8", 30, "float8: calls and images", f"{NETWORK}:sdxl_float8", needs=("sdxl-float8-16",), quiet=True
-    ),
     Row("sdxl-images", 45, "16 images of 20 steps: eager, deterministic, VAE", f"{NETWORK}:sdxl_images", quiet=True),
     Row("sdxl", 25, "SDXL bf16: layouts, profile of a step, cost curve", f"{NETWORK}:sdxl_calls", quiet=True),
     Row("diffusers", 55, "diffusers on the same weights: serial, batches of 8", f"{HERE}.peer_row:run",
@@ -84,7 +81,6 @@ LENGTH_S: Final = 580.0
 
 JOBS: Final = (
     Job("sdxl-16", "package", "sdxl", "bfloat16", 16),
-    Job("sdxl-float8-16", "package", "sdxl", "float8", 16),
     Job("sd15-16", "package", "sd15", "bfloat16", 16),
     Job("diffusers-16", "peer", "sdxl", "bfloat16", 16),
     Job("sdxl-decoder", "decoder", "sdxl", "bfloat16", 1),

@@ -54,12 +54,6 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
     def rate(row: str, point: str) -> float | None:
         return figure(document, row, point, "images_per_s")
 
-    def row_ms(row: str, arm: str) -> float | None:
-        return figure(document, row, "calls-16", "row_ms", arm)
-
-    arms = ("plain", "recorded", "compiled", "compiled and recorded")
-    bf16_ms = [ms for ms in (row_ms("sdxl-compiled", arm) for arm in arms) if ms is not None]
-    float8_ms = [ms for ms in (row_ms("sdxl-float8", arm) for arm in arms) if ms is not None]
     served = (
         ("sdxl-images", "eager"),
         ("sdxl-images", "graphs"),
@@ -73,18 +67,11 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
     free, exact = (figure(document, "sdxl-images", point, "row_ms") for point in ("graphs", "deterministic"))
     return [
         Goal("SDXL bf16, images/s", 1.6, True, sdxl),
-        Goal("SDXL float8, images/s", 2.2, True, rate("sdxl-float8", "images")),
         Goal("SDXL over diffusers behind a lock", 2.0, True, _ratio(sdxl, rate("diffusers", "serial"))),
         Goal("SDXL over diffusers compiled, by 8", 1.0, True, _ratio(sdxl, rate("diffusers", "compiled-batch-8"))),
         Goal("SD 1.5 bf16, images/s", 12.0, True, sd15),
         Goal("deterministic mode, time over free", 1.15, False, _ratio(exact, free)),
         Goal("SDXL at 0.9 load, p99 s", 6.0, False, p99_s),
-        Goal(
-            "float8 calls over bf16, 16 rows",
-            1.2,
-            True,
-            _ratio(min(bf16_ms, default=None), min(float8_ms, default=None)),
-        ),
     ]
 
 

@@ -63,7 +63,7 @@ class Bench:
         self.out = Path(options["out"])
         self.work = Path(options["work"])
         self._channel = channel
-        self._models: dict[tuple[str, str], DiffusionModel] = {}
+        self._models: dict[str, DiffusionModel] = {}
         self._until_s = 0.0
 
     @property
@@ -130,14 +130,13 @@ class Bench:
         """Say that the row has ended."""
         self._tell({"error": error})
 
-    def model(self, name: str, dtype: str | None = None) -> DiffusionModel:
+    def model(self, name: str) -> DiffusionModel:
         """The model ``name`` ("sdxl", "sd15") with drawn weights; loaded once."""
-        key = name, dtype or self.dtype
-        if key not in self._models:
+        if name not in self._models:
             names = QUICK_MODELS if self.quick else MODELS
-            self._models[key] = load_drawn(names[name], self.work, self.device, key[1])
-        self.as_served(self._models[key])
-        return self._models[key]
+            self._models[name] = load_drawn(names[name], self.work, self.device, self.dtype)
+        self.as_served(self._models[name])
+        return self._models[name]
 
     def as_served(self, model: DiffusionModel) -> None:
         """Store the weights of ``model`` in the memory format of the run's engines."""
@@ -149,7 +148,7 @@ class Bench:
         settings |= {"memory_format": MEMORY_FORMAT, **config}
         settings |= {"max_rows": QUICK_ROWS} if self.quick else {}
         cache_dir = str(self.work / "cache")
-        engine = Engine(model, EngineConfig(max_waiting=4096, trace_ticks=4096, cache_dir=cache_dir, **settings))
+        engine = Engine(model, EngineConfig(max_waiting=4096, cache_dir=cache_dir, **settings), trace_ticks=4096)
         engine.warm_up()
         while engine.study():
             pass

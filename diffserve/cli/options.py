@@ -41,7 +41,7 @@ ConfigOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0, xpu or mps.")]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic, int8_static or float8."),
+    typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static."),
 ]
 EmbeddingsOption = Annotated[
     str | None,

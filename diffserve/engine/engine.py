@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ Order = TypeVar("Order")
 L = TypeVar("L", bound=Live)
 E = TypeVar("E", bound=AboutRequest)
 
+TRACE_TICKS: Final = 256
+"""Number of latest ticks that an engine remembers for inspection; benchmarks ask for more."""
+
 
 class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     """Scheduler and runners of one side behind the shell. At most ``max_waiting`` requests wait.
@@ -35,7 +38,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     scheduler: Scheduler[L, E]
     runners: Any
 
-    def __init__(self, max_waiting: int, trace_ticks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_waiting: int, clock: Callable[[], float], trace_ticks: int = TRACE_TICKS) -> None:
         super().__init__()
         self.clock = clock
         self._max_waiting = max_waiting
@@ -68,7 +71,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
 
     @property
     def trace(self) -> tuple[Any, ...]:
-        """What the last ``config.trace_ticks`` ticks ran."""
+        """What the latest ticks ran, at most ``trace_ticks`` of them."""
         return tuple(self._trace)
 
     @property

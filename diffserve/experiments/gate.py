@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from diffserve.config import DTYPE_ALIASES
+from diffserve.config import DTYPE_ALIASES, replace_removed_dtype
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell, quote, split_axis
@@ -56,7 +56,8 @@ class PrecisionGate:
         reference, colon, rest = text.partition(":")
         if not colon or not reference.strip() or not rest.strip():
             raise InvalidRequest(f"--gate is {quote(text)}; {FORM}", param="gate")
-        names = [DTYPE_ALIASES.get(name, name) for name in split_axis(f"{reference},{rest}", "--gate")]
+        given_names = split_axis(f"{reference},{rest}", "--gate")
+        names = [DTYPE_ALIASES.get(name, replace_removed_dtype(name, "--gate")) for name in given_names]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise InvalidRequest(

@@ -19,7 +19,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.runtime.loading.components import build
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
-from diffserve.runtime.precision import FLOAT8, INT8_DYNAMIC, INT8_STATIC
+from diffserve.runtime.precision import INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.pruning import shrink, widths_of
 from diffserve.runtime.unet.unet import UNetRunner
@@ -99,7 +99,7 @@ def _token_bytes(model: DiffusionModel) -> float:
 
 def margin(model: DiffusionModel) -> float:
     """Bytes that ``model`` takes where it runs for each of a dry run's."""
-    is_narrow = model.choice.dtype in (INT8_DYNAMIC, INT8_STATIC, FLOAT8)
+    is_narrow = model.choice.dtype in (INT8_DYNAMIC, INT8_STATIC)
     if model.device.type == "cpu":
         return MARGIN_CPU_NARROW if is_narrow else MARGIN_CPU
     return MARGIN_DEVICE_NARROW if is_narrow else MARGIN_DEVICE

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS
+from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS, replace_removed_dtype
 from diffserve.errors import ConfigError
 from diffserve.runtime.accelerators import (
     ACCELERATORS,
@@ -26,7 +26,7 @@ from diffserve.runtime.accelerators import (
     has_streams,
 )
 
-INT8, INT8_DYNAMIC, INT8_STATIC, FLOAT8 = "int8", "int8_dynamic", "int8_static", "float8"
+INT8, INT8_DYNAMIC, INT8_STATIC = "int8", "int8_dynamic", "int8_static"
 #: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
 #: likes best, where it does not multiply in 8 bits.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,6 @@ QUANTISED: Final = {
     INT8: "int8 weights, {best} arithmetic",
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
-    FLOAT8: "float8: linear layers of the UNet in float8, {best} elsewhere",
 }
 DTYPE_NAMES: Final = DTYPES
 RESTS: Final = {
@@ -45,8 +44,6 @@ RESTS: Final = {
 }
 CPU_BF16_FLAGS: Final = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 CPU_INT8_FLAGS: Final = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "amx_int8": "AMX", "i8mm": "Arm I8MM"}
-FLOAT8_CAPABILITY: Final = (9, 0)
-"""Of a GPU whose matrix units take float8 with a scale for each row."""
 
 
 Rooms = tuple[tuple[str, int], ...]
@@ -139,7 +136,7 @@ class DeviceChoice:
     @property
     def text_scheme(self) -> str | None:
         """The same of text encoders, which run once a prompt."""
-        return INT8 if self.dtype in (INT8, INT8_DYNAMIC, INT8_STATIC) else None
+        return INT8 if self.dtype in QUANTISED else None
 
 
 def choose_device(
@@ -152,6 +149,7 @@ def choose_device(
     if offload not in OFFLOADS:
         raise ConfigError(f"offload is {offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
     chosen, device_reason = _choose_device(device)
+    dtype = replace_removed_dtype(dtype)
     name = DTYPE_ALIASES.get(dtype, dtype)
     if name not in DTYPE_NAMES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
@@ -163,9 +161,8 @@ def choose_device(
     if name not in QUANTISED:
         return DeviceChoice(chosen, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload)
     _refuse_absent_unit(chosen, name)
-    arithmetic = "bfloat16" if name == FLOAT8 else best_name
-    said = f"{QUANTISED[name].format(best=arithmetic)}{'' if name == FLOAT8 else f', {best_reason}'}, as asked{rests}"
-    return DeviceChoice(chosen, name, TORCH_DTYPES[arithmetic], f"{device_reason}; {said}", offload)
+    said = f"{QUANTISED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
+    return DeviceChoice(chosen, name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
 
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:
@@ -184,17 +181,6 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
             "int8 or auto.",
             param="dtype",
         )
-    if name == FLOAT8 and device.type != "meta":
-        capability = compute_capability(device)
-        if capability is None or capability < FLOAT8_CAPABILITY:
-            has = f"{device}"
-            if capability is not None:
-                has += f" with compute capability {capability[0]}.{capability[1]}"
-            raise ConfigError(
-                "dtype is float8, which needs an NVIDIA GPU of compute capability 9.0 or more (H100, H200, B200), "
-                f"not {has}; choose int8_dynamic, int8 or auto.",
-                param="dtype",
-            )
 
 
 def _choose_device(device: str) -> tuple[torch.device, str]:

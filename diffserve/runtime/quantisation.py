@@ -4,11 +4,9 @@
     int8_dynamic  linear layers of the UNet multiply in int8, activations with a scale for each token
     int8_static   linear layers and convolutions of the UNet multiply in int8, activations in ranges that were measured
                   (``runtime.calibration``) with the weights in int8 already; CPUs only
-    float8        linear layers of the UNet multiply in float8 with a scale for each token, on GPUs of compute
-                  capability 9.0 and above
 
-Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with int8 precisions they hold int8
-weights, with float8 they are left as they are. VAEs always are: they make the pixels.
+Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: they hold int8 weights. VAEs keep
+their float dtype: they make the pixels.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from diffserve.runtime.float8 import FLOAT8_MULTIPLE, Float8Linear, to_float8
-from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, INT8_STATIC
+from diffserve.runtime.precision import INT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.quantised_layers import (
     CUBLAS_MULTIPLE,
     InputRange,
@@ -38,7 +35,6 @@ ONCE_A_PROMPT: Final = "every layer holds its float dtype: it runs once a prompt
 THE_PIXELS: Final = "every layer holds its float dtype: it makes the pixels"
 ENDS: Final = ("conv_in", "conv_out")
 NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
-NARROW: Final = (torch.int8, torch.float8_e4m3fn)
 
 
 class LeftLayers(NamedTuple):
@@ -67,7 +63,7 @@ def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str
         what = "convolutions" if isinstance(layer, nn.Conv2d) else "tables, which are looked up and not multiplied,"
         return None, f"{asked} is for linear layers; {what} stay"
     is_of_rows = OF_ROWS.search(name) is not None
-    multiple = {INT8_DYNAMIC: CUBLAS_MULTIPLE, FLOAT8: FLOAT8_MULTIPLE}.get(asked, 1)
+    multiple = CUBLAS_MULTIPLE if asked == INT8_DYNAMIC else 1
     sides = (layer.in_features, layer.out_features)
     if asked != INT8 and is_of_rows:
         why = "sees one vector for each row, too few for a product in 8 bits"
@@ -75,7 +71,7 @@ def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str
         why = f"is {sides[0]} x {sides[1]}, and its kernel wants multiples of {multiple}"
     else:
         return asked, ""
-    return (None if asked == FLOAT8 else INT8), why
+    return INT8, why
 
 
 def schemes(network: nn.Module, asked: str) -> dict[str, str]:
@@ -95,12 +91,8 @@ def quantise_layer(layer: nn.Module, scheme: str) -> None:
     multiplies in float until ``convert_static``."""
     if scheme in (INT8, INT8_STATIC):
         hold_int8_weight(layer)
-        return
-    weight = layer.get_parameter("weight").detach()
-    if scheme == INT8_DYNAMIC:
-        become(layer, Int8DynamicLinear, to_int8(weight))
     else:
-        become(layer, Float8Linear, to_float8(weight))
+        become(layer, Int8DynamicLinear, to_int8(layer.get_parameter("weight").detach()))
 
 
 def layers_left(network: nn.Module, asked: str) -> list[LeftLayers]:
@@ -108,10 +100,10 @@ def layers_left(network: nn.Module, asked: str) -> list[LeftLayers]:
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for name, layer, weight in _weighted(network):
         scheme, reason = scheme_for(name, layer, asked)
-        is_narrow = _is_narrow(weight)
-        if is_narrow and scheme == asked:
+        is_int8 = weight.dtype == torch.int8
+        if is_int8 and scheme == asked:
             continue
-        holds = INT8 if is_narrow else str(weight.dtype).removeprefix("torch.")
+        holds = INT8 if is_int8 else str(weight.dtype).removeprefix("torch.")
         kinds.setdefault((NUMBER.sub(".*", name), holds, reason), []).append(weight.numel())
     found = [LeftLayers(pattern, len(sizes), sum(sizes), *rest) for (pattern, *rest), sizes in kinds.items()]
     return sorted(found, key=lambda one: -one.num_parameters)
@@ -134,7 +126,3 @@ def _weighted(network: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor
         weight: Any = layer._parameters.get("weight")
         if weight is not None and weight.ndim > 1:
             yield name, layer, weight
-
-
-def _is_narrow(weight: torch.Tensor) -> bool:
-    return weight.dtype in NARROW

@@ -78,7 +78,7 @@ def weight_in_float32(layer: nn.Module) -> Tensor | None:
 
 
 def become(layer: nn.Module, kind: type[nn.Module], weight: tuple[Tensor, Tensor]) -> None:
-    """Turn ``layer`` into a ``kind`` with the weight and scales of ``to_int8`` or ``to_float8``."""
+    """Turn ``layer`` into a ``kind`` with the weight and scales of ``to_int8``."""
     values, scales = weight
     layer.weight = nn.Parameter(values, requires_grad=False)
     layer.register_buffer("weight_scales", scales)

@@ -11,6 +11,7 @@ import pytest
 
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.engine.engine import TRACE_TICKS
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.transfer import Fetched
 from tests.device import DEVICE
@@ -49,16 +50,17 @@ def loaded(_models: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
-    """``make_engine(kind, pool, clock, **config)``: a fresh engine; afterwards its lanes and pages are counted."""
+    """``make_engine(kind, pool, clock, trace_ticks, **config)``: a new engine; lanes and pages are counted later."""
     made: list[Engine] = []
 
     def make(
         kind: str = "sd15",
         pool: PagePool | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        trace_ticks: int = TRACE_TICKS,
         **config: Any,
     ) -> Engine:
-        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool, clock=clock))
+        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool, clock=clock, trace_ticks=trace_ticks))
         return made[-1]
 
     yield make

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diffserve.engine import Engine
+from diffserve.engine.image import policy
 from diffserve.errors import ConfigError, DeadlineUnreachable, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
@@ -121,8 +122,9 @@ def test_who_does_not_fit_waits_until_somebody_leaves(make_engine: MakeEngine) -
     assert max(together) == 2  # two prompts and the negative prompt of both
 
 
-def test_nobody_overtakes_the_one_who_waits_for_pages(make_engine: MakeEngine) -> None:
-    engine = make_engine(kv_pool_bytes=pool_bytes(make_engine().model, 4), ageing_rows_per_tick=1e6)
+def test_nobody_overtakes_the_one_who_waits_for_pages(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", 1e6)
+    engine = make_engine(kv_pool_bytes=pool_bytes(make_engine().model, 4))
     first = quick(1, num_steps=6, prompt="a cat", negative_prompt="a dog")
     wide = quick(2, prompt="a fox BREAK the cat BREAK the dog", guidance_scale=1.0)
     narrow = quick(3, prompt="a cat", negative_prompt="a dog")

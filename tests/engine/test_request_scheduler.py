@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from diffserve.engine.image import policy
 from diffserve.engine.image.queues import LaneTable
 from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
@@ -144,8 +145,11 @@ def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again()
 
 
 @pytest.mark.parametrize("ageing", [0.25, 0.5, 2.0])
-def test_a_long_job_is_overtaken_only_by_those_who_come_soon_after_it(ageing: float) -> None:
-    desk = Desk(row_cap=2, ageing_rows_per_tick=ageing)
+def test_a_long_job_is_overtaken_only_by_those_who_come_soon_after_it(
+    ageing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
+    desk = Desk(row_cap=2)
     long = desk.submit(num_steps=50)
     arrivals = {}
     order = []
@@ -170,11 +174,12 @@ def test_a_row_weighs_as_many_pixels_as_it_has() -> None:
     ]
 
 
-def test_a_large_picture_waits_longer_before_it_is_overtaken_no_more() -> None:
+def test_a_large_picture_waits_longer_before_it_is_overtaken_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ageing is in rows of the native size: what N steps of a large picture age through is N times its pixels."""
+    monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", 1.0)
     last = {}
     for side_px in (64, 128):
-        desk = Desk(row_cap=2, ageing_rows_per_tick=1.0)
+        desk = Desk(row_cap=2)
         long = desk.submit(num_steps=30, width_px=side_px, height_px=side_px)
         while not long.is_over:
             desk.submit(num_steps=2, request_id=f"short-{desk.scheduler.num_ticks}")

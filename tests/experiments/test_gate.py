@@ -120,6 +120,10 @@ def test_short_names_are_known() -> None:
     assert PrecisionGate.parse("fp32: bf16,int8") == PrecisionGate("float32", ("bfloat16", "int8"))
 
 
+def test_the_removed_precision_float8_is_judged_as_bfloat16() -> None:
+    assert PrecisionGate.parse("fp32:fp8") == PrecisionGate("float32", ("bfloat16",))
+
+
 @pytest.mark.parametrize("text", ["", "fp32", ":bf16", "fp32:", "fp32:bf16,", "fp32:bf16,fp32", "bf16:int8,int8"])
 def test_a_gate_that_is_not_written_as_one_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--gate"):

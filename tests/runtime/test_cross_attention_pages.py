@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.config import EngineConfig
+from diffserve.engine import Engine
 from diffserve.runtime import UNetRunner, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
 from diffserve.runtime.unet.steady_layers import use_steady_layers
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
 from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes
@@ -244,18 +247,23 @@ def test_exact_pages_are_the_same_bytes_after_their_tail_was_evicted(tiny: LoadT
     assert all(same_bytes(one, expected) for one in found)
 
 
-def test_a_unet_with_other_cross_attention_is_refused_with_the_way_out() -> None:
+def test_a_unet_with_other_cross_attention_has_no_pages(tiny: LoadTiny) -> None:
     blocks = {
         "down_block_types": ("SimpleCrossAttnDownBlock2D",),
         "up_block_types": ("SimpleCrossAttnUpBlock2D",),
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
     }
     network = import_quietly("diffusers", "UNet2DConditionModel")(
-        block_out_channels=(32,), layers_per_block=1, cross_attention_dim=32, attention_head_dim=8, **blocks
-    )
-    runner = UNetRunner(network, device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r'added_kv_proj_dim.* set engine\.cross_attention to "plain"'):
-        _ = runner.cross_attention
+        block_out_channels=(32,), layers_per_block=1, cross_attention_dim=64, attention_head_dim=8, **blocks
+    ).to(DEVICE)
+    model = tiny("sd15")
+    assert model.unet.unpaged_reason is None
+    unet = UNetRunner(network, device=torch.device(DEVICE), dtype=torch.float32)
+    assert "added_kv_proj_dim" in str(unet.unpaged_reason)
+    engine = Engine(replace(model, unet=unet), EngineConfig(max_rows=2, cache_dir=""))
+    [result] = engine.generate(GenerationRequest(prompt="a fox", diffusion=DiffusionParams(num_steps=2)))
+    assert isinstance(result, ImageResult)
+    assert engine.pool is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

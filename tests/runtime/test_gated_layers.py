@@ -78,7 +78,11 @@ def test_compilers_see_the_layer_of_diffusers(tiny: LoadTiny, tmp_path: Path) ->
 
 def test_gates_are_halved_on_cuda_only_and_not_in_a_quantised_unet(tiny: LoadTiny) -> None:
     config = dict(tiny("sd15").unet.network.config)
-    for kind, dtype, is_halved in (("cuda", "bfloat16", True), ("cuda", "float8", False), ("cpu", "bfloat16", False)):
+    for kind, dtype, is_halved in (
+        ("cuda", "bfloat16", True),
+        ("cuda", "int8_dynamic", False),
+        ("cpu", "bfloat16", False),
+    ):
         choice = DeviceChoice(torch.device(kind), dtype, torch.bfloat16, "")
         network = build_unet(config, "a test", choice)
         kinds = {type(layer.proj) for layer in gated(network)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import CoreEngine
+from diffserve.engine.engine import TRACE_TICKS, CoreEngine
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
@@ -69,10 +69,11 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         profile: ModelProfile | None = None,
         pool: PagePool | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        trace_ticks: int = TRACE_TICKS,
     ) -> None:
         self.model = model
         self.config = config or EngineConfig()
-        super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
+        super().__init__(self.config.max_waiting, clock, trace_ticks)
         defaults = None if profile is None else profile.diffusion
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
         scores = PictureScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
@@ -195,12 +196,12 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     @property
     def pool(self) -> PagePool | None:
-        """Where the pages of prompts are; ``None`` where ``config.cross_attention`` is "plain"."""
+        """Where the pages of prompts are; ``None`` where the UNet uses none."""
         return self.runners.conditioner.pool
 
     @property
     def page_stats(self) -> PoolStats | None:
-        """Pages and prefix hits by tenant; ``None`` where ``config.cross_attention`` is "plain"."""
+        """Pages and prefix hits by tenant; ``None`` where the UNet uses none."""
         with self._ticking:
             return None if self.pool is None else self.pool.stats()
 

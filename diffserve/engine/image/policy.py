@@ -15,7 +15,7 @@ same-key    continuous batching of requests that are equal; newcomers join those
 
 The last three are what servers do that batch by request. They are there to be measured against.
 
-**Ageing** (``ageing_rows_per_tick``) goes by cost: an image of N rows, of the native size, is overtaken only by what
+**Ageing** (``AGEING_ROWS_PER_TICK``) goes by cost: an image of N rows, of the native size, is overtaken only by what
 came within N / ageing ticks after it (``LATE`` times as many where it is late, under goodput). So nobody starves under
 the first three.
 
@@ -35,6 +35,9 @@ import numpy as np
 
 from diffserve.config import EngineConfig
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
+
+AGEING_ROWS_PER_TICK: Final = 0.5
+"""Precedence that an image gains per tick of waiting, in rows of the native size. Twice the pixels count as two."""
 
 LATE: Final = 20.0
 """A late image counts as so many times its cost. More, and long ones that are late stay for minutes; less, and old late
@@ -140,7 +143,7 @@ class Latency(Policy):
 
     def key(self, task: ImageTask, moment: Moment) -> float:
         """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
-        return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
+        return task.cost_left + AGEING_ROWS_PER_TICK * task.live.submitted_tick
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """Whoever is first, and who may share its call."""
@@ -154,7 +157,7 @@ class Throughput(Latency):
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
-        newcomer = self.config.ageing_rows_per_tick * moment.tick
+        newcomer = AGEING_ROWS_PER_TICK * moment.tick
         leading = [task for task in ready if task.live.request.priority == ready[0].live.request.priority]
         aged = next((task for task in leading if self.key(task, moment) <= newcomer), None)
         if aged is not None:

@@ -31,7 +31,7 @@ from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.lora_shelf import LoRAShelf
 from diffserve.runtime.memory import without_frames
-from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool
+from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool, uses_pages
 from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
 from diffserve.runtime.unet.memory_format import set_memory_format
@@ -97,7 +97,7 @@ class ImageRunner:
         self.controlnets = ControlNetShelf(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
         if model.refiner is not None:
-            if pages is None and config.cross_attention == "paged":
+            if pages is None and all(uses_pages(each, config) for each in (model, model.refiner)):
                 pages = make_pool(model, config, is_exact=is_deterministic(model, config))
             its_config = replace(config, compile="off", cuda_graphs=False)
             self.refiner = Expert.make(model.refiner, its_config, clock, pages, Threads(threads.counts))

@@ -3,7 +3,7 @@
 Within a client the order is the policy's (``policy``). With the default it is shortest remaining work first with
 ageing, and an image's key is
 
-    remaining work + ageing_rows_per_tick * tick of submission          (smaller runs first)
+    remaining work + AGEING_ROWS_PER_TICK * tick of submission          (smaller runs first)
 
 with work in UNet rows of the native size. Between clients ``FairShare`` decides, between priorities
 ``PriorityShare``.

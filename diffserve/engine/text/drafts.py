@@ -48,9 +48,7 @@ class DraftPolicy:
             return "off"
         if request.speculation != "auto":
             return request.speculation
-        if self.pages.draft_tenant is not None:
-            return "draft"
-        return "prompt_lookup" if self.config.prompt_lookup else "off"
+        return "prompt_lookup" if self.pages.draft_tenant is None else "draft"
 
     def extend(self, piece: ScheduledTokens, num_left: int) -> int:
         """Give ``piece`` a draft of at most ``num_left`` tokens; returns how many tokens that adds to the tick.

@@ -82,7 +82,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
     ) -> None:
         self.model = model
         self.config = config or TextConfig()
-        super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
+        super().__init__(self.config.max_waiting, clock)
         self.pool = pool
         page_tokens = self.config.page_tokens
         runner = LanguageRunner(model, pool, tenant=tenant, page_tokens=page_tokens)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffserve.config import DTYPE_ALIASES, TEXT_DTYPES
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.runtime.precision import INT8, QUANTISED, DeviceChoice, choose_device
+from diffserve.runtime.precision import INT8, DeviceChoice, choose_device
 from diffserve.runtime.quantised_layers import hold_int8_weight
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ CPU_ROWS: Final = 16
 
 def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
-    if (name := DTYPE_ALIASES.get(dtype, dtype)) in QUANTISED and name != INT8:
+    if DTYPE_ALIASES.get(dtype, dtype) not in TEXT_DTYPES:
         known = ", ".join(TEXT_DTYPES)
-        raise ConfigError(f"dtype is {dtype!r}, which is for image models; choose one of {known}.", param="dtype")
+        raise ConfigError(f"dtype is {dtype!r}, which no language model has; choose one of {known}.", param="dtype")
     if dtype != INT4:
         return choose_device(device, dtype, offload)
     choice = choose_device(device, "bfloat16", offload)

@@ -2,8 +2,8 @@
 
 ``paged``   the keys and values of every cross-attention layer are made when a prompt is new, kept in the page pool, and
             shared by whoever says the same or begins alike. An image is let in when its pages fit.
-``plain``   no pool: the text's embeddings go through diffusers' own attention. For comparison, and for UNets whose
-            cross-attention is not Stable Diffusion's.
+``plain``   no pool: the text's embeddings go through diffusers' own attention. For UNets whose cross-attention is not
+            Stable Diffusion's, for processes that only decode, and for comparison.
 
 They agree within rounding (``Engine.tolerance`` of the free mode).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -35,6 +36,8 @@ HELD_ELSEWHERE: Final = 2
 
 AUTO_TEXT_TOKENS: Final = 256
 """A pool of automatic size holds ``max_sequences`` texts of so many tokens."""
+
+logger = logging.getLogger(__name__)
 
 AnyConditioning = Conditioning | PagedConditioning
 
@@ -190,7 +193,6 @@ def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
 
     Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters;
     those of a text encoder that several models share are not.
-    Raises ConfigError for a UNet that cannot be paged.
     """
     beside = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
 
@@ -203,18 +205,26 @@ def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
 
 
 def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:
-    """What ``model`` asks of a page pool, and its refiner where it has one. Raises ConfigError as ``image_specs``."""
-    return [image_specs(one, is_exact=is_exact) for one in (model, model.refiner) if one is not None]
+    """Return what ``model`` and its refiner ask of a page pool, as far as their UNets can be paged."""
+    models = (model, model.refiner)
+    return [image_specs(each, is_exact=is_exact) for each in models if each and not each.unet.unpaged_reason]
+
+
+def uses_pages(model: DiffusionModel, config: EngineConfig) -> bool:
+    """Whether keys and values of the prompts of ``model`` are kept in pages."""
+    return config.cross_attention == "paged" and model.unet.unpaged_reason is None
 
 
 def make_conditioner(
     model: DiffusionModel, config: EngineConfig, *, is_exact: bool, pool: PagePool | None = None
 ) -> Conditioner:
-    """The way that ``config.cross_attention`` names; with a pool of its own where none is given.
+    """Return the conditioner that suits ``model`` and ``config``; one of pages has its own pool unless one is given.
 
-    Raises ConfigError for a UNet that cannot be paged, and for a pool that is too small or elsewhere.
+    Raises ConfigError for a pool that is too small or on another device.
     """
-    if config.cross_attention == "plain":
+    if not uses_pages(model, config):
+        if model.unet.unpaged_reason:
+            logger.info("keys and values of prompts are computed at every step: %s", model.unet.unpaged_reason)
         return PlainConditioner(model)
     if pool is None:
         pool = make_pool(model, config, is_exact=is_exact)
@@ -236,8 +246,8 @@ def make_pool(
 ) -> PagePool:
     """One pool for ``model``, its refiner and ``texts``, of ``config.kv_pool_bytes`` or of what each would like.
 
-    ``others``: what models that come later will ask for, and the tokens in their windows. Raises ConfigError for a UNet
-    that cannot be paged, and for a pool that is too small.
+    ``others``: what models that come later will ask for, and the tokens in their windows. Raises ConfigError for a pool
+    that is too small.
     """
     images = image_tenants(model, is_exact=is_exact) if config.cross_attention == "paged" else []
     own = [*itertools.chain(*images), *texts]

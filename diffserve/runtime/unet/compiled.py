@@ -34,7 +34,6 @@ from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
 from diffserve.runtime.precision import (
-    FLOAT8,
     INT8,
     INT8_DYNAMIC,
     TORCH_DTYPES,
@@ -66,7 +65,7 @@ SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
 """Of all models together; the longest unused go first."""
 
-COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC, FLOAT8)
+COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
 
 MOST_BAKED_BYTES: Final = 1 << 27
 """Of a network: every package of it holds its weights once more on disk, and up to three times in memory."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.errors import ConfigError
 from diffserve.runtime.kv import LayerSpec
 
 UNUSUAL = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "added_kv_proj_dim", "only_cross_attention")
@@ -88,8 +87,7 @@ class PagedProcessor:
 class CrossAttention:
     """The cross-attention layers of ``network``, a ``UNet2DConditionModel``, in the order in which they are built.
 
-    Puts a ``PagedProcessor`` into each of them. Raises ConfigError for a UNet whose layers are not as in Stable
-    Diffusion.
+    Puts a ``PagedProcessor`` into each of them. ``find_difference`` says for which UNets this is possible.
     """
 
     def __init__(self, network: Any) -> None:
@@ -119,22 +117,22 @@ class CrossAttention:
 
 
 def find_layers(network: Any) -> tuple[Any, ...]:
-    """The modules that look at the text. Raises ConfigError when one of them does more than Stable Diffusion's do."""
-    found = tuple(
+    """Return the modules that look at the text."""
+    return tuple(
         module
         for module in network.modules()
         if type(module).__name__ == "Attention" and getattr(module, "is_cross_attention", False)
     )
-    unusual = sorted({name for module in found for name in UNUSUAL if getattr(module, name, None)})
-    unusual += [] if all(_is_plain(module) for module in found) else ["its scaling, bias or residual"]
-    if unusual or not found:
-        what = f"differs from Stable Diffusion's in {', '.join(unusual)}" if found else "was not found"
-        raise ConfigError(
-            f"the cross-attention of this UNet {what}, so its keys and values cannot be kept in pages: "
-            'set engine.cross_attention to "plain".',
-            param="cross_attention",
-        )
-    return found
+
+
+def find_difference(network: Any) -> str | None:
+    """Return why keys and values of ``network`` cannot be kept in pages; ``None`` where they can."""
+    layers = find_layers(network)
+    if not layers:
+        return "it has no cross-attention"
+    unusual = sorted({name for module in layers for name in UNUSUAL if getattr(module, name, None)})
+    unusual += [] if all(_is_plain(module) for module in layers) else ["its scaling, bias or residual"]
+    return f"its cross-attention differs from Stable Diffusion's in {', '.join(unusual)}" if unusual else None
 
 
 def _is_plain(module: Any) -> bool:

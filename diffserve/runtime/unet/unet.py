@@ -12,7 +12,7 @@ import torch
 from diffserve.runtime.low_rank import RowLoRAs, adapting, of_pictures
 from diffserve.runtime.unet.call import GUIDANCE, Compiled, Outputs, Recorder, UNetArguments, conditions
 from diffserve.runtime.unet.controlnet import Residuals
-from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention, KeysValues
+from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention, KeysValues, find_difference
 from diffserve.runtime.unet.deep_cache import ShallowPart
 
 
@@ -52,11 +52,13 @@ class UNetRunner:
 
     @cached_property
     def cross_attention(self) -> CrossAttention:
-        """The layers that look at the text, from then on ready for keys and values made beforehand.
-
-        Raises ConfigError for a UNet that cannot be used so.
-        """
+        """The layers that look at the text, from then on ready for keys and values made beforehand."""
         return CrossAttention(self.network)
+
+    @cached_property
+    def unpaged_reason(self) -> str | None:
+        """Why keys and values of prompts cannot be kept in pages; ``None`` where they can."""
+        return find_difference(self.network)
 
     @cached_property
     def shallow(self) -> ShallowPart | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from msgspec.structs import replace
 
 from diffserve.engine.studio import Studio
 from diffserve.errors import ConfigError, ModelNotFound
@@ -23,11 +24,12 @@ from tests.engine.studio.talker import save_talker
 Model = Callable[[str], Path]
 
 
-def load(tiny_model: Model, **variables: Any) -> Studio:
+def load(tiny_model: Model, *, cross_attention: Literal["paged", "plain"] = "paged", **variables: Any) -> Studio:
     """The studio of the tiny image model, with settings as environment variables name them."""
     env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_DTYPE": "float32", "DIFFSERVE_ENGINE_MAX_ROWS": "8"}
     env |= {f"DIFFSERVE_{name.upper()}": str(value) for name, value in variables.items()}
-    return Studio.from_settings(load_settings(model=str(tiny_model("sd15")), env=env))
+    settings = load_settings(model=str(tiny_model("sd15")), env=env)
+    return Studio.from_settings(replace(settings, engine=replace(settings.engine, cross_attention=cross_attention)))
 
 
 def test_settings_name_both_models_and_they_share_one_pool(tiny_model: Model, talker_directory: Path) -> None:
@@ -62,7 +64,7 @@ def test_pool_of_automatic_size_is_the_sum_of_what_both_sides_want(tiny_model: M
 
 
 def test_texts_have_a_pool_of_their_own_where_images_use_none(tiny_model: Model, talker_directory: Path) -> None:
-    studio = load(tiny_model, text_model=talker_directory, engine_cross_attention="plain")
+    studio = load(tiny_model, text_model=talker_directory, cross_attention="plain")
     assert studio.engine.pool is None
     assert studio.pool is not None
     assert set(studio.pool.stats().tenants) == {"llm"}
