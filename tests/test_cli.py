@@ -70,7 +70,7 @@ def test_help_names_the_three_commands_and_loads_nothing_heavy() -> None:
 
 
 def test_version_is_printed(run: Run) -> None:
-    assert run("--version") == (0, "diffserve 0.1.0\n", "")
+    assert run("--version") == (0, "diffserve 0.2.0\n", "")
 
 
 def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
@@ -391,7 +391,7 @@ def test_doctor_says_everything_else_before_a_model_that_cannot_be_loaded(run: R
 
 def test_python_m_diffserve_is_the_same_command() -> None:
     command = [sys.executable, "-m", "diffserve", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "diffserve 0.1.0\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "diffserve 0.2.0\n"
 
 
 def test_prompt_names_the_file_when_nothing_else_does(tmp_path: Path) -> None:
