@@ -10,13 +10,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.image import unet_paths
 from diffserve.engine.image.compiling import CompileError, compile_group
 from diffserve.engine.image.task import GroupKey
+from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.unet import compiled
+from diffserve.runtime.unet.batch_invariance import GroupFacts
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.store.unet_paths import FILE, UNetPathFile
 from diffserve.types import GenerationRequest, ServedModel, UNetPath
@@ -56,6 +60,51 @@ def request(seed: int = 1) -> GenerationRequest:
 
 def latents(engine: Engine, seed: int = 1) -> Any:
     return engine.generate(request(seed))[0].latents
+
+
+class FakePackages:
+    """Packages that are empty files, checked before, whose calls return zeros.
+
+    opened   the numbers of rows of the packages that were loaded, in order
+    damaged  numbers of rows whose packages do not load
+    """
+
+    def __init__(self, model: DiffusionModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened: list[int] = []
+        self.damaged: set[int] = set()
+        self.error: Exception = ValueError("some bytes are wrong")
+        monkeypatch.setattr(compiled, "openvino_version", lambda: "0.0")
+        monkeypatch.setattr(Packages, "load", lambda _, path, num_rows: self.load(num_rows))
+        self._groups = self.engine(model, cache).runners.groups
+        packages, kind = self._groups.compiled.packages, self._groups._kind(NATIVE)
+        assert packages is not None
+        monkeypatch.setattr(packages.__class__, "num_streams", lambda _, num_rows: 1)
+        for num_rows in (1, 2, 4):
+            path = packages.path(kind, num_rows)
+            assert path is not None
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        self.write_facts(1, 2, 4)
+
+    def engine(self, model: DiffusionModel, cache: Path, paths: Sequence[UNetPath] | None = None) -> Engine:
+        served = None if paths is None else tuple(paths)
+        return Engine(model, EngineConfig(max_rows=4, cache_dir=str(cache), served_paths=served))
+
+    def write_facts(self, *sizes: int) -> None:
+        facts = GroupFacts(buckets=sizes, counts=self._groups.threads.counts[:1], seconds=dict.fromkeys(sizes, 1e-6))
+        compiled_group = NATIVE._replace(is_compiled=True)
+        self._groups._disk.write(self._groups._name_of_packages(compiled_group, sizes), facts)
+
+    def load(self, num_rows: int) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+        if num_rows in self.damaged:
+            raise self.error
+        self.opened.append(num_rows)
+        return lambda tensors: torch.zeros_like(tensors[0])
+
+
+@pytest.fixture
+def fake(model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePackages:
+    return FakePackages(model, tmp_path, monkeypatch)
 
 
 def never_compile(*_: Any) -> None:
@@ -128,6 +177,59 @@ def test_a_server_that_is_told_not_to_build_uses_the_network(
     engine = engine_of(model, tmp_path, (), compile=setting)
     engine.warm_up()
     assert not any(path.path == "compiled" for path in engine.unet_paths)
+
+
+def test_an_engine_outside_a_server_opens_only_the_packages_that_it_calls(
+    model: DiffusionModel, fake: FakePackages, tmp_path: Path
+) -> None:
+    engine = fake.engine(model, tmp_path)
+    engine.generate(request())
+    assert [path.path for path in engine.unet_paths] == ["compiled"]
+    assert fake.opened == [2]
+    engine.generate(request())
+    assert fake.opened == [2], "a package is opened once"
+    engine.generate([request(1), request(2)])
+    assert fake.opened == [2, 4]
+
+
+def test_a_server_opens_all_packages_before_it_is_ready(
+    model: DiffusionModel, fake: FakePackages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    fake.engine(model, tmp_path, ()).warm_up()
+    assert fake.opened == [1, 2, 4]
+
+
+def test_where_the_first_package_does_not_load_the_others_are_used(
+    model: DiffusionModel, fake: FakePackages, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.damaged, engine = {2}, fake.engine(model, tmp_path)
+    fake.write_facts(1, 4)
+    engine.generate(request())
+    assert [path.path for path in engine.unet_paths] == ["compiled"]
+    assert fake.opened == [1, 4]
+    assert "some bytes are wrong" in caplog.text
+
+
+def test_where_no_package_loads_an_image_is_painted_by_the_network(
+    model: DiffusionModel, fake: FakePackages, tmp_path: Path
+) -> None:
+    fake.damaged, fake.error = {1, 2, 4}, ConfigError("OpenVINO does not load", param="compile")
+    engine = fake.engine(model, tmp_path)
+    painted = latents(engine)
+    assert [path.path for path in engine.unet_paths] == ["plain"]
+    assert np.array_equal(painted, latents(engine_of(model, tmp_path, compile="off")))
+
+
+def test_a_package_that_does_not_load_later_is_replaced_by_those_of_other_sizes(
+    model: DiffusionModel, fake: FakePackages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.damaged, engine = {4}, fake.engine(model, tmp_path)
+    fake.write_facts(1, 2)
+    engine.generate(request())
+    monkeypatch.setattr(model.unet.network, "forward", never_compile)
+    assert len(engine.generate([request(1), request(2)])) == 2
+    assert engine.buckets[NATIVE._replace(is_compiled=True)] == (1, 2)
 
 
 def test_an_engine_outside_a_server_never_compiles(

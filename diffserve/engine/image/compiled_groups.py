@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -39,6 +39,14 @@ LOOKED_KEPT: Final = 256
 logger = logging.getLogger(__name__)
 
 
+class LatePackages(NamedTuple):
+    """Packages of a group that are opened before the first call of their size; ``curve`` has their stored costs."""
+
+    kind: Kind | None
+    curve: CostCurve
+    unopened: set[int]
+
+
 class CompiledGroups:
     """The compiled counterparts of groups, as ``[engine] compile`` allows them.
 
@@ -60,6 +68,7 @@ class CompiledGroups:
             logger.warning("UNet calls are not compiled but %s: %s", instead, self.packages.missing_tools)
             can_be = False
         self._compiler = BackgroundCompiler(model, config) if can_be and self.is_measured else None
+        self._late: dict[GroupKey, LatePackages] = {}
         self._looked_for: set[GroupKey] = set()
         self._done: set[GroupKey] = set()
         self._proven: set[GroupKey] = set()
@@ -115,6 +124,31 @@ class CompiledGroups:
             self._compiler.want(group, sizes)  # once: what does not load then would not the next time
         return found
 
+    def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
+        """Have the packages of ``kind`` opened by ``late_cover``; ``curve`` has their sizes and stored costs."""
+        self._late[group] = LatePackages(kind, curve, set(curve.buckets))
+
+    def is_late(self, group: GroupKey) -> bool:
+        """Return whether packages of ``group`` are opened by ``late_cover``."""
+        return group in self._late
+
+    def late_cover(self, group: GroupKey, num_rows: int, most: int) -> tuple[int, ...]:
+        """Return the sizes of calls for ``num_rows`` rows, with their packages open.
+
+        Stored costs choose the sizes: measured ones change with the load, and then more packages would be opened.
+
+        Returns:
+            An empty tuple where one does not load; packages of ``group`` are not opened late any more.
+        """
+        late = self._late[group]
+        cover = late.curve.cover(num_rows, most)
+        needed = sorted(late.unopened.intersection(cover))
+        late.unopened.difference_update(needed)
+        if self._compiled is None or len(self._compiled.load(late.kind, needed)) < len(needed):
+            del self._late[group]
+            return ()
+        return cover
+
     def doubt(self, group: GroupKey, now_s: float) -> None:
         """It is not clear whether ``group`` is faster."""
         logger.info("beside other work it was not clear whether compiled calls are faster, so it is looked at again")
@@ -137,6 +171,7 @@ class CompiledGroups:
     def forget(self, group: GroupKey) -> None:
         """Look for ``group`` anew when it comes again."""
         self._proven.discard(group)
+        self._late.pop(group, None)
         self._looked_for.discard(group)
         self._doubted.pop(group, None)
 

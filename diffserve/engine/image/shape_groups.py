@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from diffserve.config import EngineConfig
 from diffserve.controlnets import WORK_SHARE
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import CostCurve, KneeCap, followed
+from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, followed, split
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check, is_deterministic, is_worth, prove
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
@@ -287,6 +287,44 @@ class Groups:
     def load_packages(self, group: GroupKey) -> tuple[int, ...]:
         """Load the packages of ``group`` and return the numbers of rows that they serve."""
         return self.compiled.load(group, lambda: self._kind(group), self.sizes_to_compile(group))
+
+    def take_unopened(self, group: GroupKey) -> bool:
+        """Use the packages of ``group``, opening each before the first call of its size, where disk has their facts.
+
+        The package for the two rows of a single image is opened now.
+
+        Returns:
+            False where facts are missing or that package does not load: ``load_packages`` and ``checked`` are needed.
+        """
+        packages = self.compiled.packages
+        if packages is None or not packages.is_by_openvino:  # others are made of packages of several sizes
+            return False
+        kind = self._kind(group)
+        facts = self._facts(
+            self._name_of_packages(group, packages.sizes_with_files(kind, self.sizes_to_compile(group)))
+        )
+        if facts is None or facts.is_alone:
+            return False
+        self.compiled.open_late(group, kind, CostCurve.of(facts, is_exact=True))
+        if not self.compiled.late_cover(group, PAIR, NO_LIMIT):
+            return False
+        self.take(group, facts)
+        return True
+
+    def calls(self, group: GroupKey, num_rows: int, most: int) -> list[tuple[int, int, int]]:
+        """Return (start, stop, bucket) of each call for ``num_rows`` rows of ``group``, with its package open.
+
+        Args:
+            group: the group of all rows.
+            num_rows: the number of rows.
+            most: rows for which a call has memory.
+        """
+        if self.compiled.is_late(group):
+            if cover := self.compiled.late_cover(group, num_rows, most):
+                return split(num_rows, cover)
+            with suppress(ArithmeticError):  # the network then makes the calls of a size without a package
+                self._known[group] = self._read(group) or self._known[group]
+        return self.known(group).curve.calls(num_rows, most)
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""

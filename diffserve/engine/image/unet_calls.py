@@ -195,7 +195,7 @@ class UNetCaller:
 
     def _layout(self, rows: range, group: GroupKey) -> list[tuple[range, int]]:
         """``rows`` in the calls that are to be made for them, each with its bucket."""
-        calls = self.groups.known(group).curve.calls(len(rows), self.caps.cap(group))
+        calls = self.groups.calls(group, len(rows), self.caps.cap(group))
         return [(rows[start:stop], bucket) for start, stop, bucket in calls]
 
     def ease(self) -> None:

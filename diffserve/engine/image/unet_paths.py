@@ -49,6 +49,9 @@ class CompiledCalls(Protocol):
     def load_packages(self, group: GroupKey) -> tuple[int, ...]:
         """Load the packages of ``group`` and return the numbers of rows that they serve."""
 
+    def take_unopened(self, group: GroupKey) -> bool:
+        """Use packages of ``group`` that were checked before, opening each when it is called; False without any."""
+
     def checked(self, group: GroupKey, sizes: Sequence[int]) -> GroupFacts:
         """Return the facts of packages of ``sizes`` rows, from disk or checked now. Raises ArithmeticError."""
 
@@ -123,6 +126,8 @@ class PathChooser:
             return Outcome(PLAIN, self._packages.reason)
         compiled = group._replace(is_compiled=True)
         wanted, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
+        if self._config.served_paths is None and self._calls.take_unopened(compiled):
+            return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
         sizes = self._calls.load_packages(compiled)
         if builds and len(sizes) < len(wanted):
             origin = "built at start"

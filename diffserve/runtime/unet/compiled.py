@@ -173,6 +173,11 @@ class Packages:
         suffix = SUFFIX if self.is_by_openvino else INDUCTORS
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 
+    def sizes_with_files(self, kind: Kind | None, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return those of ``sizes`` whose package is a file; whether it loads is not known."""
+        paths = {num_rows: self.path(kind, num_rows // self.num_streams(num_rows)) for num_rows in sizes}
+        return tuple(num_rows for num_rows, path in paths.items() if path is not None and path.is_file())
+
     def compile(self, call: UNetArguments) -> Path:
         """Compile for calls like ``call`` unless that is done: OpenVINO takes half a minute for the first of a kind and
         a second for each further number of rows, AOTInductor a minute for each, and needs a C++ compiler.
