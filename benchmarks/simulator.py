@@ -86,9 +86,9 @@ class SimulatedCalls:
         self._fixed = config.max_rows
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick may hold."""
-        return self._fixed or self._knee_cap.of(self._curves[group[:2]], ahead=ahead)
+        return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
@@ -104,7 +104,7 @@ class SimulatedEngine:
         self.costs = costs
         self.calls = SimulatedCalls(costs, config)
         self.scheduler = RequestScheduler(config, info, self.calls)
-        self.scheduler.forecast.timer = itertools.count().__next__  # nobody asks when: looks are few
+        self.scheduler.timer = itertools.count().__next__  # forecasts are not read here: make few
         self.inbox: list[LiveRequest] = []
         self.busy_s = 0.0
         self._plan: TickPlan | None = None
@@ -273,7 +273,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
     for number, one in enumerate(requests):
         live = door.admit(one.request(f"request {number}"), 0.0)
         group = GroupKey(one.height_px, one.width_px, 0)
-        cap = min(calls.row_cap(group, ahead=0), calls.row_cap(group, ahead=1))
+        cap = calls.row_cap(group, may_probe=False)
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
         seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)

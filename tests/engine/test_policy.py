@@ -92,7 +92,7 @@ def test_nobody_starves_while_others_keep_coming(
 @pytest.mark.parametrize("name", POLICIES)
 def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> None:
     desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
-    desk.scheduler.forecast.timer = lambda: 0.0  # to look ahead takes no time: it is done in every tick
+    desk.scheduler.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
         desk.submit(num_steps=num_steps)
     told = [event for event in desk.run() if isinstance(event, Progress)]

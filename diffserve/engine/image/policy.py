@@ -48,10 +48,8 @@ them, and whoever is left to its last moment is late by those."""
 class TickCosts(Protocol):
     """What is known of UNet calls."""
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
-        """Rows that a tick of ``group`` may hold; now and then more, to see what that costs.
-
-        ahead  what it will be when others were asked for so often; then nothing is counted"""
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+        """Return the rows that a tick of ``group`` may hold; with ``may_probe`` sometimes more, to measure them."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
@@ -65,12 +63,7 @@ class Moment(NamedTuple):
 
 
 class Policy(ABC):
-    """Who runs next.
-
-    is_steady  whether of one client the same run, as long as nobody comes and none of them is done
-    """
-
-    is_steady = False
+    """Who runs next."""
 
     def __init__(self, config: EngineConfig, costs: TickCosts) -> None:
         self.config = config
@@ -136,8 +129,6 @@ class TickLoad:
 class Latency(Policy):
     """Shortest remaining work first (Schrage 1968), in rows of the native size, minus what was earned by waiting."""
 
-    is_steady = True
-
     def key(self, task: ImageTask, moment: Moment) -> float:
         """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
         return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
@@ -149,8 +140,6 @@ class Latency(Policy):
 
 class Throughput(Latency):
     """The group whose tick does most work in a second, unless somebody of another is so old that none may overtake."""
-
-    is_steady = False
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
@@ -176,8 +165,6 @@ class Goodput(Latency):
     it that were in time remain so at that pace. Whoever cannot be in time any more, even alone, gives way to others,
     but not for ever.
     """
-
-    is_steady = False
 
     def key(self, task: ImageTask, moment: Moment) -> float:
         """As under latency; that of somebody late is larger by a multiple of its cost."""
