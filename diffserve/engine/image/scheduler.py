@@ -44,7 +44,7 @@ KEPT_OF_LANES = 8
 IDLE = (Stage.DONE, Stage.FOLLOWING, Stage.SCORING)
 """There is nothing to compute for images that stand there."""
 
-FORECAST_SHARE = 0.02
+FORECAST_SHARE = 0.05
 FORECAST_BURST_S = 1.0
 """Forecasts take at most this share of the time, of which so many seconds may be saved up."""
 
@@ -77,7 +77,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
         self._waiting = ImageQueue()
         self.forecast = Forecast(costs, config.max_lanes)
-        self.timer: Callable[[], float] = time.perf_counter
+        self.timer: Callable[[], float] = time.thread_time
         self._done_s: dict[ImageTask, float] = {}  # when each image will be done, by the last forecast
         self._forecast_at_s = -math.inf  # the earliest time of the next forecast
         self._applied_s: float | None = None
