@@ -21,7 +21,7 @@ TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")
 DEVICE_MAPS = ("none", "auto", "balanced")
-POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
+POLICIES = ("latency", "throughput", "goodput")
 AUTO_STYLE = "auto"
 MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
@@ -40,7 +40,6 @@ ENGINE_BOUNDS = {
     "decode_tile_px": Between(0, 1 << 16),
     "ageing_rows_per_tick": Between(1e-6, 1e6, "without ageing long jobs starve"),
     "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
-    "max_batch_delay_s": Between(0.0, 3600.0),
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
@@ -69,10 +68,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ageing_rows_per_tick   how fast waiting earns precedence, in rows of the model's native size (a row of twice the
                            pixels counts as two): a job of N remaining rows is overtaken only by jobs of the same client
                            that came within N / ageing_rows_per_tick ticks after it
-    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput", "goodput";
-                           to measure against, "serial", "static", "same-key"
+    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput" or
+                           "goodput"
     slo_scale              a request should be done within so many times what it takes alone; "goodput" goes by it
-    max_batch_delay_s      how long a batch of "static" waits to be full
     trace_ticks            how many past ticks ``Engine.trace`` remembers
     cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
                            "plain": embeddings through diffusers' own attention at every step, and no pool
@@ -125,7 +123,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ageing_rows_per_tick: float = 0.5
     policy: str = "latency"
     slo_scale: float = 3.0
-    max_batch_delay_s: float = 0.1
     trace_ticks: int = 256
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None

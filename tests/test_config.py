@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.config import DTYPES
 from diffserve.errors import ConfigError
-from diffserve.settings import KEYS, PROFILES, REMOVED, Flag, configs_dir, load_settings
+from diffserve.settings import KEYS, PROFILES, REMOVED, REMOVED_VALUE_HINTS, Flag, configs_dir, load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
 
 
@@ -126,6 +126,18 @@ def test_a_removed_key_is_ignored_with_a_warning_that_names_what_to_use(
     for where in (f"{file}: {key}", variable):
         assert f"{where} has no effect: it was removed in 0.2; {REMOVED[key]}" in caplog.messages
     assert key not in KEYS
+
+
+@pytest.mark.parametrize("value", ["serial", "static", "same-key"])
+def test_a_removed_value_of_policy_is_ignored_with_a_warning_that_names_what_to_use(
+    value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = user_file(tmp_path, f"[engine]\npolicy = '{value}'\n")
+    settings = load_settings(config=file, env={"DIFFSERVE_ENGINE_POLICY": value})
+    assert settings.engine.policy == "latency"
+    for where in (f"{file}: engine.policy", "DIFFSERVE_ENGINE_POLICY"):
+        hint = REMOVED_VALUE_HINTS["engine.policy"]
+        assert f"{where} is '{value}', which has no effect: it was removed in 0.2; {hint}" in caplog.messages
 
 
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
