@@ -26,14 +26,6 @@ def ticks_until_painted(desk: Desk, live: LiveRequest, most: int = 10_000) -> in
     raise AssertionError(f"not painted after {most} ticks")
 
 
-def rows_of_the_next_tick(desk: Desk) -> int:
-    """That has any."""
-    while True:
-        plan, _ = desk.tick()
-        if plan.rows:
-            return plan.num_rows
-
-
 def submit_many(desk: Desk, client: str, number: int, **fields: object) -> list[LiveRequest]:
     return [desk.submit(client=client, num_steps=STEPS, **fields) for _ in range(number)]
 
@@ -260,19 +252,3 @@ def test_a_crowd_has_a_third_as_much_beside_who_asks_for_less_than_a_tick() -> N
             rows.update(task.live.client for task in plan.rows)
     assert rows["guest"] == 20 * STEPS
     assert rows["crowd"] == pytest.approx(rows["guest"] / 3, rel=0.3)
-
-
-def test_who_comes_again_at_once_finds_a_short_tick() -> None:
-    """Of a crowd; and of nobody who has no more to do than a tick holds."""
-    desk = Desk(row_cap=8)
-    submit_many(desk, "crowd", 60)
-    guest = desk.submit(client="guest", num_steps=STEPS)
-    while not guest.is_over:
-        desk.tick()
-    assert [rows_of_the_next_tick(desk) for _ in range(3)] == [4, 8, 8]
-    desk = Desk(row_cap=8)
-    submit_many(desk, "other", 4)
-    guest = desk.submit(client="guest", num_steps=5)
-    while not guest.is_over:
-        desk.tick()
-    assert rows_of_the_next_tick(desk) == 8

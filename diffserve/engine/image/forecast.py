@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from diffserve.engine.image.policy import TickCosts
+from diffserve.engine.image.priorities import MAX_SLOWDOWN
+from diffserve.engine.image.queues import Line
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
 from diffserve.pace import PauseDetector
@@ -102,9 +104,12 @@ class Forecast:
             return {}
         groups = [self._group_of(task) for task in order]
         behind = Counter[GroupKey]()  # rows of one tick, of this image and those behind it
+        of_line = Counter[tuple[GroupKey, Line]]()
         for task, group in zip(order, groups, strict=True):
             behind[group] += rows_of(task)
+            of_line[group, task.live.line] += rows_of(task)
         caps = {group: self._cap(group) for group in behind}
+        saturated = {group for (group, _), rows in of_line.items() if rows >= caps[group]}
         tick_rows = {group: max(1, min(caps[group], rows)) for group, rows in behind.items()}
         row_s = {group: self.pace * self._costs.call_s(group, rows) / rows for group, rows in tick_rows.items()}
         ends: defaultdict[GroupKey, list[float]] = defaultdict(list)  # of the images that share the ticks of a group
@@ -118,7 +123,11 @@ class Forecast:
             start_s = heapq.heappop(ends[group]) if len(ends[group]) >= slots else 0.0
             shared = max(rows, min(caps[group], behind[group]))
             behind[group] -= rows
-            steps_s = own_rows / rows * self.pace * self._costs.call_s(group, shared)
+            line_rows = min(caps[group], of_line[group, task.live.line])
+            call_s = self._costs.call_s(group, shared)
+            if line_rows < caps[group] and group in saturated:
+                call_s = min(call_s, MAX_SLOWDOWN * self._costs.call_s(group, line_rows))
+            steps_s = own_rows / rows * self.pace * call_s
             left_s[task] = max(work_s, start_s + own_s + steps_s)
             heapq.heappush(ends[group], left_s[task])
         return left_s
