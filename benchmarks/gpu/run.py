@@ -222,7 +222,9 @@ def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], 
             worker.close()
 
 
-def _follow(worker: Worker, entry: dict[str, Any], seconds: float, report: Report, compiling: CompileJobs) -> int:
+def _follow(
+    worker: Worker, entry: dict[str, Any], seconds: float, report: Report, compiling: CompileJobs
+) -> int:
     """Take the messages of a row until it ends or has had its ``seconds``. Returns an exit code that ends the run."""
     until_s = time.monotonic() + seconds
     while True:
