@@ -4,8 +4,8 @@
 
 A server of its own is started. In ``--rounds`` rounds, for the machine may be faster now and slower then, a guest asks
 for one picture after another: first alone, then beside a crowd of one key, which sends ``--times`` what the server does
-when that key has it for itself, whether or not it is answered. The goal is that the guest's 95th percentile beside the
-crowd is at most twice the one alone.
+when that key has it for itself, whether or not it is answered. The result is the ratio of the 95th percentiles of the
+guest's times beside the crowd and alone.
 
 The guest's pictures are streamed. Each event tells the seconds that are left, and is held against when the picture came
 in truth, as ``bench_time_left`` does; where others compete for the cores, that says more of them. At last a mixed load

@@ -31,13 +31,14 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.arms import compiled_sizes, settle
+from benchmarks.baseline_policies import ALL_POLICIES, configured, use
 from benchmarks.bench_unet import say
 from benchmarks.painted_trace import PaintedTrace, WallTime, run
 from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, write
 from benchmarks.simulator import Served, summary
 from benchmarks.trace import Recorded, at_poisson_times, mixed, save
-from diffserve.config import POLICIES, EngineConfig
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
 from diffserve.settings import load_settings
@@ -150,7 +151,7 @@ def main(
     model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    arms: Annotated[str, typer.Option(help=f"Two or more of {', '.join(POLICIES)}; the last is ours.")] = (
+    arms: Annotated[str, typer.Option(help=f"Two or more of {', '.join(ALL_POLICIES)}; the last is ours.")] = (
         "serial,same-key,goodput"
     ),
     loads: Annotated[str, typer.Option(help="With commas; 1 is all that full ticks can do.")] = "0.3,0.95",
@@ -164,8 +165,10 @@ def main(
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     names = arms.split(",")
-    if (unknown := set(names) - set(POLICIES)) or len(set(names)) < 2:
-        raise typer.BadParameter(f"{', '.join(sorted(unknown)) or arms}: name two or more of {', '.join(POLICIES)}.")
+    if (unknown := set(names) - set(ALL_POLICIES)) or len(set(names)) < 2:
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown)) or arms}: name two or more of {', '.join(ALL_POLICIES)}."
+        )
     profile = load_settings(model=model, env={}).model if model == "embedded" else None
     with directory_of(model, device, dtype) as directory:
         path_or_name = model if model == "embedded" else directory
@@ -173,8 +176,9 @@ def main(
     clock = WallTime()
     engines: dict[str, Engine] = {}
     for name in dict.fromkeys(["latency", *names]):
-        config = EngineConfig(policy=name, slo_scale=slo_scale, max_waiting=100_000)
+        config = EngineConfig(policy=configured(name), slo_scale=slo_scale, max_waiting=100_000)
         engines[name] = Engine(network, config, profile=profile, clock=clock, trace_ticks=16)
+        use(engines[name].scheduler, name)
         settle(engines[name])
     document = head("goodput", Path(model).name, network.info)
     path = out or default_path(document)

@@ -29,10 +29,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.baseline_policies import ALL_POLICIES, configured, use
 from benchmarks.open_loop import quantile
 from benchmarks.report import write
 from benchmarks.trace import Recorded, at_poisson_times, load, mixed
-from diffserve.config import POLICIES, EngineConfig
+from diffserve.config import EngineConfig
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.policy import solo_s
@@ -86,9 +87,9 @@ class SimulatedCalls:
         self._fixed = config.max_rows
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick may hold."""
-        return self._fixed or self._knee_cap.of(self._curves[group[:2]], ahead=ahead)
+        return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
@@ -104,7 +105,7 @@ class SimulatedEngine:
         self.costs = costs
         self.calls = SimulatedCalls(costs, config)
         self.scheduler = RequestScheduler(config, info, self.calls)
-        self.scheduler.forecast.timer = itertools.count().__next__  # nobody asks when: looks are few
+        self.scheduler.timer = itertools.count().__next__  # forecasts are not read here: make few
         self.inbox: list[LiveRequest] = []
         self.busy_s = 0.0
         self._plan: TickPlan | None = None
@@ -181,8 +182,12 @@ def summary(served: Sequence[Served], slo_scale: float) -> dict[str, float]:
     }
 
 
-def replay(trace: Sequence[Recorded], costs: Costs, config: EngineConfig, *, num_engines: int = 1) -> Replay:
+def replay(
+    trace: Sequence[Recorded], costs: Costs, config: EngineConfig, *, num_engines: int = 1, policy: str = ""
+) -> Replay:
     """Serve ``trace``, in the order of arrival, on ``num_engines`` engines behind a router that sees work left.
+
+    ``policy``: a baseline policy to use in place of the configured one.
 
     Raises ValueError for a size that was not measured.
     """
@@ -193,6 +198,8 @@ def replay(trace: Sequence[Recorded], costs: Costs, config: EngineConfig, *, num
     door = ImageAdmission(info, SCHEDULE, {})
     calls = SimulatedCalls(costs, config)
     engines = [SimulatedEngine(costs, config, info) for _ in range(num_engines)]
+    for engine in engines:
+        use(engine.scheduler, policy)
     work = np.zeros(num_engines)  # left, by engine
     ends: list[tuple[float, int]] = []  # of the ticks that run, the earliest first
     served: list[Served] = [NOT_SERVED] * len(trace)
@@ -273,7 +280,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
     for number, one in enumerate(requests):
         live = door.admit(one.request(f"request {number}"), 0.0)
         group = GroupKey(one.height_px, one.width_px, 0)
-        cap = min(calls.row_cap(group, ahead=0), calls.row_cap(group, ahead=1))
+        cap = calls.row_cap(group, may_probe=False)
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
         seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
@@ -293,14 +300,14 @@ def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: 
 
 
 def busy_for(
-    requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int
+    requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int, policy: str = ""
 ) -> list[Recorded]:
     """``requests`` at Poisson times such that one simulated engine is busy for ``share`` of the time until the last of
     them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served."""
     slow, fast = 0.0, 2.0  # of what full ticks can do
     for _ in range(HALVINGS):
         middle = (slow + fast) / 2
-        if replay(loaded(requests, costs, middle, seed=seed), costs, config).utilisation < share:
+        if replay(loaded(requests, costs, middle, seed=seed), costs, config, policy=policy).utilisation < share:
             slow = middle
         else:
             fast = middle
@@ -310,7 +317,7 @@ def busy_for(
 def main(
     costs: Annotated[Path, typer.Option(help="What calls cost: JSON, as benchmarks/validate_simulator.py writes it.")],
     trace: Annotated[Path | None, typer.Option(help="A recorded trace, JSON lines; else one is drawn.")] = None,
-    policy: Annotated[str, typer.Option(help=f"With commas, of {', '.join(POLICIES)}.")] = "latency",
+    policy: Annotated[str, typer.Option(help=f"With commas, of {', '.join(ALL_POLICIES)}.")] = "latency",
     loads: Annotated[str, typer.Option(help="Of a drawn trace, with commas: 1 is all that full ticks can do.")] = "0.9",
     requests: Annotated[int, typer.Option(min=1, help="Of a drawn trace.")] = 2000,
     engines: Annotated[int, typer.Option(min=1, max=10_000, help="Behind the router.")] = 1,
@@ -329,7 +336,10 @@ def main(
         "points": [],
     }
     gc.set_threshold(200_000, 50, 100)  # requests and images point at each other, and there are many
-    configs = {name: EngineConfig(policy=name, slo_scale=slo_scale, max_waiting=100_000) for name in policy.split(",")}
+    configs = {
+        name: EngineConfig(policy=configured(name), slo_scale=slo_scale, max_waiting=100_000)
+        for name in policy.split(",")
+    }
     for part in ["recorded"] if trace else loads.split(","):
         if trace:
             arrivals = load(trace)
@@ -338,7 +348,7 @@ def main(
             arrivals = loaded(drawn, measured, float(part), engines=engines, seed=seed)
         for name, config in configs.items():
             started_s = time.process_time()
-            found = replay(arrivals, measured, config, num_engines=engines).summary(slo_scale)
+            found = replay(arrivals, measured, config, num_engines=engines, policy=name).summary(slo_scale)
             took_s = round(time.process_time() - started_s, 2)
             point = {"policy": name, "engines": engines, "load": part, **found, "simulated_in_cpu_s": took_s}
             document["points"].append(point)

@@ -29,6 +29,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.baseline_policies import configured, use
 from benchmarks.painted_trace import WorkingTime, run
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
@@ -68,7 +69,7 @@ def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Co
     return Costs(calls={size: dict(sorted(calls.items()))}, prepare_s=prepare_s, decode_s=decode_s, tick_s=0.0)
 
 
-def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig) -> dict[str, Any]:
+def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig, policy: str = "") -> dict[str, Any]:
     """The figures of a run beside those of its replay, and the relative errors."""
     alone = isolated_times(real, costs, config)
     painted = [
@@ -76,7 +77,7 @@ def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig) -> dic
         for one, solo in zip(real, alone, strict=True)
     ]
     measured = summary(painted, SLO_SCALE)
-    simulated = replay(real, costs, config).summary(SLO_SCALE)
+    simulated = replay(real, costs, config, policy=policy).summary(SLO_SCALE)
     errors = {name: round(simulated[name] / measured[name] - 1.0, 4) if measured[name] else None for name in FIGURES}
     return {"measured": measured, "simulated": simulated, "relative_error": errors}
 
@@ -103,7 +104,7 @@ def main(
     for load in (float(part) for part in loads.split(",")):
         for name in policy.split(","):
             config = EngineConfig(
-                policy=name,
+                policy=configured(name),
                 slo_scale=SLO_SCALE,
                 threads=1,
                 max_waiting=100_000,
@@ -111,16 +112,22 @@ def main(
             )
             clock = WorkingTime()
             engine = Engine(network, config, profile=profile, clock=clock, trace_ticks=100_000)
+            use(engine.scheduler, name)
             engine.warm_up()
             if known is None:
                 _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
                 known = fit(ticks, size)
                 save_costs(known, folder / "costs.json")
-            trace = busy_for(mixed(requests, [(width_px, height_px)], seed=5), known, load, config, seed=7)
+            trace = busy_for(mixed(requests, [(width_px, height_px)], seed=5), known, load, config, seed=7, policy=name)
             real, ticks, _ = run(engine, clock, trace)
             save(real, folder / f"trace-{name}-{load:g}.jsonl")
             costs = fit(ticks, size, known)
-            point = {"policy": name, "load": load, "costs": msgspec.to_builtins(costs), **compare(real, costs, config)}
+            point = {
+                "policy": name,
+                "load": load,
+                "costs": msgspec.to_builtins(costs),
+                **compare(real, costs, config, name),
+            }
             document["points"].append(point)
             print(point, file=sys.stderr, flush=True)
             write(document, folder / "validation.json")

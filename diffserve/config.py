@@ -23,7 +23,7 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half
 REMOVED_DTYPES = ("float8", "fp8")
 OFFLOADS = ("none", "auto", "cpu", "disk")
 DEVICE_MAPS = ("none", "auto", "balanced")
-POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
+POLICIES = ("latency", "throughput", "goodput")
 AUTO_STYLE = "auto"
 MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
@@ -42,7 +42,6 @@ ENGINE_BOUNDS = {
     "max_decodes_per_tick": Between(1, 1024),
     "decode_tile_px": Between(0, 1 << 16),
     "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
-    "max_batch_delay_s": Between(0.0, 3600.0),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
     "latent_cache_bytes": Between(0, 1 << 42),
@@ -67,10 +66,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_decodes_per_tick   finished latents turned into pictures in one tick
     decode_tile_px         pictures with a longer side are decoded in tiles of so many pixels along it, which fade into
                            each other; 0: all in one piece, as far as there is memory
-    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput", "goodput";
-                           to measure against, "serial", "static", "same-key"
+    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput" or
+                           "goodput"
     slo_scale              a request should be done within so many times what it takes alone; "goodput" goes by it
-    max_batch_delay_s      how long a batch of "static" waits to be full
     kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
@@ -123,7 +121,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decode_tile_px: int = 0
     policy: str = "latency"
     slo_scale: float = 3.0
-    max_batch_delay_s: float = 0.1
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
     noise_source: NoiseSource = "cpu"

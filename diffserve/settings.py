@@ -95,7 +95,8 @@ _FIELDS = {
     for table, struct in TABLES.items()
 }
 REMOVED: Final = {
-    "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced"',
+    "engine.max_batch_delay_s": "the policies that remain do not wait for full batches, so leave it out.",
+    "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced".',
     "engine.cross_attention": "keys and values of prompts are kept in pages wherever the UNet allows it.",
     "engine.trace_ticks": "the latest 256 ticks are kept.",
     "engine.ageing_rows_per_tick": "waiting always counts 0.5 rows a tick.",
@@ -103,6 +104,10 @@ REMOVED: Final = {
     "text.prompt_lookup": "set num_draft_tokens = 0 to turn drafts off.",
 }
 """Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
+
+REMOVED_VALUES: Final = {"engine.policy": ("serial", "static", "same-key")}
+REMOVED_VALUE_HINTS: Final = {"engine.policy": 'use "latency", the default, "throughput" or "goodput".'}
+"""Values of earlier versions by key, and what to use in their place. They are ignored with a warning."""
 
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
 
@@ -132,6 +137,8 @@ def load_settings(
     user = {} if config is None or str(config) in PROFILES else dict(_user_layer(config))
     named_models = {key: user.pop(key) for key in list(user) if key.startswith(f"{MODELS}.")}
     environment = dict(_env_layer(os.environ if env is None else env))
+    _drop_removed_values(user)
+    _drop_removed_values(environment)
     named = str(config) if str(config) in PROFILES else None
     path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
     given = {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
@@ -344,6 +351,14 @@ def _variable(key: str) -> str:
 
 def _warn_of_removed(key: str, where: str) -> None:
     logger.warning("%s has no effect: it was removed in 0.2; %s", where, REMOVED[key])
+
+
+def _drop_removed_values(values: dict[str, _Value]) -> None:
+    """Delete the entries of ``values`` whose value was removed, with a warning for each."""
+    for key, removed in REMOVED_VALUES.items():
+        if key in values and values[key].raw in removed:
+            message = "%s is %r, which has no effect: it was removed in 0.2; %s"
+            logger.warning(message, _blame(key, values), values.pop(key).raw, REMOVED_VALUE_HINTS[key])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

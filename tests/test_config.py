@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.config import DTYPES
 from diffserve.errors import ConfigError
-from diffserve.settings import KEYS, PROFILES, REMOVED, Flag, configs_dir, load_settings
+from diffserve.settings import KEYS, PROFILES, REMOVED, REMOVED_VALUE_HINTS, Flag, configs_dir, load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
 
 
@@ -147,6 +147,18 @@ def test_the_removed_dtype_float8_becomes_bfloat16_with_a_warning(
     ]
 
 
+@pytest.mark.parametrize("value", ["serial", "static", "same-key"])
+def test_a_removed_value_of_policy_is_ignored_with_a_warning_that_names_what_to_use(
+    value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = user_file(tmp_path, f"[engine]\npolicy = '{value}'\n")
+    settings = load_settings(config=file, env={"DIFFSERVE_ENGINE_POLICY": value})
+    assert settings.engine.policy == "latency"
+    for where in (f"{file}: engine.policy", "DIFFSERVE_ENGINE_POLICY"):
+        hint = REMOVED_VALUE_HINTS["engine.policy"]
+        assert f"{where} is '{value}', which has no effect: it was removed in 0.2; {hint}" in caplog.messages
+
+
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
     engine = load_settings(env={}).engine
     assert engine.max_rows is None
@@ -177,7 +189,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[engine]\nmax_rows = 1\n", "max_rows is 1; it must lie between 2 and 256: a guided image needs 2 rows"),
         ("[engine]\nmax_rows = 1_000_000\n", "max_rows is 1000000; it must lie between 2 and 256"),
         ("[engine]\nmax_lanes = 1_000_000_000_000\n", "max_lanes is 1000000000000; it must lie between"),
-        ("[engine]\nmax_batch_delay_s = inf\n", "max_batch_delay_s is inf; it must lie between"),
+        ("[engine]\nslo_scale = inf\n", "slo_scale is inf; it must lie between"),
         ("[engine]\npolicy = 'fair'\n", "engine.policy: policy is 'fair'; choose one of latency, throughput, goodput"),
         ("[engine]\nslo_scale = 0.5\n", "slo_scale is 0.5; it must lie between 1"),
         ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),

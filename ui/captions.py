@@ -40,8 +40,8 @@ def caption_of(
 
 
 def progress_text(painting: Painting) -> str:
-    """ "step 12 of 20, 3 s left", or the place in the queue; of several pictures "1 of 4 finished, 47 % painted, 8 s
-    left", all of them taken together."""
+    """Return "step 12 of 20, about 3 s left", or the place in the queue; for several images the sum of them, as in
+    "1 of 4 finished, 47 % painted, about 8 s left"."""
     slowest, num_images = painting.slowest, painting.num_images
     if painting.is_early:
         return EARLY
@@ -51,7 +51,7 @@ def progress_text(painting: Painting) -> str:
         ahead = painting.queue_position
         return f"place {ahead + 1} in the queue" if ahead else WAITING
     seconds = painting.seconds_left
-    left = "" if seconds is None else f", {seconds_text(seconds)} left"
+    left = "" if seconds is None else f", about {seconds_text(seconds)} left"
     if painting.num_painted > 1:
         done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
         return f"{done}{math.floor(100 * painting.share)} % painted{left}"

@@ -192,7 +192,7 @@ class Tools:
                             if step > steps.get(index, 0):  # progress is told when there is more of it
                                 steps[index] = step
                                 seconds = event.seconds_left
-                                left = "" if seconds is None else f", {seconds:.0f} s left"
+                                left = "" if seconds is None else f", about {seconds:.0f} s left"
                                 said = f"picture {index + 1}: step {step} of {total}{left}"
                                 await ctx.report_progress(sum(steps.values()), n * total, said)
                         case CompletedImage(image_index=index):

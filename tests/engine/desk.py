@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ class DeskCosts:
     def __init__(self, row_cap: int) -> None:
         self._row_cap = row_cap
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         return self._row_cap
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
@@ -73,7 +72,6 @@ class Desk:
 
     def __init__(self, row_cap: int = 8, costs: TickCosts | None = None, **config: Any) -> None:
         self.scheduler = RequestScheduler(EngineConfig(**config), INFO, costs or DeskCosts(row_cap))
-        self.scheduler.forecast.timer = itertools.count().__next__  # to look ahead takes a second: it is seldom done
         self.now_s = 0.0
         self.door = admission()
 

@@ -85,7 +85,7 @@ def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeE
 def test_pictures_are_the_same_bytes_under_every_policy(make_engine: MakeEngine) -> None:
     found: dict[str, list[tuple[bytes, bytes]]] = {}
     for policy in POLICIES:
-        engine = make_engine(max_rows=4, policy=policy, max_batch_delay_s=0.01)
+        engine = make_engine(max_rows=4, policy=policy)
         requests = [replace(one, request_id=f"{place}") for place, one in enumerate(sixteen()[:8:2])]
         found[policy] = [content(result) for result in engine.generate(requests)]
     assert all(pictures == found["latency"] for pictures in found.values())

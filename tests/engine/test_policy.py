@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baseline_policies import BASELINES
 from diffserve.config import POLICIES, EngineConfig
 from diffserve.engine.image import policy
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickPlan
@@ -43,8 +44,9 @@ def run_and_watch(desk: Desk) -> list[list[str]]:
 
 def test_every_name_that_can_be_configured_is_a_policy() -> None:
     assert tuple(policy.POLICIES) == POLICIES
-    with pytest.raises(ConfigError, match="policy is 'fifo'; choose one of latency, throughput, goodput, serial"):
-        EngineConfig(policy="fifo")
+    for name in ("fifo", *BASELINES):
+        with pytest.raises(ConfigError, match=f"policy is '{name}'; choose one of latency, throughput, goodput."):
+            EngineConfig(policy=name)
 
 
 @pytest.mark.parametrize("ageing", [2.0, 8.0])
@@ -94,7 +96,7 @@ def test_nobody_starves_while_others_keep_coming(
 @pytest.mark.parametrize("name", POLICIES)
 def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> None:
     desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
-    desk.scheduler.forecast.timer = lambda: 0.0  # to look ahead takes no time: it is done in every tick
+    desk.scheduler.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
         desk.submit(num_steps=num_steps)
     told = [event for event in desk.run() if isinstance(event, Progress)]
@@ -106,7 +108,7 @@ def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_walk_ends_with_everybody_served_once(name: str, seed: int) -> None:
     walk = random.Random(seed)
-    desk = Desk(row_cap=6, policy=name, max_lanes=5, max_prepares_per_tick=2, max_batch_delay_s=3.0)
+    desk = Desk(row_cap=6, policy=name, max_lanes=5, max_prepares_per_tick=2)
     ended: list[str] = []
     submitted: list[LiveRequest] = []
     for _ in range(200):
@@ -126,52 +128,6 @@ def test_a_random_walk_ends_with_everybody_served_once(name: str, seed: int) -> 
         desk.scheduler.check_integrity()
     ended += [event.request_id for event in desk.run() if isinstance(event, Finished)]
     assert sorted(ended) == sorted(live.request_id for live in submitted)
-
-
-def test_serial_serves_one_request_at_a_time_in_order_of_arrival() -> None:
-    desk = Desk(policy="serial")
-    desk.submit(request_id="long", num_steps=4)
-    desk.tick()
-    desk.submit(request_id="pair", num_steps=1, num_images=2)
-    assert run_and_watch(desk) == [["long"]] * 4 + [["pair", "pair"]]
-
-
-def test_static_lets_equals_wait_for_each_other_and_nobody_join() -> None:
-    desk = Desk(row_cap=8, policy="static", max_batch_delay_s=5.0)
-    for name in ("a", "b"):
-        desk.submit(request_id=name, num_steps=2)
-    desk.submit(request_id="other", num_steps=3)
-    ticks = [who(desk.tick()[0]) for _ in range(5)]
-    assert ticks == [[]] * 5, "none is full, and nobody has waited for long"
-    assert who(desk.tick()[0]) == ["a", "b"]
-    desk.submit(request_id="c", num_steps=2)
-    assert desk.tick()[0].prepare
-    assert who(desk.tick()[0]) == ["a", "b"]
-    assert run_and_watch(desk) == [["other"]] * 3 + [["c"]] * 2
-
-
-def test_a_full_static_batch_waits_for_nothing() -> None:
-    desk = Desk(row_cap=4, policy="static", max_batch_delay_s=100.0)
-    for name in ("a", "b"):
-        desk.submit(request_id=name, num_steps=1)
-    desk.tick()
-    assert who(desk.tick()[0]) == ["a", "b"]
-
-
-@pytest.mark.parametrize("difference", [{"sampler": "euler"}, {"num_steps": 5}, {"guidance_scale": 7.0}, {"eta": 0.5}])
-def test_same_key_lets_equals_join_and_nobody_else(difference: dict[str, object]) -> None:
-    desk = Desk(policy="same-key")
-    alike: dict[str, object] = {"num_steps": 4, "sampler": "ddim"}
-    desk.submit(request_id="first", **alike)
-    desk.tick()
-    desk.tick()
-    desk.submit(request_id="equal", **alike)
-    desk.submit(request_id="other", **alike | difference)
-    desk.tick()
-    watched = run_and_watch(desk)
-    assert watched[:2] == [["equal", "first"]] * 2
-    assert all(names == ["other"] for names in watched[4:])
-    assert len(watched) > 4
 
 
 def test_throughput_gives_the_tick_to_the_group_that_does_most_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.baseline_policies import ALL_POLICIES, configured, use
 from benchmarks.painted_trace import run
 from benchmarks.simulator import Costs, isolated_times, loaded, replay
 from benchmarks.trace import Recorded, at_poisson_times, load, mixed, save
 from benchmarks.validate_simulator import compare, fit
-from diffserve.config import POLICIES, EngineConfig
+from diffserve.config import EngineConfig
 from diffserve.engine.image.task import RowLabel, TickTrace, UNetCall
 from tests.engine.conftest import MakeEngine
 
@@ -35,11 +36,11 @@ def asked(arrival_s: float, num_steps: int = 4, **fields: Any) -> Recorded:
     return msgspec.structs.replace(one, **fields)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if name != "static"])
 def test_a_request_alone_takes_its_isolated_time(policy: str) -> None:
     costs = msgspec.structs.replace(COSTS, prepare_s=0.125, tick_s=0.0625)
-    config = EngineConfig(policy=policy, max_batch_delay_s=0.0)
-    [served] = replay([asked(3.0)], costs, config).served
+    config = EngineConfig(policy=configured(policy))
+    [served] = replay([asked(3.0)], costs, config, policy=policy).served
     [solo_s] = isolated_times([asked(3.0)], costs, config)
     assert solo_s == 4 * (1.5 + 0.0625) + 0.125 + 0.5
     assert served.latency_s == pytest.approx(solo_s + 0.0625), "texts are read in a tick of their own"
@@ -48,8 +49,8 @@ def test_a_request_alone_takes_its_isolated_time(policy: str) -> None:
 def test_serial_is_a_queue_before_one_server() -> None:
     """Lindley's recursion: one begins when it is there and the last is over."""
     trace = at_poisson_times(mixed(60, [SIZE], seed=3), 0.02, seed=4)
-    config = EngineConfig(policy="serial")
-    found = replay(trace, COSTS, config)
+    config = EngineConfig()
+    found = replay(trace, COSTS, config, policy="serial")
     over_s = 0.0
     for one, solo_s, served in zip(trace, isolated_times(trace, COSTS, config), found.served, strict=True):
         over_s = max(over_s, one.arrival_s) + solo_s
@@ -127,7 +128,11 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
     """Real ticks on real tensors, on a clock that UNet calls, decoding and newcomers move."""
     clock = HandClock()
     costs = msgspec.structs.replace(COSTS, prepare_s=0.125)
-    engine = make_engine(clock=clock, policy=policy, max_rows=8, deterministic=False, trace_ticks=10_000, cache_dir="")
+    config = EngineConfig(policy=configured(policy), max_rows=8)
+    engine = make_engine(
+        clock=clock, policy=config.policy, max_rows=8, deterministic=False, trace_ticks=10_000, cache_dir=""
+    )
+    use(engine.scheduler, policy)
     predict, decode, prepare = (
         engine.model.unet.predict,
         engine.model.vae.decode_later,
@@ -159,11 +164,10 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
             num_rows
         ]
     real, _, _ = run(engine, clock, trace)
-    config = EngineConfig(policy=policy, max_rows=8)
     assert [one.latency_s for one in real] == pytest.approx(
-        [one.latency_s for one in replay(real, costs, config).served]
+        [one.latency_s for one in replay(real, costs, config, policy=policy).served]
     )
-    assert set(compare(real, costs, config)["relative_error"].values()) == {0.0}
+    assert set(compare(real, costs, config, policy)["relative_error"].values()) == {0.0}
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_several_pictures_are_told_as_one_work() -> None:
                 await painting._take(far)
                 shares.append(painting.share)
             assert shares == sorted(shares)
-        assert progress_text(several).startswith("0 of 3 finished, 58 % painted, 3 s left")
+        assert progress_text(several).startswith("0 of 3 finished, 58 % painted, about 3 s left")
         assert progress_text(best).startswith("43 % painted, ")
         await several._take(LostImage(id="1", image_index=0, failure=Failure(code="x", message="lost.")))
         assert progress_text(several).startswith("1 of 3 finished, 58 % painted")

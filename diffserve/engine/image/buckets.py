@@ -161,14 +161,13 @@ class KneeCap:
         self._num_asked = 0
         self.beside_s: float | None = None
 
-    def of(self, curve: CostCurve, *, may_probe: bool = True, ahead: int | None = None) -> int:
-        """The cap for one tick. ``may_probe``: whether ``curve`` is measured; ``ahead``: see ``TickCosts.row_cap``."""
+    def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
+        """Return the cap for one tick. Without ``may_probe`` it is the knee, and the tick is not counted."""
         knee = curve.knee(self._most_rows, self._gain, self.beside_s or 0.0)
         if not may_probe:
             return knee
-        self._num_asked += ahead is None
-        is_probe = (self._num_asked + (0 if ahead is None else 1 + ahead)) % PROBE_EVERY == 0
-        return min(2 * knee, self._most_rows) if is_probe else knee
+        self._num_asked += 1
+        return min(2 * knee, self._most_rows) if self._num_asked % PROBE_EVERY == 0 else knee
 
 
 FIRST_PAUSE_S: Final = 30.0

@@ -327,11 +327,9 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         """Note when ``live`` would be done. Raises DeadlineUnreachable where that is too late."""
         is_free = live.request.deadline_s is None or not live.request.refuses_late
         deadline_s = math.inf if is_free else live.request.deadline_s or 0.0
-        for must_look in (False, True):
-            now_s, others = self.clock(), self._inbox.values()
-            live.seconds_left = self.scheduler.seconds_left(live, others, now_s, must_look=must_look)
-            if live.seconds_left is None or live.seconds_left <= deadline_s:
-                return
+        live.seconds_left = self.scheduler.seconds_left(live, self._inbox.values(), self.clock())
+        if live.seconds_left is None or live.seconds_left <= deadline_s:
+            return
         raise DeadlineUnreachable.of(deadline_s, live.seconds_left or 0.0, self.scheduler.least_s(live))
 
     def _seconds_left(self) -> float:

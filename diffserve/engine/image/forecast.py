@@ -1,101 +1,53 @@
-"""When pictures will be done: the queue played forward by the policy itself, over what calls cost. No torch.
+"""Completion-time forecast: the work before an image in its queue order, at the measured seconds per row. No torch.
 
-What is played with are copies of the images and of the shares; the policy, the fair shares and the priorities are those
-that serve. From one picture's end to the next the ticks are much alike, and the later they are, the more are taken as
-one stride::
-
-    ticks of a stride   until the first of those who run is done, or caps change, or a part of the way so far
-    seconds of a tick   pace * call_s(group, rows), shallow rows and ControlNets by their share of the work
-
-``pace`` is what a second of calls has lately taken in truth, with everything besides: planning, previews, the language
-model's turns, other engines' ticks, neighbours on the machine. Encoding and decoding are added where they come.
-
-What it cannot know: who comes later, and goes first; what is not measured yet.
+Images share ticks, so an image ends neither before the work ahead of it and its own are done, nor before its own
+steps are done one after another. The forecast is the later of the two. It does not know of requests that come later.
 """
 
 from __future__ import annotations
 
-import copy
+import heapq
 import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Final
 
-from diffserve.config import EngineConfig
-from diffserve.engine.image.policy import POLICIES, Moment, TickCosts
-from diffserve.engine.image.priorities import PriorityShare
+from diffserve.engine.image.policy import TickCosts
+from diffserve.engine.image.priorities import MAX_SLOWDOWN
 from diffserve.engine.image.queues import Line
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
 from diffserve.pace import PauseDetector
 
 MEMORY_S: Final = 8.0
-"""What was seen longer ago counts for less and less."""
+"""Time constant in seconds with which older ticks lose their weight in the pace."""
 
 RECENT: Final = 0.8
-"""Weight of what was known of a newcomer's or a picture's seconds, for each new one."""
-
-MOST_STRIDES: Final = 160
-"""Whoever is not done after so many is taken to follow at the pace seen in them."""
-
-SHORTEST_STRIDE: Final = 1
-GROWTH: Final = 0.1
-CONTESTED_GROWTH: Final = 0.03
-STEADY_GROWTH: Final = 1.0
-"""A stride is no longer than that part of all before it, for in the middle of one others may get their turn; where
-several clients or priorities take turns, they do so every few ticks, and where the policy is steady nobody does."""
-
-NEAR_STRIDE: Final = 8
-"""Where strides are longer, single ticks that differ are not told apart."""
+"""Weight of the previous average of preparation and decoding times for each new value."""
 
 UNKNOWN_CAP: Final = 8
-"""Rows of a tick of a size that was never painted."""
-
-
-class QuietCosts:
-    """``costs``, asked without consequences, for ticks that are to come; see :meth:`look_on`."""
-
-    def __init__(self, costs: TickCosts) -> None:
-        self._costs = costs
-        self.call_s = costs.call_s
-        self.look_on(0)
-
-    def look_on(self, num_asked: int, *, is_far: bool = False) -> None:
-        """From now on as if caps had been asked for so often since; ``is_far``: ticks in which more are let in are too
-        far away to be told apart, and too few to count."""
-        self.num_asked, self._is_far = num_asked, is_far
-
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
-        """See ``TickCosts``."""
-        cap = self._cap(group, self.num_asked if ahead is None else ahead)
-        self.num_asked += ahead is None
-        return cap
-
-    def _cap(self, group: GroupKey, ahead: int) -> int:
-        if not group.num_tokens:
-            return UNKNOWN_CAP
-        cap = self._costs.row_cap(group, ahead=ahead)
-        return min(cap, self._costs.row_cap(group, ahead=ahead + 1)) if self._is_far else cap
+"""Assumed rows per tick of a size that has not run yet."""
 
 
 class Forecast:
-    """What is known of an engine's pace, and when its pictures will be done by that. ``costs``: of calls as they are
-    known now; ``timer``: of what looking takes, in seconds."""
+    """The measured pace of an engine and the completion times that follow from it.
 
-    def __init__(self, costs: TickCosts, config: EngineConfig) -> None:
-        self._costs = QuietCosts(costs)
-        self._config = config
-        self.timer: Callable[[], float] = time.perf_counter
-        self._policy = POLICIES[config.policy](config, self._costs)
+    Args:
+        costs: The measured costs of UNet calls.
+        max_lanes: Images that may be in flight at once.
+    """
+
+    def __init__(self, costs: TickCosts, max_lanes: int) -> None:
+        self._costs = costs
+        self._max_lanes = max_lanes
         self._called_s = self._took_s = 0.0
         self._pauses, self._gap_pauses = PauseDetector(), PauseDetector()
         self._prepare_s = self._decode_s = 0.0
-        self._groups: dict[tuple[int, int], GroupKey] = {}  # by size, the latest that was seen
+        self._groups: dict[tuple[int, int], GroupKey] = {}  # the latest group of each size
 
     @property
     def pace(self) -> float | None:
-        """Seconds that a second of calls takes; ``None`` while nothing has been seen."""
+        """Seconds that a second of measured calls takes with everything around it; ``None`` before the first tick."""
         return self._took_s / self._called_s if self._called_s > 0.0 else None
 
     def learn(self, plan: TickPlan, outcome: TickOutcome, seconds: float) -> None:
@@ -116,7 +68,7 @@ class Forecast:
             self._decode_s = spent_s if not self._decode_s else RECENT * self._decode_s + (1 - RECENT) * spent_s
         if plan.group is None or not plan.rows:
             return
-        at_once = [spent_s for task, spent_s in outcome.decode_s.items() if task in plan.rows]  # not beside the steps
+        at_once = [spent_s for task, spent_s in outcome.decode_s.items() if task in plan.rows]  # after the steps
         besides_s = sum(outcome.prepare_s.values()) + sum(at_once)
         self._remember(seconds)
         self._called_s += called_s
@@ -142,117 +94,54 @@ class Forecast:
         self._called_s *= kept
         self._took_s *= kept
 
-    def seconds_left(
-        self,
-        order: Sequence[ImageTask],
-        share: PriorityShare,
-        moment: Moment,
-        wanted: Collection[ImageTask] | None = None,
-    ) -> dict[ImageTask, float]:
-        """Seconds from ``moment`` until each image is a picture, or each of ``wanted``; empty while no pace is known.
+    def seconds_left(self, order: Sequence[ImageTask]) -> dict[ImageTask, float]:
+        """Return the seconds until each image of ``order`` is decoded; empty while no pace is known.
 
-        order  everybody who is not done, those without a lane in the order in which they will get one
-        share  a copy, to be used up
+        Args:
+            order: All images that are not done, in the order in which they are to run.
         """
         if self.pace is None:
             return {}
-        played = {self._copy(task): task for task in order}
-        held = [one for one in played if one.lane is not None]
-        ready, over = [one for one in held if not is_painted(one)], [one for one in held if is_painted(one)]
-        waiting = deque(one for one in played if one.lane is None)
-        num_waiting = Counter(one.live.line for one in waiting)
-        missing = set(order if wanted is None else wanted)
-        done_s: dict[ImageTask, float] = {}
-        begun_s = now_s = moment.now_s
-        tick, work, num_asked = moment.tick, 0.0, 0
-        growth = STEADY_GROWTH if self._policy.is_steady else GROWTH
-        if len({one.live.line for one in played}) > 1:
-            growth = CONTESTED_GROWTH
-        for _ in range(MOST_STRIDES):
-            while waiting and len(ready) + len(over) < self._config.max_lanes:
-                ready.append(waiting.popleft())
-                num_waiting[ready[-1].live.line] -= 1
-                now_s += self._prepare_s if ready[-1].stage is Stage.WAITING else 0.0
-            if not (ready or over) or not missing:
-                return done_s
-            most = SHORTEST_STRIDE + int(growth * (tick - moment.tick))
-            self._costs.look_on(num_asked, is_far=most > NEAR_STRIDE)
-            chosen = self._choose(ready, share, num_waiting, Moment(tick, now_s)) if ready else ()
-            if ready and not chosen:
-                break  # they wait for others of their kind
-            if chosen:
-                asked = self._costs.num_asked - num_asked
-                ticks = min(most, *(one.settings.num_rows - one.row_index for one in chosen))
-                ticks = ticks if most > NEAR_STRIDE else self._alike(chosen, ticks, num_asked, asked)
-                num_asked += ticks * asked
-                now_s += self._seconds(chosen, ticks)
-                tick += ticks
-                work += self._advance(chosen, share, ticks)
-                if any(map(is_painted, chosen)):
-                    over += [one for one in ready if is_painted(one)]
-                    ready = [one for one in ready if not is_painted(one)]
-            for one in over:
-                share.charge(one, one.settings.row_cost)
-            for start in range(0, len(over), self._config.max_decodes_per_tick):
-                decoded = [played[one] for one in over[start : start + self._config.max_decodes_per_tick]]
-                now_s += self._decode_s * len(decoded)
-                done_s.update(dict.fromkeys(decoded, now_s - begun_s))
-                missing.difference_update(decoded)
-            over.clear()
-        per_work_s = (now_s - begun_s) / work if work else 0.0
-        moment = Moment(tick, now_s)
-        for one in (*over, *share.in_order(ready, lambda task: self._policy.key(task, moment)), *waiting):
-            now_s += one.cost_left * per_work_s
-            done_s[played[one]] = now_s - begun_s
-        return done_s
+        groups = [self._group_of(task) for task in order]
+        behind = Counter[GroupKey]()  # rows of one tick, of this image and those behind it
+        of_line = Counter[tuple[GroupKey, Line]]()
+        for task, group in zip(order, groups, strict=True):
+            behind[group] += rows_of(task)
+            of_line[group, task.live.line] += rows_of(task)
+        caps = {group: self._cap(group) for group in behind}
+        saturated = {group for (group, _), rows in of_line.items() if rows >= caps[group]}
+        tick_rows = {group: max(1, min(caps[group], rows)) for group, rows in behind.items()}
+        row_s = {group: self.pace * self._costs.call_s(group, rows) / rows for group, rows in tick_rows.items()}
+        ends: defaultdict[GroupKey, list[float]] = defaultdict(list)  # of the images that share the ticks of a group
+        work_s, left_s = 0.0, dict[ImageTask, float]()
+        for task, group in zip(order, groups, strict=True):
+            settings, rows = task.settings, rows_of(task)
+            own_rows = task.cost_left / settings.row_cost
+            own_s = self._decode_s + (self._prepare_s if task.stage is Stage.WAITING else 0.0)
+            work_s += own_s + own_rows * row_s[group]
+            slots = max(1, min(caps[group] // rows, self._max_lanes))
+            start_s = heapq.heappop(ends[group]) if len(ends[group]) >= slots else 0.0
+            shared = max(rows, min(caps[group], behind[group]))
+            behind[group] -= rows
+            line_rows = min(caps[group], of_line[group, task.live.line])
+            call_s = self._costs.call_s(group, shared)
+            if line_rows < caps[group] and group in saturated:
+                call_s = min(call_s, MAX_SLOWDOWN * self._costs.call_s(group, line_rows))
+            steps_s = own_rows / rows * self.pace * call_s
+            left_s[task] = max(work_s, start_s + own_s + steps_s)
+            heapq.heappush(ends[group], left_s[task])
+        return left_s
 
-    def _alike(self, chosen: Sequence[ImageTask], ticks: int, num_asked: int, asked: int) -> int:
-        """How many of ``ticks`` let in as many as the first does, in each of which caps are ``asked`` for so often."""
-        group = chosen[0].group
-        assert group is not None
-        first = self._costs.row_cap(group, ahead=num_asked)
-        others = (self._costs.row_cap(group, ahead=num_asked + place * asked) for place in range(1, ticks))
-        return next((place for place, cap in enumerate(others, start=1) if cap != first), ticks)
-
-    def _choose(
-        self, ready: Sequence[ImageTask], share: PriorityShare, num_waiting: Mapping[Line, int], moment: Moment
-    ) -> Sequence[ImageTask]:
-        chosen = self._policy.choose(share.in_order(ready, lambda task: self._policy.key(task, moment)), moment)
-        if chosen:
-            chosen = share.spared(chosen, ready, self._costs, lambda: num_waiting)
-            share.led_by(chosen)
-        return chosen
-
-    def _seconds(self, chosen: Sequence[ImageTask], ticks: int) -> float:
-        """Of so many ticks of ``chosen``."""
-        assert self.pace is not None
-        assert chosen[0].group is not None
-        rows, work = 0, 0.0
-        for one in chosen:
-            settings, now, then = one.settings, one.row_index, one.row_index + ticks
-            rows += settings.rows_left[now] - settings.rows_left[then]
-            work += (settings.cost_left[now] - settings.cost_left[then]) / settings.row_cost
-        return ticks * self.pace * self._costs.call_s(chosen[0].group, max(1, round(rows / ticks))) * work / rows
-
-    @staticmethod
-    def _advance(chosen: Sequence[ImageTask], share: PriorityShare, ticks: int) -> float:
-        """The work of it."""
-        done = 0.0
-        for one in chosen:
-            before = one.cost_left
-            one.row_index += ticks
-            share.charge(one, before - one.cost_left)
-            done += before - one.cost_left
-        return done
-
-    def _copy(self, task: ImageTask) -> ImageTask:
-        """One to play with. Of what was not read yet, the group is that of the last of its size."""
-        one = copy.copy(task)
+    def _group_of(self, task: ImageTask) -> GroupKey:
+        """Return the group of ``task``; before its prompt is encoded, that of the latest image of its size."""
         size = task.settings.height_px, task.settings.width_px
-        one.group = task.group or self._groups.get(size) or GroupKey(*size, 0)
-        return one
+        return task.group or self._groups.get(size) or GroupKey(*size, 0)
+
+    def _cap(self, group: GroupKey) -> int:
+        cap = self._costs.row_cap(group, may_probe=False) if group.num_tokens else UNKNOWN_CAP
+        return min(cap, 2 * self._max_lanes)
 
 
-def is_painted(task: ImageTask) -> bool:
-    """Whether all of its steps are done."""
-    return task.row_index >= task.settings.num_rows
+def rows_of(task: ImageTask) -> int:
+    """Return the rows that ``task`` has in its next tick, at least one."""
+    return task.rows_now if task.row_index < task.settings.num_rows else 1

@@ -8,16 +8,12 @@ touches pictures: they are the same bytes under all.
 latency     shortest remaining work first, with ageing; the tick goes to the group of whoever is first
 throughput  the same within a group; the tick goes to the group that gets most work done in a second
 goodput     shortest first of those who can still be in time, in ticks that leave them in time; then the others
-serial      one request at a time, in order of arrival
-static      requests that are equal wait for each other, and run to their end together
-same-key    continuous batching of requests that are equal; newcomers join those who run
 =========== ======================================================================================================
 
-The last three are what servers do that batch by request. They are there to be measured against.
+What servers do that batch by request is in ``benchmarks/baseline_policies.py``, to be measured against.
 
 **Ageing** (``AGEING_ROWS_PER_TICK``) goes by cost: an image of N rows, of the native size, is overtaken only by what
-came within N / ageing ticks after it (``LATE`` times as many where it is late, under goodput). So nobody starves under
-the first three.
+came within N / ageing ticks after it (``LATE`` times as many where it is late, under goodput). So nobody starves.
 
 **Deadlines** are those of an SLO: ``slo_scale`` times what a request takes alone (an SLO scale, as in AlpaServe, Li et
 al. 2023), or the request's own deadline where that is earlier.
@@ -28,7 +24,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -51,10 +47,8 @@ them, and whoever is left to its last moment is late by those."""
 class TickCosts(Protocol):
     """What is known of UNet calls."""
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
-        """Rows that a tick of ``group`` may hold; now and then more, to see what that costs.
-
-        ahead  what it will be when others were asked for so often; then nothing is counted"""
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+        """Return the rows that a tick of ``group`` may hold; with ``may_probe`` sometimes more, to measure them."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
@@ -68,12 +62,7 @@ class Moment(NamedTuple):
 
 
 class Policy(ABC):
-    """Who runs next.
-
-    is_steady  whether of one client the same run, as long as nobody comes and none of them is done
-    """
-
-    is_steady = False
+    """Who runs next."""
 
     def __init__(self, config: EngineConfig, costs: TickCosts) -> None:
         self.config = config
@@ -139,8 +128,6 @@ class TickLoad:
 class Latency(Policy):
     """Shortest remaining work first (Schrage 1968), in rows of the native size, minus what was earned by waiting."""
 
-    is_steady = True
-
     def key(self, task: ImageTask, moment: Moment) -> float:
         """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
         return task.cost_left + AGEING_ROWS_PER_TICK * task.live.submitted_tick
@@ -152,8 +139,6 @@ class Latency(Policy):
 
 class Throughput(Latency):
     """The group whose tick does most work in a second, unless somebody of another is so old that none may overtake."""
-
-    is_steady = False
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
@@ -179,8 +164,6 @@ class Goodput(Latency):
     it that were in time remain so at that pace. Whoever cannot be in time any more, even alone, gives way to others,
     but not for ever.
     """
-
-    is_steady = False
 
     def key(self, task: ImageTask, moment: Moment) -> float:
         """As under latency; that of somebody late is larger by a multiple of its cost."""
@@ -209,59 +192,10 @@ class Goodput(Latency):
         return task.live.solo_s / task.table.num_rows
 
 
-class InOrder(Policy):
-    """Requests in the order in which they came."""
-
-    def key(self, task: ImageTask, moment: Moment) -> float:
-        """When it came."""
-        return task.live.submitted_s
-
-
-class Serial(InOrder):
-    """One request at a time: a pipeline behind a lock."""
-
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
-        """The images of the request that has begun, else of the first."""
-        first = next(begun(ready), ready[0])
-        return self.pack((task for task in ready if task.live is first.live), group_of(first))
-
-
-class Static(InOrder):
-    """Batches that are full, or whose first has waited ``max_batch_delay_s``; nobody joins one that runs."""
-
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
-        """Those who run, else the first batch that may begin, else nobody."""
-        running = list(begun(ready))
-        if running:
-            return running
-        batches: dict[Hashable, list[ImageTask]] = {}
-        for task in ready:
-            batches.setdefault(batch_key(task), []).append(task)
-        for batch in batches.values():
-            most = max(1, self.costs.row_cap(group_of(batch[0])) // (1 + bool(batch[0].settings.guided.any())))
-            if len(batch) >= most or moment.now_s - batch[0].live.submitted_s >= self.config.max_batch_delay_s:
-                return batch[:most]
-        return ()
-
-
-class SameKey(InOrder):
-    """Continuous batching among equals: as servers do that batch by sampler, steps, guidance and size."""
-
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
-        """Those who run, and who equals them; where nobody runs, the first and who equals it."""
-        running = list(begun(ready))
-        key = batch_key(running[0] if running else ready[0])
-        equal = [task for task in ready if batch_key(task) == key]
-        return self.pack(sorted(equal, key=lambda task: not task.row_index), group_of(equal[0]))
-
-
 POLICIES: dict[str, type[Policy]] = {
     "latency": Latency,
     "throughput": Throughput,
     "goodput": Goodput,
-    "serial": Serial,
-    "static": Static,
-    "same-key": SameKey,
 }
 """By their names in ``config.POLICIES``."""
 
@@ -285,16 +219,6 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
         )
         for (full, guided, told, refined), count in rows.items()
     )
-
-
-def batch_key(task: ImageTask) -> Hashable:
-    """What requests must agree in to share a batch where rows of different settings cannot."""
-    return (task.group, task.settings.kind, task.settings.skipped_steps, *task.settings.recipe().values())
-
-
-def begun(ready: Iterable[ImageTask]) -> Iterator[ImageTask]:
-    """Those who have run before."""
-    return (task for task in ready if task.row_index)
 
 
 def group_of(task: ImageTask) -> GroupKey:

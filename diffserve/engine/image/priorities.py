@@ -8,18 +8,15 @@ has done at one does not count at the other.
 
 Who fills a tick makes it longer for those it is filled beside, where more rows cost more time. So of a client that
 could fill it alone, with what waits for lanes, and of batch work, only as much is let in beside an interactive image as
-makes it ``SPARED`` times as long as it is without. And while there are both, the work of such a crowd counts
+makes it ``MAX_SLOWDOWN`` times as long as it is without. And while there are both, the work of such a crowd counts
 ``CROWD_COSTS`` times: its turns are fewer than half, for beside them stand its ticks between two requests of the others
-and the end of the one that they come in. That one is half as long: who has just got its last picture often asks for
-the next as soon as it is there (Iyer and Druschel 2001, "Anticipatory scheduling"). So somebody's flood costs others no
-more than another client would.
+and the end of the one that they come in. So somebody's flood costs others no more than another client would.
 
 Lanes: batch images leave a part of them, ``KEPT_LANES``, to those who come, and one of them may always hold one.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -32,7 +29,9 @@ from diffserve.types import PRIORITIES, Priority
 BATCH_SHARE: Final = 0.1
 """Of the work, while there is some of both priorities."""
 
-SPARED: Final = 1.4
+MAX_SLOWDOWN: Final = 1.4
+"""Factor by which rows of saturating clients may make the ticks of other clients longer."""
+
 CROWD_COSTS: Final = 3.0
 """What the work of a crowd counts while there is somebody who asks for less than a tick."""
 
@@ -47,7 +46,6 @@ class PriorityShare:
         self._shares: dict[Priority, FairShare] = {name: FairShare(forgiven) for name in PRIORITIES}
         self._owed = 0.0
         self._crowds: set[Line] = set()  # beside whom there are others
-        self._has_left = False  # a client, since the last tick was chosen
 
     @property
     def is_contested(self) -> bool:
@@ -69,9 +67,7 @@ class PriorityShare:
 
     def leave(self, live: LiveRequest) -> None:
         """``live`` is over."""
-        share = self._shares[live.request.priority]
-        share.leave(live.client)
-        self._has_left = self._has_left or not share.is_here(live.client)
+        self._shares[live.request.priority].leave(live.client)
 
     def in_order(self, tasks: Iterable[ImageTask], order: Order) -> list[ImageTask]:
         """``tasks`` as they are to run now. ``order``: within a client."""
@@ -93,10 +89,8 @@ class PriorityShare:
         group, first = chosen[0].group, chosen[0].live.line
         alike = [task for task in ready if task.group == group]
         self._crowds = set()
-        has_left, self._has_left = self._has_left, False
         if first[1] == "batch" or all(task.live.line == first for task in alike):
-            is_crowd = has_left and (len(chosen) < len(alike) or any(num_waiting().values()))
-            return half(chosen) if is_crowd else list(chosen)
+            return list(chosen)
         full, rows = sum(task.rows_now for task in chosen), Counter[Line]()
         for task in alike:
             rows[task.live.line] += task.rows_now
@@ -111,7 +105,7 @@ class PriorityShare:
                 kept.append(task)
                 load.add(task)
                 num_rows += task.rows_now
-        most_s = SPARED * load.seconds()
+        most_s = MAX_SLOWDOWN * load.seconds()
         for place, task in enumerate(chosen):
             fits = task.live.line in crowds and num_rows + task.rows_now <= full
             if fits and (place == 0 or load.seconds(task) <= most_s):
@@ -152,9 +146,3 @@ class PriorityShare:
         for task in tasks:
             parts[task.live.request.priority].append(task)
         return parts["interactive"], parts["batch"]
-
-
-def half(chosen: Sequence[ImageTask]) -> list[ImageTask]:
-    """The first of ``chosen``, up to half of their rows; one in any case."""
-    rows = [*itertools.accumulate(task.rows_now for task in chosen)]
-    return [task for task, until in zip(chosen, rows, strict=True) if until <= max(rows[0], rows[-1] // 2)]

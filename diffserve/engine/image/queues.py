@@ -77,10 +77,6 @@ class FairShare:
         elif len(self._clocks) > len(self._num_live) + MOST_REMEMBERED:
             self._clocks = {name: clock for name, clock in self._clocks.items() if name in self._num_live}
 
-    def is_here(self, client: str) -> bool:
-        """Whether ``client`` has a live request."""
-        return client in self._num_live
-
     def copy(self) -> FairShare:
         """One to play with."""
         made = FairShare(self._forgiven)

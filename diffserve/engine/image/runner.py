@@ -126,10 +126,10 @@ class ImageRunner:
             tile_px=config.decode_tile_px,
         )
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick of ``group`` may hold; see ``TickCosts``."""
         expert, group = self._expert(group)
-        return min(expert.groups.row_cap(group, ahead=ahead), max(LEAST_ROWS, expert.caps.cap(group)))
+        return min(expert.groups.row_cap(group, may_probe=may_probe), max(LEAST_ROWS, expert.caps.cap(group)))
 
     def check_room(
         self, width_px: int, height_px: int, is_encoded: bool, is_controlled: bool = False, is_refined: bool = False

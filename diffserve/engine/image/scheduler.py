@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -25,7 +26,7 @@ from diffserve.engine.image.forecast import Forecast
 from diffserve.engine.image.outputs import Digests, ImageOutputs
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
 from diffserve.engine.image.priorities import PriorityShare
-from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, ImageQueue, LaneTable, Line
+from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, ImageQueue, LaneTable
 from diffserve.engine.image.result_cache import Kept, ResultCache, key_of
 from diffserve.engine.image.scoring import PictureScores
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
@@ -43,10 +44,9 @@ KEPT_OF_LANES = 8
 IDLE = (Stage.DONE, Stage.FOLLOWING, Stage.SCORING)
 """There is nothing to compute for images that stand there."""
 
-FORESEEN_EVERY_S = 0.1
-FORESEEING_PART = 0.05
-MOST_LINES = 1024
-"""Times left are looked at anew no more often, and in no larger a part of the time, unless somebody is new."""
+FORECAST_SHARE = 0.05
+FORECAST_BURST_S = 1.0
+"""Forecasts take at most this share of the time, of which so many seconds may be saved up."""
 
 SURELY = 0.75
 """Of the time that what is left of a request would take alone, as measured. A deadline that leaves less is lost."""
@@ -76,11 +76,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self._moment = Moment()
         self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
         self._waiting = ImageQueue()
-        self.forecast = Forecast(costs, config)
-        self._done_s: dict[ImageTask, float] = {}  # when pictures will be done, as was seen last
-        self._foresee_at_s = self._look_at_s = -math.inf
-        self._per_work_s: dict[Line, float] = {}  # of each line, of those who were looked for last
-        self._waits_s: dict[Line, float] = {}  # of each line, what its last newcomer waits for others
+        self.forecast = Forecast(costs, config.max_lanes)
+        self.timer: Callable[[], float] = time.thread_time
+        self._done_s: dict[ImageTask, float] = {}  # when each image will be done, by the last forecast
+        self._forecast_at_s = -math.inf  # the earliest time of the next forecast
         self._applied_s: float | None = None
         self._rows_wait = self._was_postponed = False
         self._share = PriorityShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
@@ -199,25 +198,23 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events += self.give_up(live, FailureReason("deadline_exceeded", said, "deadline_s"))
         return events
 
-    def seconds_left(
-        self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float, *, must_look: bool = False
-    ) -> float | None:
-        """Seconds until a newcomer has all of its pictures, with ``others`` who are not in yet, either; ``None``
-        while nothing is known. While looking takes too much of the time, and unless one ``must_look``, it is taken to
-        wait as long as its line's last one. Changes nothing of the queue."""
+    def seconds_left(self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float) -> float | None:
+        """Return the seconds until a new request has all of its images; the queue stays as it is.
+
+        ``None`` while no pace is known, and for requests without a deadline while forecasts take too much of the time.
+
+        Args:
+            live: A request that is not in the queue yet.
+            others: Requests before it that are not in the queue yet.
+            now_s: A reading of the engine's clock.
+        """
         self._rate(live)
-        if not must_look and now_s < self._look_at_s and live.line in self._waits_s:
-            return self._waits_s[live.line] + self.least_s(live)
+        if live.request.deadline_s is None and now_s < self._forecast_at_s:
+            return None
         for one in others:
             self._rate(one)
-        left_s = self._look(now_s, (*others, live), set(live.tasks))
-        if len(left_s) < len(live.tasks):
-            return None
-        seconds = max(left_s.values())
-        if len(self._waits_s) >= MOST_LINES:
-            self._waits_s.clear()
-        self._waits_s[live.line] = max(seconds - self.least_s(live), 0.0)
-        return seconds
+        left_s = self._seconds_left(now_s, (*others, live))
+        return max(left_s[task] for task in live.tasks) if left_s else None
 
     def least_s(self, live: LiveRequest) -> float:
         """Seconds that a newcomer takes if it is alone, at the pace that is seen."""
@@ -263,7 +260,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             if live.queue_position != place or now_s >= max(live.submitted_s, live.place_told_s) + PLACE_AGAIN_S:
                 live.queue_position, live.place_told_s = place, now_s
                 events.append(Queued(request_id=live.request_id, queue_position=place))
-        left_s = self._look(now_s) if events and now_s >= self._look_at_s else {}
+        left_s = self._seconds_left(now_s) if events and now_s >= self._forecast_at_s else {}
         for index, event in enumerate(events):
             seconds = [left_s[task] for task in self.live[event.request_id].tasks if task in left_s]
             if seconds:
@@ -305,66 +302,39 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         left, whole = sum(task.cost_left for task in live.tasks), sum(task.cost_whole for task in live.tasks)
         return SURELY * live.solo_s * left / whole * min(self.forecast.pace or 0.0, 1.0)
 
-    def _look(
-        self, now_s: float, newcomers: Sequence[LiveRequest] = (), wanted: set[ImageTask] | None = None
-    ) -> dict[ImageTask, float]:
-        """As ``_foresee``, which is not to be done again before it is a small part of the time that has passed."""
-        began_s = self.forecast.timer()
-        left_s = self._foresee(now_s, newcomers, wanted)
-        self._look_at_s = now_s + (self.forecast.timer() - began_s) / FORESEEING_PART
+    def _seconds_left(self, now_s: float, newcomers: Sequence[LiveRequest] = ()) -> dict[ImageTask, float]:
+        """Return the seconds until each image is done, and note when the next forecast may be made."""
+        began_s = self.timer()
+        tasks = [task for live in (*dict(self.live).values(), *newcomers) for task in live.tasks]
+        hits = dict(self._hits)
+        order = self._share.copy(newcomers).in_order(
+            (task for task in tasks if task.stage not in IDLE and task not in hits), self._key
+        )
+        left_s = self.forecast.seconds_left(order)
+        earliest_s = max(self._forecast_at_s, now_s - FORECAST_BURST_S)
+        self._forecast_at_s = earliest_s + (self.timer() - began_s) / FORECAST_SHARE
         return left_s
 
-    def _foresee(
-        self, now_s: float, newcomers: Sequence[LiveRequest] = (), wanted: set[ImageTask] | None = None
-    ) -> dict[ImageTask, float]:
-        """Seconds until everybody who is to be painted is done, or those of ``wanted``."""
-        tasks = [task for live in (*dict(self.live).values(), *newcomers) for task in live.tasks]
-        known = [task for task in tasks if task.stage not in IDLE and task not in dict(self._hits)]
-        share = self._share.copy(newcomers)
-        order = share.in_order(known, self._key)
-        if wanted is not None:  # of all the others behind them, those who may come in while they are here
-            last = max((place for place, task in enumerate(order) if task in wanted), default=-1)
-            behind = [task for task in order[last + 1 :] if task.lane is not None]
-            others = [task for task in order[last + 1 :] if task.lane is None]
-            order = [*order[: last + 1], *behind, *others[: self.config.max_lanes]]
-        return self.forecast.seconds_left(order, share, self._moment._replace(now_s=now_s), wanted)
-
     def _with_seconds_left(self, events: list[Event], now_s: float) -> list[Event]:
-        """``events`` with the times left where they tell of steps: of the picture and of its whole request."""
-        told = [(index, event) for index, event in enumerate(events) if isinstance(event, Progress)]
-        if not told:
+        """Return ``events`` with the times left, of the image and of its request, in those of class ``Progress``."""
+        if not any(isinstance(event, Progress) for event in events):
             return events
+        if now_s >= self._forecast_at_s:
+            self._done_s = {task: now_s + seconds for task, seconds in self._seconds_left(now_s).items()}
         task_of = {(task.live.request_id, task.image_index): task for task in self._flight}
         task_of |= {(one.live.request_id, one.image_index): task for task in self._flight for one in task.followers}
-        shown = [(index, event, task_of.get((event.request_id, event.image_index))) for index, event in told]
-        is_new = any(task is not None and task not in self._done_s for *_, task in shown)
-        missing = {event.request_id: self._missing(event.request_id) for _, event in told}
-        if (is_new or now_s >= self._foresee_at_s) and now_s >= self._look_at_s:
-            wanted = {one for task in self._flight for one in self._missing(task.live.request_id)}
-            left_s = self._look(now_s, wanted=wanted.union(self._flight, *missing.values()))
-            self._done_s = {task: now_s + seconds for task, seconds in left_s.items()}
-            self._learn_lines(left_s)
-            self._foresee_at_s = now_s + FORESEEN_EVERY_S
-        for index, event, task in shown:
-            until_s = now_s if task is None else self._until_s(task, now_s)  # None: it is a picture by now
+        for index, event in enumerate(events):
+            if not isinstance(event, Progress):
+                continue
+            task = task_of.get((event.request_id, event.image_index))
+            until_s = now_s if task is None else self._until_s(task)  # without a task it is decoded already
             if until_s is None:
                 continue
-            others = [self._until_s(one, now_s) for one in missing[event.request_id]]
+            others = [self._until_s(one) for one in self._missing(event.request_id)]
             last_s = max([until_s, *(other for other in others if other is not None)])
             left, whole = (round(max(seconds - now_s, 0.0), 4) for seconds in (until_s, last_s))
             events[index] = replace(event, seconds_left=left, request_seconds_left=whole)
         return events
-
-    def _learn_lines(self, left_s: dict[ImageTask, float]) -> None:
-        """At what pace the images of each line get on, by the times that are left."""
-        if len(self._per_work_s) >= MOST_LINES:
-            self._per_work_s.clear()
-        seconds, work = defaultdict[Line, float](float), defaultdict[Line, float](float)
-        for task in self._flight:
-            if task in left_s and task.cost_left:
-                seconds[task.live.line] += left_s[task]
-                work[task.live.line] += task.cost_left
-        self._per_work_s |= {line: seconds[line] / work[line] for line in work}
 
     def _missing(self, request_id: str) -> list[ImageTask]:
         """Who is still to be painted until a request is done."""
@@ -372,20 +342,11 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         left = [] if live is None else [task for task in live.tasks if task not in known]
         return [task.leader or task for task in left if task.stage not in (Stage.DONE, Stage.SCORING)]
 
-    def _until_s(self, task: ImageTask, now_s: float) -> float | None:
-        """When ``task`` will be done: as was seen when it was last looked for, else (unless it waits) at the pace of
-        those of its line who were, else as its request was told when it came, else as if its request were alone;
-        ``None`` where nothing was seen yet."""
-        live = task.live
+    def _until_s(self, task: ImageTask) -> float | None:
+        """Return when ``task`` will be done: by the last forecast, else by the one of its request's admission."""
         if task in self._done_s:
             return self._done_s[task]
-        if live.line in self._per_work_s and task.lane is not None:
-            return now_s + self._per_work_s[live.line] * task.cost_left
-        if live.seconds_left is not None:
-            return live.submitted_s + live.seconds_left
-        whole = sum(one.cost_whole for one in live.tasks)
-        left = task.cost_left if task.lane is not None else sum(one.cost_left for one in live.tasks)
-        return None if self.forecast.pace is None else now_s + self.least_s(live) * left / whole
+        return None if task.live.seconds_left is None else task.live.submitted_s + task.live.seconds_left
 
     def _key(self, task: ImageTask) -> float:
         return self.policy.key(task, self._moment)

@@ -229,11 +229,11 @@ class Groups:
         has_own = group.is_compiled and self.compiled.has_own_threads
         return computing_on(1) if has_own else nullcontext()
 
-    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve. See ``TickCosts``."""
         if self.has_fixed_cap:
             return self.most_rows
-        return self._knee_cap.of(self.known(group).curve, may_probe=not self.is_wanted(group), ahead=ahead)
+        return self._knee_cap.of(self.known(group).curve, may_probe=may_probe and not self.is_wanted(group))
 
     def learn_beside(self, seconds: float) -> None:
         """A tick took so much beside its calls: where these are waited for, which they are on a CPU."""
