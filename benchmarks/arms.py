@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.workload import shuffled
+from diffserve.api.types import GenerationRequest, Painted
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.types import GenerationRequest, Painted
 
 ARMS: Final = ("engine", "engine-eager", "serial", "serial-compiled", "static", "static-compiled")
 SCHEDULERS = {

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from diffserve.config import POLICIES, EngineConfig
 from diffserve.engine.image.policy import Moment, Policy, group_of
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import ImageTask
+from diffserve.settings.config import POLICIES, EngineConfig
 
 
 class InOrder(Policy):

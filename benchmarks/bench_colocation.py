@@ -34,22 +34,22 @@ import torch
 
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import ModelNotFound
+from diffserve.api.ipc import AnyEvent
+from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.api.text_types import TextDelta, TextEvent
+from diffserve.api.types import DiffusionParams, Failed, GenerationRequest
 from diffserve.engine.loading import load_parts
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextEngine
 from diffserve.engine.time_share import TimeShare
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import ModelNotFound
-from diffserve.ipc import AnyEvent
-from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.runtime import choose_device
-from diffserve.settings import load_settings
-from diffserve.text_types import TextDelta, TextEvent
+from diffserve.settings.layers import load_settings
 from diffserve.training.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
 from diffserve.training.wishes import LooseWish, wishes
-from diffserve.types import DiffusionParams, Failed, GenerationRequest
 
 Clock = Callable[[], float]
 

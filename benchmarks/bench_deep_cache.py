@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest, Painted
 from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.prompt_match import match_prompts
+from diffserve.settings.config import EngineConfig
 from diffserve.training.eval.painting import TEACHER, paint
-from diffserve.types import DiffusionParams, GenerationRequest, Painted
 from diffserve.world.captions import held_out
 
 KINDS = (("ddim", 5.0, 0), ("dpmpp_2m", 7.5, 1), ("euler_a", 1.0, 2), ("unipc", 5.0, 3))

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.arms import PipelineArm
 from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, summary, write
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
 
 Paint = Callable[[Sequence[GenerationRequest]], Any]
 

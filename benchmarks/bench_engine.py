@@ -24,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffserve.wait_policy import bound_spinning
+from diffserve.processes.wait_policy import bound_spinning
 
 bound_spinning(os.environ)  # before torch is loaded
 
@@ -35,10 +35,10 @@ from benchmarks.cost_curve import measure_cost_curve
 from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, summary, write
 from benchmarks.workload import RUNGS, batches
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.random_rows import random_rows
+from diffserve.settings.config import EngineConfig
 
 DEFAULT_ARMS = ARMS[:5]
 ONE_STEP = 1 << 20

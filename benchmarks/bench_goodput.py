@@ -38,11 +38,11 @@ from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, write
 from benchmarks.simulator import Served, summary
 from benchmarks.trace import Recorded, at_poisson_times, mixed, save
-from diffserve.config import EngineConfig
+from diffserve.api.types import TERMINAL
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.settings import load_settings
-from diffserve.types import TERMINAL
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 GOALS = "at 0.95 at least 2 times serial and 1.3 times same-key; at 0.3 never more than 3 % slower than serial"
 IN_FLIGHT = 16

@@ -32,7 +32,6 @@ from torch import Tensor
 from benchmarks.cost_curve import seconds_of_call
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
-from diffserve.config import EngineConfig
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import (
@@ -45,6 +44,7 @@ from diffserve.runtime.text.conditioning import (
 )
 from diffserve.runtime.unet.cross_attention import Contexts
 from diffserve.runtime.unet.random_rows import random_inputs
+from diffserve.settings.config import EngineConfig
 
 START = "a fox next to a cactus on the beach at night with two apples"
 """With the start mark at least one logical page of tokens."""

@@ -25,11 +25,11 @@ from msgspec.structs import replace as with_fields
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import RESULTS, head, write
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.latent_cache import LatentCache
+from diffserve.settings.config import EngineConfig
 from diffserve.training.eval.painting import TEACHER
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.world.captions import caption, held_out
 from diffserve.world.checker import check
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene

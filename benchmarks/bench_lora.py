@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.random_models import NAMES, lora_tensors, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
-from diffserve.loras import Lora
+from diffserve.models.loras import Lora
 from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.unet.random_rows import random_call
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 LAYERS: Final = {"attention": (".to_q", ".to_k", ".to_v", ".to_out.0"), "everything": ("",)}
 """What adapters change of the UNet, by the ends of its layers' names: what most trainers take, and all there is."""

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_memory import engine_of, server
 from benchmarks.noop_engine import picture_of
 from benchmarks.report import RESULTS, hardware, summary, versions, write
-from diffserve.images import encode_image
+from diffserve.media.images import encode_image
 
 GENERATIONS: Final = "/v1/images/generations"
 NOOP: Final = (str(Path(__file__).resolve().parent / "noop_engine.py"),)

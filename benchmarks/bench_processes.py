@@ -43,9 +43,9 @@ def serve(model: str, threads: int, steps: int, compile_: str) -> None:
     from benchmarks.arms import compiled_sizes, settle
     from benchmarks.report import head
     from benchmarks.trace import mixed
-    from diffserve.config import EngineConfig
+    from diffserve.api.types import DiffusionParams, GenerationRequest
     from diffserve.engine import Engine
-    from diffserve.types import DiffusionParams, GenerationRequest
+    from diffserve.settings.config import EngineConfig
 
     torch.set_num_threads(threads)
     config = EngineConfig(threads=threads, max_waiting=4096, compile=compile_)  # type: ignore[arg-type]

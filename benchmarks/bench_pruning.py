@@ -24,7 +24,6 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import RESULTS, head, write
-from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.experiments.gate import GateLimits, PrecisionGate
@@ -35,7 +34,8 @@ from diffserve.runtime import load_model
 from diffserve.runtime.loading.pruned import prune_directory
 from diffserve.runtime.needs import needs_of
 from diffserve.runtime.unet.pruning import Shares
-from diffserve.settings import load_settings
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import load_settings
 
 WHOLE = "whole"
 

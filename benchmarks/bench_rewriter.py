@@ -35,9 +35,9 @@ import torch
 
 from benchmarks.report import RESULTS, head, write
 from benchmarks.rewriter_arms import CLIP_TOKENS, WARM_UPS, Desk, Measure, Peer, compared, figures, in_turns
+from diffserve.api.text_types import Speculation
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import Style, find_rewriter, load_style
-from diffserve.text_types import Speculation
 
 CROWD: Final = 8
 GOALS: Final = {"crowd": "at least 2", "first": "at most 0.25", "lookup": "at least 1.3"}

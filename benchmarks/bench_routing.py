@@ -32,10 +32,10 @@ import torch
 
 from benchmarks.report import RESULTS, hardware, versions, write
 from benchmarks.trace import GUIDANCE, STEPS
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import AUTO_WINDOWS
 from diffserve.service.engine.router import Bounds, MemberQueue, Router, needs_of
-from diffserve.types import DiffusionParams, GenerationRequest
 from diffserve.world.captions import held_out
 
 WINDOW_TOKENS: Final = 77

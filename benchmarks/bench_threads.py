@@ -42,9 +42,9 @@ def serve_arm(name: str, model: str, steps: int) -> None:
 
     import_lean()  # as the engine's own process does
     from benchmarks.report import head
-    from diffserve.config import EngineConfig
+    from diffserve.api.types import DiffusionParams, GenerationRequest
     from diffserve.engine import Engine
-    from diffserve.types import DiffusionParams, GenerationRequest
+    from diffserve.settings.config import EngineConfig
 
     threads = {"one": 1, "auto": None}.get(name, torch.get_num_threads())
     engine = Engine.from_pretrained(model, config=EngineConfig(threads=threads))

@@ -35,10 +35,10 @@ from benchmarks.open_loop import quantile
 from benchmarks.painted_trace import WorkingTime, run
 from benchmarks.report import RESULTS, head, write
 from benchmarks.trace import Recorded, at_poisson_times, mixed
-from diffserve.config import EngineConfig
+from diffserve.api.types import Accepted, Event, Painted, Progress
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.types import Accepted, Event, Painted, Progress
+from diffserve.settings.config import EngineConfig
 
 LEAST_S: Final = 0.2
 WITHIN: Final = 0.2

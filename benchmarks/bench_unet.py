@@ -29,9 +29,9 @@ from torch import Tensor
 from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, summary, write
 from benchmarks.unet_peers import ARMS, OURS, Absent, Peers, Predict
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime.threads import computing_on
+from diffserve.settings.config import EngineConfig
 
 GOAL = "ours at most 1.1 of openvino-bf16"
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_preview import in_turns
 from benchmarks.report import default_path, head, summary, write
 from diffserve import Engine, GenerationRequest
-from diffserve.images import encode_image, stretch
-from diffserve.types import Picture
-from diffserve.watermark import detect, embed
+from diffserve.api.types import Picture
+from diffserve.media.images import encode_image, stretch
+from diffserve.media.watermark import detect, embed
 
 SIDE_PX: Final = 512
 NUM_NOISE: Final = 500

@@ -34,10 +34,10 @@ from benchmarks.random_models import save_hollow_model
 from benchmarks.report import RESULTS, hardware, versions, write
 from benchmarks.simulator import Costs, capacity_per_s, loaded, read_costs, replay
 from benchmarks.trace import mixed
-from diffserve.config import EngineConfig
 from diffserve.runtime.dry_run import Work
 from diffserve.runtime.needs import Needs, needs_of
 from diffserve.runtime.roofline import GPU, find_gpu
+from diffserve.settings.config import EngineConfig
 from diffserve.store.database import Database
 from diffserve.store.history import History, new_entry_id
 

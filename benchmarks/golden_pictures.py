@@ -25,11 +25,11 @@ from PIL.Image import Image
 import schedulers
 from benchmarks.gpu.embedded_row import save_controlnet
 from diffserve import DiffusionParams, Engine, GenerationRequest, Picture
-from diffserve.config import EngineConfig
-from diffserve.controlnets import Control
-from diffserve.loras import Lora
-from diffserve.settings import load_settings
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.models.controlnets import Control
+from diffserve.models.loras import Lora
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 MODELS = ("embedded", "embedded-turbo")
 PROMPT = "a fox next to a cactus on the beach"

@@ -17,9 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffserve import ipc
-from diffserve.engine_stats import EngineStats, ImageStats, ShareStats
-from diffserve.types import (
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats, ImageStats, ShareStats
+from diffserve.api.types import (
     Accepted,
     Finished,
     GenerationRequest,

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from benchmarks.trace import Recorded
+from diffserve.api.types import TERMINAL, Event, Painted
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
-from diffserve.types import TERMINAL, Event, Painted
 
 
 class Clock(Protocol):

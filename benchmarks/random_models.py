@@ -15,11 +15,11 @@ from typing import Any, Final
 import torch
 from tokenizers import pre_tokenizers
 
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime import DiffusionModel, choose_device
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import build_on_meta
 from diffserve.runtime.low_rank import adaptable, shape_of
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

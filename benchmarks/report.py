@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import ModelInfo
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import ModelInfo
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parent.parent

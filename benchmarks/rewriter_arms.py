@@ -14,16 +14,16 @@ from typing import Final
 
 import msgspec
 
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.text_types import Speculation, TextDelta, TextFinished, TextRequest
+from diffserve.api.types import RewriteOptions
 from diffserve.engine.text import TextEngine
-from diffserve.rewrite_types import RewriteRequest
 from diffserve.rewriting import Style, TextWindow
 from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.text_types import Speculation, TextDelta, TextFinished, TextRequest
 from diffserve.training.wishes import wishes
-from diffserve.types import RewriteOptions
 
 PEER_PAGE_TOKENS: Final = 32
 """Of 16, 32, 64 and 256 the best for ``generate_batch`` on the embedded rewriter; with 256 it shares no prefix."""

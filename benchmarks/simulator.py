@@ -33,13 +33,13 @@ from benchmarks.baseline_policies import ALL_POLICIES, configured, use
 from benchmarks.open_loop import quantile
 from benchmarks.report import write
 from benchmarks.trace import Recorded, at_poisson_times, load, mixed
-from diffserve.config import EngineConfig
+from diffserve.api.types import Event, Finished, ModelInfo
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.policy import solo_s
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan
-from diffserve.types import Event, Finished, ModelInfo
+from diffserve.settings.config import EngineConfig
 from schedulers import NoiseSchedule
 
 IDLE_S = 1e-3

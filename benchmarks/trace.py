@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.workload import SAMPLERS
-from diffserve.types import DiffusionParams, GenerationRequest, Priority
+from diffserve.api.types import DiffusionParams, GenerationRequest, Priority
 
 STEPS: Final = {4: 0.3, 20: 0.4, 30: 0.2, 50: 0.1}
 GUIDANCE: Final = (1.0, 5.0, 7.5, 12.0)

@@ -35,11 +35,11 @@ from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
 from benchmarks.simulator import Costs, Served, busy_for, isolated_times, replay, summary
 from benchmarks.trace import Recorded, mixed, save
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.settings import load_settings
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 FIGURES = ("p50_s", "p99_s", "goodput")
 SLO_SCALE = 3.0

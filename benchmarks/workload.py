@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest
 
 STEPS: Final = (4, 10, 20, 50)
 SAMPLERS: Final = ("ddim", "euler", "euler_a", "dpmpp_2m")

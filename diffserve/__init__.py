@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 from diffserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from diffserve.config import EngineConfig, Settings, TextSettings
-    from diffserve.engine import Engine, Rewriter, Studio, TextEngine
-    from diffserve.errors import DiffserveError
-    from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
-    from diffserve.sampling_params import SamplingParams
-    from diffserve.settings import load_settings
-    from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
-    from diffserve.types import (
+    from diffserve.api.errors import DiffserveError
+    from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+    from diffserve.api.sampling_params import SamplingParams
+    from diffserve.api.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
+    from diffserve.api.types import (
         Accepted,
         Cancelled,
         DiffusionParams,
@@ -42,15 +39,18 @@ if TYPE_CHECKING:
         Queued,
         RewriteOptions,
     )
+    from diffserve.engine import Engine, Rewriter, Studio, TextEngine
+    from diffserve.settings.config import EngineConfig, Settings, TextSettings
+    from diffserve.settings.layers import load_settings
 
 _HOMES = (
-    "errors",
-    "types",
-    "sampling_params",
-    "text_types",
-    "rewrite_types",
-    "config",
-    "settings",
+    "api.errors",
+    "api.types",
+    "api.sampling_params",
+    "api.text_types",
+    "api.rewrite_types",
+    "settings.config",
+    "settings.layers",
     "engine",
 )  # torch comes last
 

@@ -20,7 +20,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
 
 MAX_TEXT_CHARS: Final = 400
 MAX_CAUSES: Final = 4

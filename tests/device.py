@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import pytest
 
-    from diffserve.config import EngineConfig
     from diffserve.engine.image.compiled_groups import CompiledGroups
     from diffserve.runtime import DiffusionModel
+    from diffserve.settings.config import EngineConfig
 
 DEVICE: Final = os.environ.get("TEST_DEVICE", "cpu")
 

@@ -41,7 +41,7 @@ from benchmarks.gpu.schedule import (
 from benchmarks.gpu.table import MOST_CHARS, goals, table
 from benchmarks.gpu.tests_row import OPTIONS, count_outcomes
 from benchmarks.gpu.worker import Bench
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 
 HERE = __name__
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rewriter_arms import WARM_UPS, Desk, Measure, compared, figures, in_turns
+from diffserve.api.text_types import TextConfig
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import load_style
 from diffserve.runtime.language import load_language_model
-from diffserve.text_types import TextConfig
 from tests.benches import run_bench
 from tests.engine.rewriting import scripted
 

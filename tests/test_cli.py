@@ -17,10 +17,10 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.outputs import name_after, plan_outputs, write_output
-from diffserve.errors import InvalidRequest
-from diffserve.images import read_infotext
+from diffserve.media.images import read_infotext
 
 LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.batch.lines import read_lines
 from diffserve.cli.batch.manifest import NAME, Manifest, Outcome
 from diffserve.cli.generate import open_engine
-from diffserve.config import Settings
-from diffserve.errors import InvalidRequest
-from diffserve.images import read_infotext
+from diffserve.media.images import read_infotext
+from diffserve.settings.config import Settings
 from tests.service.server import RunningServer, wait_for
 
 

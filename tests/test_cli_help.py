@@ -15,7 +15,7 @@ import typer
 from diffserve.cli import main
 from diffserve.cli.app import app
 from diffserve.cli.mcp import problem_of
-from diffserve.images import read_infotext
+from diffserve.media.images import read_infotext
 from diffserve.store import Database, Keys
 from schedulers import SAMPLERS
 from tests.service.server import RunningServer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from tests.service.server import ROOT, SOON_S, RunningServer, wait_for
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffserve.cli import main
 from diffserve.cli.app import app
-from diffserve.config import Settings
-from diffserve.images import decode_image, read_infotext
+from diffserve.media.images import decode_image, read_infotext
+from diffserve.settings.config import Settings
 from tests.service.server import RunningServer, files_of
 
 NOBODY = "http://127.0.0.1:9"

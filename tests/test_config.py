@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diffserve.config import DTYPES
-from diffserve.errors import ConfigError
-from diffserve.settings import KEYS, PROFILES, REMOVED, REMOVED_VALUE_HINTS, Flag, configs_dir, load_settings
-from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
+from diffserve.api.errors import ConfigError
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
+from diffserve.settings.config import DTYPES
+from diffserve.settings.layers import KEYS, PROFILES, REMOVED, REMOVED_VALUE_HINTS, Flag, configs_dir, load_settings
 
 
 def user_file(folder: Path, text: str) -> Path:

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from diffserve import decoder_process, decoders, images
-from diffserve.decoders import Decoder, Decoders
-from diffserve.errors import InvalidRequest
-from diffserve.provenance import examine
-from diffserve.types import Picture
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media import decoder_process, decoders, images
+from diffserve.media.decoders import Decoder, Decoders
+from diffserve.media.provenance import examine
 from tests.image_bombs import scans
 
 SOON_S = 30.0
@@ -70,7 +70,7 @@ def slow_file() -> bytes:
 def slow_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start processes that decode files of any number of scans."""
     program = (
-        "import sys; from diffserve import image_structure, decoder_process; "
+        "import sys; from diffserve.media import image_structure, decoder_process; "
         "image_structure.MIN_SCANS = image_structure.MAX_SCANS = image_structure.MAX_SEGMENTS = 10**9; "
         "sys.exit(decoder_process.main())"
     )
@@ -126,7 +126,7 @@ def test_the_largest_images_fit_into_the_memory_and_larger_needs_are_refused(
     assert (picture.width_px, mask is not None) == (4096, True)
     decoder.close()
     program = (
-        "import sys; from diffserve import decoder_process; decoder_process.MEMORY_BYTES = 300 << 20; "
+        "import sys; from diffserve.media import decoder_process; decoder_process.MEMORY_BYTES = 300 << 20; "
         "sys.exit(decoder_process.main())"
     )
     monkeypatch.setattr(decoders, "COMMAND", ("-c", program))

@@ -19,14 +19,14 @@ from fastapi.routing import APIRoute
 from diffserve.cli.app import app as command_line
 from diffserve.cluster.config import read_arguments, read_cluster
 from diffserve.cluster.ray_calls import DRAIN_S, SERVED
-from diffserve.config import Settings
 from diffserve.service.admission import Admission
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics
 from diffserve.service.run import GOODBYE_S
-from diffserve.settings import NOT_SETTINGS, load_settings
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import NOT_SETTINGS, load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "configs" / "deploy"

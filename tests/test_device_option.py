@@ -37,7 +37,7 @@ assert layer(there.half()).dtype == torch.float16
 RECORDINGS = """
 from types import SimpleNamespace
 import torch
-from diffserve.config import EngineConfig
+from diffserve.settings.config import EngineConfig
 from diffserve.engine.image import compiled_groups
 from tests.device import prepare
 compiled_groups.CudaRecord = lambda device: None

@@ -11,11 +11,11 @@ import pytest
 from numpy import zeros
 from safetensors.numpy import save_file
 
-from diffserve.few_step import begin_with_loras, find_few_step
-from diffserve.loras import Lora
+from diffserve.api.types import DiffusionParams
+from diffserve.models.few_step import begin_with_loras, find_few_step
+from diffserve.models.loras import Lora
 from diffserve.runtime import load_model
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams
+from diffserve.settings.layers import load_settings
 
 TRAILING = {"timestep_spacing": "trailing"}
 LEADING = {"timestep_spacing": "leading"}

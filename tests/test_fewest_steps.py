@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from diffserve.errors import ModelLoadError
-from diffserve.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
+from diffserve.api.errors import ModelLoadError
+from diffserve.api.types import Picture
+from diffserve.models.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
-from diffserve.types import Picture
 from tests.engine.desk import INFO, admission, request
 
 MEASURED = FewestSteps(digest="0" * 12, most=30, steps={"heun": 8, "dpmpp_2m": 4, "dpmpp_2m karras": 10, "lcm": None})

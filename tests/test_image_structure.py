@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, decode_mask, read_infotext, read_xmp
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.images import decode_image, decode_mask, read_infotext, read_xmp
 from tests.image_bombs import jpeg, scans, segment, webp, with_segments
 
 FRAME = jpeg()[jpeg().index(b"\xff\xc0") : jpeg().index(b"\xff\xc4")]

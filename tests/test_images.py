@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from diffserve import infotext
-from diffserve.errors import InvalidRequest
-from diffserve.images import (
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import GenerationRequest, ImageResult, Picture, Timings
+from diffserve.media import infotext
+from diffserve.media.images import (
     DIGITAL_SOURCE_TYPE,
     ImageFormat,
     decode_image,
@@ -28,9 +29,8 @@ from diffserve.images import (
     resize,
     thumbnail,
 )
-from diffserve.infotext import MAX_BYTES, SOFTWARE, parse_infotext, shorten, write_infotext
-from diffserve.loras import Lora
-from diffserve.types import GenerationRequest, ImageResult, Picture, Timings
+from diffserve.media.infotext import MAX_BYTES, SOFTWARE, parse_infotext, shorten, write_infotext
+from diffserve.models.loras import Lora
 
 FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
 

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from diffserve import ipc
-from diffserve.errors import InvalidRequest
-from diffserve.rewrite_types import RewriteEvent, RewriteRequest
-from diffserve.sampling_params import SamplingParams
-from diffserve.settings import load_settings
-from diffserve.text_types import ChatMessage, TextDelta, TextEvent, TextRequest
-from diffserve.types import Cancelled, Event, GenerationRequest, Picture, Preview, RewriteOptions
+from diffserve.api import ipc
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.rewrite_types import RewriteEvent, RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import ChatMessage, TextDelta, TextEvent, TextRequest
+from diffserve.api.types import Cancelled, Event, GenerationRequest, Picture, Preview, RewriteOptions
+from diffserve.settings.layers import load_settings
 
 PICTURE = Picture.from_array(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.logs import MACHINE, json_logs, reason_of, without_quotes
 
 SECRET = "zebrasecret"

@@ -23,7 +23,7 @@ GPU_MACHINE: Final = (*WEB, *FEATURES, *TESTING)
 
 GENERATE: Final = """
 from diffserve.engine import Engine
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest
 engine = Engine.from_pretrained("embedded")
 [result] = engine.generate(GenerationRequest(prompt="a fox", diffusion=DiffusionParams(num_steps=2)))
 print(result.picture.width_px, result.picture.height_px, len(set(result.picture.data)) > 20)

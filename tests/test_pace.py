@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.pace import Pace, TokenCost
+from diffserve.api.pace import Pace, TokenCost
 
 
 class Clock:

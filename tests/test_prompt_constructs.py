@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diffserve.api.prompt_syntax import encoded_text, in_a1111, parse_prompt, unserved_constructs
 from diffserve.cli import main
-from diffserve.loras import Lora, read_tags
-from diffserve.prompt_syntax import encoded_text, in_a1111, parse_prompt, unserved_constructs
+from diffserve.models.loras import Lora, read_tags
 
 
 @pytest.mark.parametrize(

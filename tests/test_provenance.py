@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from diffserve.content_credentials import Signer
-from diffserve.errors import ConfigError, InvalidRequest
-from diffserve.images import DIGITAL_SOURCE_TYPES, ImageFormat, decode_image
-from diffserve.provenance import Marks, examine
+from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.media.content_credentials import Signer
+from diffserve.media.images import DIGITAL_SOURCE_TYPES, ImageFormat, decode_image
+from diffserve.media.provenance import Marks, examine
 from tests.certificates import make_chain
 from tests.test_watermark import photo
 

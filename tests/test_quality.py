@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from diffserve.quality import QUALITIES, is_quality, quality_steps, steps_of
 from diffserve.service.http.bodies import parse
 from diffserve.service.images.painting import CheckedImages, plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import image_capabilities
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
+from diffserve.settings.quality import QUALITIES, is_quality, quality_steps, steps_of
 from tests.service.test_capabilities import INFO
 
 CONFIG = load_settings(env={}).serve

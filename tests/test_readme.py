@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from diffserve.cli import main
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
 from tests import house
 from tests.readme import DOCS, README, ROOT, Block, blocks, command

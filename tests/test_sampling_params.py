@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.errors import InvalidRequest
-from diffserve.sampling_params import MAX_STOPS, SamplingParams
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sampling_params import MAX_STOPS, SamplingParams
 
 WRONG: tuple[tuple[str, Any, str], ...] = (
     ("temperature", -1, "temperature is -1; give a number between 0 and 100"),

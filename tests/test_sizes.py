@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffserve.errors import InvalidRequest
-from diffserve.sizes import parse_size, plan_size
-from diffserve.types import ModelInfo, Picture
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sizes import parse_size, plan_size
+from diffserve.api.types import ModelInfo, Picture
 
 EMBEDDED = ModelInfo(
     model_id="embedded",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.vocabulary import MOST_NAMED, WORLD_FILE, Vocabulary, read_vocabulary, warn_of_unknown
 from diffserve.runtime.loading.family import BUILT_IN
-from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, Vocabulary, read_vocabulary, warn_of_unknown
 from diffserve.world.captions import caption
 from diffserve.world.prompt_reading import known_world, write_world
 from diffserve.world.scenes import scenes

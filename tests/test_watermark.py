@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.bench_watermark import photo_like, saved
-from diffserve.start_picture import StartPicture
-from diffserve.types import Picture
-from diffserve.watermark import detect, embed
+from diffserve.api.types import Picture
+from diffserve.media.start_picture import StartPicture
+from diffserve.media.watermark import detect, embed
 
 
 def photo(seed: int, side_px: int = 256) -> Picture:

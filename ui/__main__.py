@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from diffserve.api.errors import DiffserveError
 from diffserve.client import DEFAULT_URL
 from diffserve.client.calls import base_url
-from diffserve.errors import DiffserveError
 
 EXIT_USER_ERROR = 2
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
 from ui.server import Models, Server
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_PROMPT_CHARS, MAX_SEED
 from diffserve.client import ImageCapabilities
-from diffserve.errors import InvalidRequest
-from diffserve.infotext_recipe import DASH
-from diffserve.micro_conditioning import MicroConditioning
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.media.infotext_recipe import DASH
 
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""

@@ -1,7 +1,7 @@
 """What gradio would stumble over, refused before it gets there, and what its events fail at, told in one sentence.
 
 gradio answers 500, with a traceback on standard error, to whatever its own page would never send. Here such requests
-become :class:`~diffserve.errors.InvalidRequest`, which the server below turns into a 400; a mistake of ours stays a 500
+become :class:`~diffserve.api.errors.InvalidRequest`, which the server turns into a 400; a mistake of ours stays a 500
 and is logged once.
 """
 
@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
-from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from ui.files import PageFiles
 from ui.ownership import bound, bound_query
 from ui.server import sentence

@@ -8,8 +8,8 @@ from typing import Any, Final
 import gradio as gr
 from gradio.blocks import Block
 
-from diffserve.errors import DiffserveError
-from diffserve.vocabulary import MOST_NAMED
+from diffserve.api.errors import DiffserveError
+from diffserve.models.vocabulary import MOST_NAMED
 from ui.captions import LOST, READY, status
 from ui.create import palette
 from ui.create.handlers import CreateHandlers

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable, QueueFull
 from diffserve.client import AsyncClient, ImageCapabilities, LanguageCapabilities, Model
-from diffserve.errors import DiffserveError, EngineUnavailable, QueueFull
 from ui.fields import as_labelled
 from ui.files import PageFiles
 

@@ -21,7 +21,7 @@ import gradio as gr
 import msgspec
 
 from diffserve.client import Asker, ask_for
-from diffserve.decoders import Decoder, shared_decoders
+from diffserve.media.decoders import Decoder, shared_decoders
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form, StartFile
 from ui.files import PageFiles, owner_of

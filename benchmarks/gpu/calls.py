@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cost_curve import measure_cost_curve
 from benchmarks.gpu.worker import Bench, NotMeasurableError
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
@@ -27,6 +26,7 @@ from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
 from diffserve.runtime.unet.memory_format import FORMATS, store_as
 from diffserve.runtime.unet.random_rows import random_call, random_rows
+from diffserve.settings.config import EngineConfig
 
 KERNEL_KINDS: Final = {
     "attention": r"flash|fmha|attention|sdpa",

@@ -16,7 +16,6 @@ from benchmarks.arms import PipelineArm
 from benchmarks.gpu.drawn_models import load_drawn, pipeline_on
 from benchmarks.gpu.peer_row import equal_requests
 from benchmarks.gpu.worker import MEMORY_FORMAT, MODELS, QUICK_MODELS, numbered_device
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiling import CompileError, CompilerProcess, compile_group, order_for
 from diffserve.engine.image.task import GroupKey
@@ -25,6 +24,7 @@ from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.runtime.unet.memory_format import set_memory_format
 from diffserve.runtime.vae.compiled import DecoderPackages
+from diffserve.settings.config import EngineConfig
 
 LOWEST_PRIORITY: Final = 19
 

@@ -28,7 +28,7 @@ from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed
 from diffserve.runtime.loading.weight_loading import build_on_meta
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 
 EMBEDDING_STD = 0.02
 

@@ -19,19 +19,9 @@ import torch
 
 from benchmarks.gpu.images import invariance
 from benchmarks.gpu.worker import QUICK_ROWS, Bench
-from diffserve.cli.rewrite import open_rewriter
-from diffserve.config import EngineConfig
-from diffserve.controlnets import Control
-from diffserve.engine import Engine
-from diffserve.engine.image.shape_groups import MOST_ROWS_DEVICE
-from diffserve.errors import DiffserveError
-from diffserve.loras import Lora
-from diffserve.rewrite_types import RewriteRequest
-from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.settings import load_settings
-from diffserve.training.wishes import wishes
-from diffserve.types import (
+from diffserve.api.errors import DiffserveError
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.types import (
     DiffusionParams,
     Failed,
     GenerationRequest,
@@ -42,7 +32,17 @@ from diffserve.types import (
     Picture,
     new_request_id,
 )
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.cli.rewrite import open_rewriter
+from diffserve.engine import Engine
+from diffserve.engine.image.shape_groups import MOST_ROWS_DEVICE
+from diffserve.models.controlnets import Control
+from diffserve.models.loras import Lora
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
+from diffserve.training.wishes import wishes
 
 TOLERANCES: Final = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.15}
 """Of latents: the norm of the difference from the CPU's float32 over the norm. On a CPU float16 is 0.002 away from

@@ -12,8 +12,8 @@ from benchmarks.open_loop import quantile
 from benchmarks.painted_trace import PaintedTrace, RealTime, run
 from benchmarks.trace import Recorded, at_poisson_times
 from benchmarks.workload import SAMPLERS
+from diffserve.api.types import GenerationRequest, new_request_id
 from diffserve.engine import Engine
-from diffserve.types import GenerationRequest, new_request_id
 
 STEPS: Final = (14, 18, 22, 26)
 """20 on average."""

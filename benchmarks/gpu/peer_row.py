@@ -11,10 +11,10 @@ import torch
 from benchmarks.arms import PipelineArm
 from benchmarks.gpu.drawn_models import load_drawn, pipeline_on
 from benchmarks.gpu.worker import MODELS, QUICK_MODELS, Bench
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
 
 NUM_STEPS = 20
 BATCH = 8

@@ -17,16 +17,16 @@ from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seco
 from benchmarks.gpu.calls import native_group
 from benchmarks.gpu.worker import Bench
 from benchmarks.report import hardware, versions
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.cli import doctor
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
 from diffserve.runtime.needs import step_work
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.inductor import missing_tools
 from diffserve.runtime.unet.random_rows import random_call
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 WEB_PACKAGES: Final = ("fastapi", "starlette", "uvicorn", "pydantic", "python_multipart")
 OPTIONAL_PACKAGES: Final = (*WEB_PACKAGES, "torchao", "triton", "llguidance", "openvino", "gradio", "pytest", "xdist")

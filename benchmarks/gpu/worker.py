@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.gpu.drawn_models import load_drawn
 from benchmarks.gpu.report import MOST_ERROR_CHARS
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import is_sticky
 from diffserve.runtime.unet.memory_format import set_memory_format
+from diffserve.settings.config import EngineConfig
 
 MEMORY_FORMAT: Final = "contiguous"
 """Of the UNets' convolutions, so that packages are compiled for the format that engines use. An engine would measure it

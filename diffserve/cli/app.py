@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
+from diffserve.api.errors import DiffserveError
 from diffserve.cli.commands.machine import doctor, list_names, prune, warm
 from diffserve.cli.commands.paint import batch, generate, rewrite
 from diffserve.cli.commands.serve import cluster_app, keys_app, mcp, serve
 from diffserve.cli.commands.study import sweep, verify
 from diffserve.cli.start import end_soon, own_process, refuse
 from diffserve.cli.wrong_options import suggestion_for
-from diffserve.errors import DiffserveError
 from diffserve.version import __version__
 
 EXIT_INTERRUPTED = 130

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diffserve.cluster.state import ClusterState, StateFile
-from diffserve.config import Settings
+from diffserve.settings.config import Settings
 
 LEAVES_S: Final = 60.0  # beside what work in progress is given
 

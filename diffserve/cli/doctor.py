@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diffserve.config import EngineConfig, Settings
 from diffserve.disk_cache import DiskCache
-from diffserve.few_step import find_few_step
-from diffserve.settings import KEYS
+from diffserve.models.few_step import find_few_step
+from diffserve.settings.config import EngineConfig, Settings
+from diffserve.settings.layers import KEYS
 from diffserve.store.unet_paths import UNetPathFile
 from diffserve.version import __version__
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.sweep import SweepOptions, check_prompts, lasting_interrupt, make_progress, plan_of
-from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.experiments.folder import refuse_folder
 from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateLimits, GateReport, PrecisionGate
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import Flag, load_settings
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine

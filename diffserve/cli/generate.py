@@ -16,22 +16,22 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from diffserve import types
-from diffserve.bounds import check
+from diffserve.api import types
+from diffserve.api.bounds import check
+from diffserve.api.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
+from diffserve.api.sizes import SizePlan, fit_controls, parse_size, plan_size
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
-from diffserve.config import Settings
-from diffserve.controlnets import Control, digest_of
-from diffserve.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
-from diffserve.images import decode_image, decode_mask, image_format_of
-from diffserve.infotext import seeds_told, write_infotext
-from diffserve.provenance import Marks
-from diffserve.quality import QUALITIES, is_quality, steps_of
+from diffserve.media.images import decode_image, decode_mask, image_format_of
+from diffserve.media.infotext import seeds_told, write_infotext
+from diffserve.media.provenance import Marks
+from diffserve.media.start_picture import StartPicture
+from diffserve.media.watermark import Kind
+from diffserve.models.controlnets import Control, digest_of
 from diffserve.service.safety import Safety
-from diffserve.settings import Flag, load_settings
-from diffserve.sizes import SizePlan, fit_controls, parse_size, plan_size
-from diffserve.start_picture import StartPicture
-from diffserve.watermark import Kind
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import Flag, load_settings
+from diffserve.settings.quality import QUALITIES, is_quality, steps_of
 
 if TYPE_CHECKING:
     from diffserve.client import CompletedImage

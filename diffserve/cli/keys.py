@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from diffserve.config import Settings
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.settings.config import Settings
 from diffserve.store import Database, Key, Keys
 from diffserve.store.keys import ID_CHARS
 from diffserve.store.usage import Usage, Used, day_of

@@ -20,6 +20,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.client import (
     AsyncClient,
     AsyncStream,
@@ -31,9 +32,8 @@ from diffserve.client import (
     ServerLost,
     ServerUnreachable,
 )
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.images import decode_image, format_of
-from diffserve.infotext import seeds_told
+from diffserve.media.images import decode_image, format_of
+from diffserve.media.infotext import seeds_told
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.version import __version__
 

@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 
 from diffserve.cli.generate import note, open_engine
-from diffserve.config import Settings
-from diffserve.settings import PROFILES
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import PROFILES
 
 Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "styles"]
 OF_REWRITER: Final = "of rewritten prompts: rewrite --style"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from diffserve.config import Settings
-    from diffserve.settings import Flag
+    from diffserve.settings.config import Settings
+    from diffserve.settings.layers import Flag
 
 
 def _names_in(module: str, table: str) -> Callable[[str], list[str]]:
@@ -22,9 +22,9 @@ def _names_in(module: str, table: str) -> Callable[[str], list[str]]:
     return complete
 
 
-complete_model = _names_in("diffserve.settings", "PROFILES")
+complete_model = _names_in("diffserve.settings.layers", "PROFILES")
 complete_sampler = _names_in("schedulers", "SAMPLERS")
-complete_quality = _names_in("diffserve.quality", "QUALITIES")
+complete_quality = _names_in("diffserve.settings.quality", "QUALITIES")
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -108,7 +108,7 @@ DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="The serve
 
 def folder_settings(data_dir: str | None, config: str | None) -> Settings:
     """Settings for what has to do with a server's folder alone."""
-    from diffserve.settings import Flag, load_settings
+    from diffserve.settings.layers import Flag, load_settings
 
     return load_settings(config=config, flags={"serve.data_dir": Flag("--data-dir", data_dir)})
 
@@ -123,7 +123,7 @@ def serving_flags(
     models: list[str] | None,
 ) -> tuple[dict[str, Flag], str | None]:
     """Who may come where, for what, and the first model: options of commands that serve."""
-    from diffserve.settings import Flag, split_name
+    from diffserve.settings.layers import Flag, split_name
 
     name, first = split_name(models[0]) if models else (None, None)
     flags = {
@@ -142,7 +142,7 @@ def beside_flags(
     lora_dir: str | None, controlnet_dir: str | None, refiner: str | None, scorer: str | None, watermark: bool | None
 ) -> dict[str, Flag]:
     """What may stand beside a model, and what its pictures bear: options of commands."""
-    from diffserve.settings import Flag
+    from diffserve.settings.layers import Flag
 
     return {
         "model.lora_dir": Flag("--lora-dir", lora_dir),
@@ -163,7 +163,7 @@ def placement_flags(
     embeddings_dir: str | None = None,
 ) -> dict[str, Flag]:
     """Where a model and its parts lie, where they run, how precisely, and where weights rest: options of commands."""
-    from diffserve.settings import Flag
+    from diffserve.settings.layers import Flag
 
     return {
         "model.embeddings_dir": Flag("--embeddings-dir", embeddings_dir),

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffserve.bounds import check_num
-from diffserve.errors import InvalidRequest
-from diffserve.images import image_format_of
-from diffserve.types import MAX_IMAGES
+from diffserve.api.bounds import check_num
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_IMAGES
+from diffserve.media.images import image_format_of
 
 MAX_NAME_CHARS = 48
 STDOUT = Path("-")

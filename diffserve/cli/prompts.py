@@ -6,8 +6,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from diffserve.errors import InvalidRequest
-from diffserve.types import MAX_PROMPT_CHARS
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_PROMPT_CHARS
 
 STDIN = "-"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from diffserve.config import Settings
+from diffserve.settings.config import Settings
 
 if TYPE_CHECKING:
     from diffserve.runtime.needs import Needs

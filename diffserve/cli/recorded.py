@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.cli.generate import GenerateArguments, read_bytes
-from diffserve.errors import InvalidRequest
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
-from diffserve.infotext_recipe import request_of, sampler_text
-from diffserve.micro_conditioning import MicroConditioning
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
+from diffserve.media.infotext_recipe import request_of, sampler_text
 
 OPTION: Final = "--infotext"
 ORDER: Final = {

@@ -14,6 +14,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.cli.generate import (
     ANY_SEED,
     EXIT_FAILED,
@@ -31,10 +33,8 @@ from diffserve.cli.rewrite import NUM_FURTHER, distinct, too_few
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, RewrittenPrompt, Stream
 from diffserve.client import Progress as Moment
 from diffserve.client.calls import KEY_VARIABLE
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
-from diffserve.images import image_format_of
-from diffserve.rewrite_types import RewriteRequest
-from diffserve.settings import Flag
+from diffserve.media.images import image_format_of
+from diffserve.settings.layers import Flag
 
 VARIABLE: Final = "DIFFSERVE_SERVER"
 

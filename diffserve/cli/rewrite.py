@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from rich.console import Console
 
+from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.api.types import MAX_SEED
 from diffserve.cli.generate import note
-from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
-from diffserve.types import MAX_SEED
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter

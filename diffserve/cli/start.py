@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from diffserve.wait_policy import bound_spinning
+from diffserve.processes.wait_policy import bound_spinning
 
 EXIT_USER_ERROR = 2
 

@@ -14,9 +14,8 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
-from diffserve.config import Settings
-from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
@@ -32,7 +31,8 @@ from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
 from diffserve.service.safety import Safety
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import Flag, load_settings
 
 
 @dataclass(frozen=True)

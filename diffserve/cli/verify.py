@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.start import refuse
-from diffserve.errors import InvalidRequest
-from diffserve.provenance import Provenance, examine
+from diffserve.media.provenance import Provenance, examine
 
 EXIT_NOTHING = 1
 

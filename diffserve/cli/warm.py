@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from diffserve.config import Settings
+from diffserve.api.errors import ConfigError
+from diffserve.api.sizes import parse_size, plan_size
+from diffserve.api.types import UNetPath
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
-from diffserve.sizes import parse_size, plan_size
+from diffserve.settings.config import Settings
 from diffserve.store.unet_paths import UNetPathFile
-from diffserve.types import UNetPath
 
 if TYPE_CHECKING:
     from diffserve.engine.image.engine import Engine

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 
+from diffserve.api.errors import ConfigError, EngineUnavailable
 from diffserve.client.answers import (
     Chat,
     ChatDelta,
@@ -38,7 +39,6 @@ from diffserve.client.responses import (
     ResponseFields,
     response_reader,
 )
-from diffserve.errors import ConfigError, EngineUnavailable
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 660.0

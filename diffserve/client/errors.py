@@ -2,7 +2,7 @@
 
 DiffserveError            what the server says, under its own code
   InvalidRequest, ModelNotFound, QueueFull, EngineUnavailable, DeadlineExceeded, DeadlineUnreachable
-                          as in diffserve.errors
+                          as in diffserve.api.errors
   RequestCancelled        somebody cancelled it by its id
   ServerUnreachable       nobody answers at that address
   ServerLost              the connection ended before the answer did
@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 import httpx
 import msgspec
 
-from diffserve.errors import (
+from diffserve.api.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     DiffserveError,
@@ -27,19 +27,19 @@ from diffserve.errors import (
 )
 
 
-class ServerUnreachable(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.errors
+class ServerUnreachable(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
     """Nobody answers at the server's address."""
 
     default_code = "server_unreachable"
 
 
-class ServerLost(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.errors
+class ServerLost(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
     """The connection ended, or fell silent, before the answer was whole."""
 
     default_code = "server_lost"
 
 
-class RequestCancelled(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.errors
+class RequestCancelled(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
     """The request was cancelled by its id."""
 
     default_code = "cancelled"

@@ -16,7 +16,7 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
 
 REACH_S: Final = 5.0
 STORE_BYTES: Final = 256 << 20

@@ -32,9 +32,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diffserve.config import Settings
-from diffserve.errors import ConfigError
-from diffserve.settings import load_settings, nearest
+from diffserve.api.errors import ConfigError
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import load_settings, nearest
 
 MOST_REPLICAS: Final = 1000
 ARGUMENTS: Final = ("cluster", "config", "model", "revision")

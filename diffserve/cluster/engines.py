@@ -16,21 +16,21 @@ from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
-from diffserve import ipc
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats, merged
+from diffserve.api.errors import DiffserveError, EngineUnavailable
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import Accepted, Asks, GenerationRequest, ModelInfo, ServedModel
 from diffserve.cluster.config import ClusterConfig
 from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.seat import Calls, Seat
-from diffserve.config import Settings
-from diffserve.engine_stats import EngineStats, merged
-from diffserve.errors import DiffserveError, EngineUnavailable
 from diffserve.service.admission import work_of
 from diffserve.service.engine.engines import LAST, Job, Watch, refuse_unready
 from diffserve.service.engine.fleet import MAY_COME_TWICE
 from diffserve.service.engine.router import Routed, Router, needs_of
 from diffserve.service.metrics import Metrics
+from diffserve.settings.config import Settings
 from diffserve.store.unet_paths import UNetPathFile
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import Accepted, Asks, GenerationRequest, ModelInfo, ServedModel
 
 SCALE_EVERY_S: Final = 0.5
 MOST_LOST: Final = 3

@@ -21,9 +21,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from diffserve.api.errors import ConfigError
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, settings_of
-from diffserve.config import Settings
-from diffserve.errors import ConfigError
+from diffserve.settings.config import Settings
 
 APPLICATION: Final = "diffserve"
 OBJECT_STORE_BYTES: Final = 256 << 20

@@ -27,11 +27,11 @@ from diffserve.cluster.ray_calls import DRAIN_S, MANY, Bound, RayCalls, bind_rep
 from diffserve.cluster.replica import is_on_loopback, listen_no_further_than_ray
 from diffserve.cluster.run import StateReporter, replicas_over
 from diffserve.cluster.state import ClusterState, StateFile
-from diffserve.config import Settings
 from diffserve.logs import json_logs
 from diffserve.service.front import Front
 from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.run import open_store
+from diffserve.settings.config import Settings
 
 FRONT: Final = "front"
 ON_HEAD: Final = {"node:__internal_head__": 0.001}

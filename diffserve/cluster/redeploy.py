@@ -7,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from diffserve.api.errors import DiffserveError
 from diffserve.cluster.engines import RayEngines
 from diffserve.cluster.seat import Seat
-from diffserve.config import Settings
-from diffserve.errors import DiffserveError
+from diffserve.settings.config import Settings
 
 LOOK_EVERY_S: Final = 0.05
 

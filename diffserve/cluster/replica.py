@@ -1,7 +1,7 @@
 """A replica: an engine process, kept alive as ``serve`` keeps it, that answers frames with frames.
 
 Nothing but bytes goes in and comes out, the same msgpack frames that the engine process is spoken to with
-(:mod:`diffserve.ipc`): what somebody asks for is checked when it is decoded, and never unpickled. A call that its
+(:mod:`diffserve.api.ipc`): what somebody asks for is checked when it is decoded, and never unpickled. A call that its
 caller leaves cancels what it asked for at the engine's next step.
 """
 
@@ -16,12 +16,12 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from diffserve import ipc
-from diffserve.config import Settings
-from diffserve.errors import DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
+from diffserve.api import ipc
+from diffserve.api.errors import DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
+from diffserve.api.types import Asks, UNetPath
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.engine.engines import LAST, Job
-from diffserve.types import Asks, UNetPath
+from diffserve.settings.config import Settings
 
 TELL_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05

@@ -16,6 +16,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from diffserve.api.errors import ConfigError, DiffserveError
 from diffserve.cluster.config import ClusterConfig, settings_of
 from diffserve.cluster.engines import RayEngines
 from diffserve.cluster.ray_calls import ray_cluster
@@ -23,10 +24,9 @@ from diffserve.cluster.redeploy import Renew, redeploy
 from diffserve.cluster.seat import Calls, Seat
 from diffserve.cluster.stages import StagedEngines
 from diffserve.cluster.state import TOKEN, ClusterState, ReplicaState, StateFile, open_private
-from diffserve.config import Settings
-from diffserve.errors import ConfigError, DiffserveError
 from diffserve.service.page import MountPage
 from diffserve.service.run import serve
+from diffserve.settings.config import Settings
 
 LOG: Final = "cluster.log"
 UP_S: Final = 300.0

@@ -20,16 +20,16 @@ from typing import Any, Final, Protocol, cast
 
 import msgspec
 
-from diffserve import ipc
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import ServedModel
 from diffserve.service.engine.connection import refusal_in
 from diffserve.service.engine.engines import LAST, Job
 from diffserve.service.engine.router import MemberQueue
 from diffserve.service.metrics import Metrics
 from diffserve.store.unet_paths import UNetPathFile
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import ServedModel
 
 SILENT_AFTER_S: Final = 10.0
 AGAIN_AFTER_S: Final = 0.5

@@ -6,8 +6,8 @@
                           TextsEncoded    latents     picture
 
 What is handed from stage to stage passes here as msgpack, a header and raw buffers for each tensor
-(:mod:`diffserve.stage_types`); nothing is pickled. Every stage has a router and a scaler of its own, and begins anew
-elsewhere what a lost replica of it had: what came before is here, and is not done again.
+(:mod:`diffserve.api.stage_types`); nothing is pickled. Every stage has a router and a scaler of its own. Work of a lost
+replica starts again on another one; the results of earlier stages are kept here.
 """
 
 from __future__ import annotations
@@ -21,18 +21,11 @@ from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
-from diffserve.cluster.config import ClusterConfig, settings_of
-from diffserve.cluster.engines import MOST_LOST, RayEngines, watch_seats
-from diffserve.cluster.seat import Calls, Seat
-from diffserve.config import Settings
-from diffserve.engine_stats import EngineStats, merged
-from diffserve.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
-from diffserve.service.engine.engines import HOW_FAR, Job, Watch, refuse_unready
-from diffserve.service.engine.fleet import MAY_COME_TWICE
-from diffserve.service.metrics import Metrics
-from diffserve.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import (
+from diffserve.api.engine_stats import EngineStats, merged
+from diffserve.api.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
+from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import (
     Accepted,
     Asks,
     Failed,
@@ -45,6 +38,13 @@ from diffserve.types import (
     Painted,
     ServedModel,
 )
+from diffserve.cluster.config import ClusterConfig, settings_of
+from diffserve.cluster.engines import MOST_LOST, RayEngines, watch_seats
+from diffserve.cluster.seat import Calls, Seat
+from diffserve.service.engine.engines import HOW_FAR, Job, Watch, refuse_unready
+from diffserve.service.engine.fleet import MAY_COME_TWICE
+from diffserve.service.metrics import Metrics
+from diffserve.settings.config import Settings
 
 APART: Final = ("encode", "denoise", "decode")
 PATIENCE_S: Final = 60.0

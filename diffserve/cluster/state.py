@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO, Final
 
 import msgspec
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 
 FILE: Final = "cluster.json"
 LOCK: Final = "cluster.lock"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from diffserve.errors import (
+from diffserve.api.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     DiffserveError,
@@ -25,7 +25,7 @@ from diffserve.errors import (
     NumericalError,
     QueueFull,
 )
-from diffserve.types import Cancelled, Failed
+from diffserve.api.types import Cancelled, Failed
 
 ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
     "deadline_exceeded": DeadlineExceeded,

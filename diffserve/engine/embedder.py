@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
+from diffserve.api.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
+from diffserve.api.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.records import FailureReason
-from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.text.window_batches import MOST_WINDOWS

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.api.types import Cancelled
 from diffserve.engine.delivery import AboutRequest, Shell
 from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.types import Cancelled
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,10 @@ from typing import Final
 
 import msgspec
 
-from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
+from diffserve.api.errors import ConfigError, DiffserveError, ModelLoadError, ModelNotFound
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
@@ -22,7 +25,6 @@ from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.stages import HOLLOW
 from diffserve.engine.text import TextEngine
 from diffserve.engine.text.engine import draft_tenant
-from diffserve.errors import ConfigError, DiffserveError, ModelLoadError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
 from diffserve.runtime import DiffusionModel, choose_for, load_model
 from diffserve.runtime.kv import PagePool
@@ -30,9 +32,7 @@ from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.needs import needs_of
 from diffserve.runtime.shared_parts import sharing, with_digests
 from diffserve.runtime.text.conditioning import image_tenants, make_pool
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
-from diffserve.types import ModelProfile
+from diffserve.settings.config import AUTO_STYLE, EngineConfig, TextSettings
 
 EMBEDDED: Final = "embedded"
 EMBEDDED_ID: Final = "embedded-rewriter"

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from diffserve.api.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
+from diffserve.api.ipc import AnyEvent
+from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.api.stage_types import TextsEncoded
+from diffserve.api.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.stages import EncodingStage
-from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
-from diffserve.ipc import AnyEvent
-from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
-from diffserve.stage_types import TextsEncoded
-from diffserve.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter

@@ -24,13 +24,20 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 
-from diffserve import ipc
-from diffserve.child_signals import leave_stopping_to_parent
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import DeadlineUnreachable, DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import (
+    DeadlineUnreachable,
+    DeviceLost,
+    DiffserveError,
+    ModelLoadError,
+    NumericalError,
+    QueueFull,
+)
+from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 from diffserve.logs import MACHINE, json_logs
+from diffserve.processes.child_signals import leave_stopping_to_parent
 from diffserve.runtime import faults
-from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
     from diffserve.engine.studio import Studio

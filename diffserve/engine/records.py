@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from diffserve.types import Cancelled, Failed
+from diffserve.api.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):

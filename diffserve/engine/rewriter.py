@@ -14,16 +14,18 @@ from functools import cache, cached_property
 
 import msgspec
 
-from diffserve.engine.delivery import Shell, raise_if_failed
-from diffserve.engine.text import TextEngine
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.rewrite_types import (
+from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.rewrite_types import (
     REWRITE_TERMINAL,
     Rewrite,
     RewriteEvent,
     RewriteFinished,
     RewriteRequest,
 )
+from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
+from diffserve.api.types import Cancelled, Failed, RewriteOptions
+from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.text import TextEngine
 from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.rewriting.job import RewriteJob
@@ -31,8 +33,6 @@ from diffserve.rewriting.judging import Judge
 from diffserve.rewriting.style import Style, load_style, style_for_family
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
-from diffserve.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
-from diffserve.types import Cancelled, Failed, RewriteOptions
 
 
 class Rewriter(Shell[RewriteRequest, RewriteEvent]):

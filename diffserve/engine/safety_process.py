@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from diffserve.child_signals import leave_stopping_to_parent
-from diffserve.errors import ConfigError
-from diffserve.safety import OF_MODEL, FilterReady, Judgement, SafetyQuestion, Trouble, receive, send
+from diffserve.api.errors import ConfigError
+from diffserve.media.safety import OF_MODEL, FilterReady, Judgement, SafetyQuestion, Trouble, receive, send
+from diffserve.processes.child_signals import leave_stopping_to_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

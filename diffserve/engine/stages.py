@@ -1,7 +1,7 @@
 """Stages of a picture that stand apart: encoding texts, and decoding latents, in processes that paint nothing.
 
 Who denoises is an ``Engine`` as ever; it is told the texts by ``GenerationRequest.encodings``, and tells latents. What
-travels in between are values (``diffserve.stage_types``), so that any process of a stage may go on with them.
+travels in between are values (``diffserve.api.stage_types``), so that any process of a stage may go on with them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 
+from diffserve.api.errors import DeadlineExceeded, QueueFull
+from diffserve.api.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
+from diffserve.api.tensor_values import Encodings
+from diffserve.api.types import Failed, GenerationRequest, LatentArray, Picture
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import kept_outside_mask
-from diffserve.errors import DeadlineExceeded, QueueFull
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
 from diffserve.runtime.text.handover import to_value
-from diffserve.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
-from diffserve.tensor_values import Encodings
-from diffserve.types import Failed, GenerationRequest, LatentArray, Picture
 
 HOLLOW: Final = {
     "all": frozenset[str](),

@@ -22,8 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from diffserve.config import EngineConfig, Settings, TextSettings
-from diffserve.embedding_types import EMBEDDING_TERMINAL, EmbeddingRequest
+from diffserve.api.embedding_types import EMBEDDING_TERMINAL, EmbeddingRequest
+from diffserve.api.engine_stats import EngineStats, PageStats, TenantPages
+from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.ipc import AnyEvent, AnyRequest
+from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
+from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
+from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
+from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
 from diffserve.engine.delivery import Shell, raise_if_failed
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
@@ -33,15 +39,9 @@ from diffserve.engine.records import FailureReason
 from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
-from diffserve.engine_stats import EngineStats, PageStats, TenantPages
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.ipc import AnyEvent, AnyRequest
-from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolStats, TenantStats
-from diffserve.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
-from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
-from diffserve.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
+from diffserve.settings.config import EngineConfig, Settings, TextSettings
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diffserve.engine_stats import ShareStats
+from diffserve.api.engine_stats import ShareStats
 
 BURST_STEPS: Final = 2.0
 """Calls of a burst take what so many steps of the images earn: less, and texts lie about unfinished; more, and images

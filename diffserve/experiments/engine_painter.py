@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, Painted
 from diffserve.experiments.painter import FinishedImage, PaintEvent, RowsDone
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, PlannedImage, SweepPlan
 from diffserve.experiments.records import SoloTime
-from diffserve.types import DiffusionParams, Failed, GenerationRequest, Painted
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine

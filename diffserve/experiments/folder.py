@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 
 PARTS = "parts"
 SETUP, LOCK = "setup.json", "lock"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from diffserve.config import DTYPE_ALIASES, replace_removed_dtype
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.plan import Cell, quote, split_axis
+from diffserve.settings.config import DTYPE_ALIASES, replace_removed_dtype
 
 JSON, SUMMARY, PICTURES = "gate.json", "gate.md", "gate.png"
 RESULTS = (JSON, SUMMARY, PICTURES)

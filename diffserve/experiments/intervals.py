@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 
 LEVEL = 0.95
 NUM_RESAMPLES = 4000

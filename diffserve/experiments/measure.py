@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
 from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.prompts import read_wishes

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.intervals import Share, share_of
 from diffserve.world.checker import SceneSpec, Verdict, judge, read_picture
 from diffserve.world.prompt_reading import parse_prompt

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.world.captions import held_out
 from diffserve.world.checker import SceneSpec
 from diffserve.world.prompt_reading import parse_prompt

@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from diffserve.types import ModelInfo
+from diffserve.api.types import ModelInfo
 from diffserve.version import __version__
 
 LIBRARIES = ("torch", "torchmetrics", "diffusers", "transformers", "numpy", "matplotlib")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diffserve.rewrite_types import RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.api.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 from diffserve.rewriting.cleaning import THINK, without_thoughts
 from diffserve.rewriting.judging import Judge
-from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 
 COUNTED = TextUsage.__struct_fields__
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from diffserve.rewrite_types import FallbackReason, Rewrite
+from diffserve.api.rewrite_types import FallbackReason, Rewrite
+from diffserve.api.text_types import TextResult
 from diffserve.rewriting.cleaning import clean, find_lost, find_lost_numbers, find_names, find_quotes
 from diffserve.rewriting.style import Parts, Style
 from diffserve.rewriting.window import TextWindow
-from diffserve.text_types import TextResult
 
 MOST_COPIES: Final = 3
 """Words said once more than so often in a row are a loop: four times "cat", or "a cat and" four times."""

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from diffserve.errors import ConfigError, InvalidRequest, ModelNotFound
-from diffserve.sampling_params import SamplingParams
-from diffserve.settings import configs_dir, nearest
+from diffserve.api.errors import ConfigError, InvalidRequest, ModelNotFound
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.settings.layers import configs_dir, nearest
 
 STYLE_OF_FAMILY: Final[Mapping[str, str]] = {"embedded": "embedded", "sd1": "tags", "sd2": "tags", "sdxl": "prose"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from diffserve.prompt_syntax import parse_prompt
+from diffserve.api.prompt_syntax import parse_prompt
 
 if TYPE_CHECKING:
     from diffserve.runtime import TextEncoderRunner

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime.loading.components import build
 from diffserve.runtime.model import DiffusionModel
@@ -24,6 +23,7 @@ from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.pruning import shrink, widths_of
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
+from diffserve.settings.config import EngineConfig
 
 KEPT_AS: Final = "activations"
 EDITION: Final = 2

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.adapter import read_adapter
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.memory import free_bytes

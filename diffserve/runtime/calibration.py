@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from diffserve.disk_cache import DiskCache
+from diffserve.models.vocabulary import Vocabulary
 from diffserve.runtime.quantised_layers import InputRange
 from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
-from diffserve.vocabulary import Vocabulary
 from schedulers import NoiseSchedule, compile_table
 from schedulers.update import advance, guide, new_history, rows_of, scale_input
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.model_files import find_weights, model_path, read_json
+from diffserve.api.errors import ModelLoadError, ModelNotFound
+from diffserve.models.model_files import find_weights, model_path, read_json
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_clip, load_component, load_tokenizer
 from diffserve.runtime.precision import DeviceChoice

@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.controlnets import PARAM, Control, ControlNetFolder
-from diffserve.errors import InvalidRequest, ModelLoadError
+from diffserve.api.errors import InvalidRequest, ModelLoadError
+from diffserve.api.types import Picture
+from diffserve.models.controlnets import PARAM, Control, ControlNetFolder
 from diffserve.runtime.loading.controlnet import ControlNetFiles
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.model import DiffusionModel
@@ -23,7 +24,6 @@ from diffserve.runtime.preprocessors import check_preprocessor, preprocess
 from diffserve.runtime.threads import pool_of_threads
 from diffserve.runtime.unet.controlnet import ControlNetRunner
 from diffserve.runtime.unet.memory_format import store_as
-from diffserve.types import Picture
 
 CHECKED_KEPT: Final = 256
 

@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from diffserve.errors import DeviceLost
+from diffserve.api.errors import DeviceLost
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.random_rows import random_rows
 

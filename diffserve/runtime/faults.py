@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffserve.runtime.unet.unet import UNetRunner

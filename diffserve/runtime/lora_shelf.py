@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from diffserve.errors import InvalidRequest, ModelLoadError
-from diffserve.lora_layers import UNET, WHOLE, LayerChange
-from diffserve.loras import CheckedLoras, Lora, LoraFolders, lora_problem
+from diffserve.api.errors import InvalidRequest, ModelLoadError
+from diffserve.models.lora_layers import UNET, WHOLE, LayerChange
+from diffserve.models.loras import CheckedLoras, Lora, LoraFolders, lora_problem
 from diffserve.runtime.loading.lora import Deltas, LoRAFile
 from diffserve.runtime.low_rank import (
     KEYS_VALUES,

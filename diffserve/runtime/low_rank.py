@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.lora_layers import MAX_RANK, WHOLE
+from diffserve.models.lora_layers import MAX_RANK, WHOLE
 
 KEYS_VALUES: Final = (".attn2.to_k", ".attn2.to_v")
 """Layers of a UNet that are applied to texts and not to pictures."""

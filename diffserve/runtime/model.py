@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diffserve.config import DTYPE_ALIASES
+from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
+from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
+from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
-from diffserve.few_step import find_few_step
-from diffserve.fewest_steps import FewestSteps, read_fewest_steps
-from diffserve.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
-from diffserve.model_files import refuse_pickle
+from diffserve.models.few_step import find_few_step
+from diffserve.models.fewest_steps import FewestSteps, read_fewest_steps
+from diffserve.models.model_files import refuse_pickle
+from diffserve.models.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
 from diffserve.runtime.arithmetic import choose_for
 from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
 from diffserve.runtime.clip_scorer import ClipScorer
@@ -53,8 +54,7 @@ from diffserve.runtime.text.learnt_words import teach
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
-from diffserve.types import CHECKER, ModelInfo, ModelProfile
-from diffserve.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
+from diffserve.settings.config import DTYPE_ALIASES
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)

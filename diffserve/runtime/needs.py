@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import ModelProfile
 from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.runtime.vae.vae import encode_moments
-from diffserve.types import ModelProfile
+from diffserve.settings.config import EngineConfig
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
-from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS, replace_removed_dtype
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.accelerators import (
     ACCELERATORS,
     STREAM_DEVICES,
@@ -25,6 +24,7 @@ from diffserve.runtime.accelerators import (
     device_module,
     has_streams,
 )
+from diffserve.settings.config import DTYPE_ALIASES, DTYPES, OFFLOADS, replace_removed_dtype
 
 INT8, INT8_DYNAMIC, INT8_STATIC = "int8", "int8_dynamic", "int8_static"
 #: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device

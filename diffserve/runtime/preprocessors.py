@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from diffserve.canny import Pixels, edge_map
-from diffserve.controlnets import CANNY, PARAM, PASSED_THROUGH, Control
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.canny import Pixels, edge_map
+from diffserve.models.controlnets import CANNY, PARAM, PASSED_THROUGH, Control
 from diffserve.runtime.loading.library_imports import import_quietly
 
 LIBRARY: Final = "controlnet_aux"

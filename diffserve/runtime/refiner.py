@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.dry_run import Work
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import model_path, read_json
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import model_path, read_json
 
 COMPONENT = "safety_checker"
 EXTRACTOR = "feature_extractor"

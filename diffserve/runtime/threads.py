@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.settings.config import EngineConfig
 
 DRIFT: Final = 1.5
 """A pace so many times slower, or faster, than when the choice was made asks for a trial."""

@@ -32,20 +32,13 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from diffserve.client.on_behalf import HEADER, Asker, asker_in
-from diffserve.config import Settings
-from diffserve.controlnets import WORK_SHARE
-from diffserve.embedding_types import Embedded
-from diffserve.errors import DeadlineUnreachable, DiffserveError, QueueFull
-from diffserve.few_step import begin_with_loras
-from diffserve.pace import Pace
-from diffserve.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.service.http.hosts import address_of
-from diffserve.service.metrics import Metrics
-from diffserve.sizes import row_cost
-from diffserve.store.usage import Used
-from diffserve.text_types import TextDelta, TextFinished
-from diffserve.types import (
+from diffserve.api.embedding_types import Embedded
+from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
+from diffserve.api.pace import Pace
+from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
+from diffserve.api.sizes import row_cost
+from diffserve.api.text_types import TextDelta, TextFinished
+from diffserve.api.types import (
     Cancelled,
     Failed,
     Finished,
@@ -56,6 +49,13 @@ from diffserve.types import (
     Priority,
     Progress,
 )
+from diffserve.client.on_behalf import HEADER, Asker, asker_in
+from diffserve.models.controlnets import WORK_SHARE
+from diffserve.models.few_step import begin_with_loras
+from diffserve.service.http.hosts import address_of
+from diffserve.service.metrics import Metrics
+from diffserve.settings.config import Settings
+from diffserve.store.usage import Used
 from schedulers import SAMPLERS, resolve_sampler
 
 PLACES_PER_FREE_PLACE: Final = 7

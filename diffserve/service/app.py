@@ -14,9 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
-from diffserve.provenance import HEADER as PROVENANCE
+from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelNotFound
+from diffserve.media.provenance import HEADER as PROVENANCE
 from diffserve.service.a1111.images import Img2Img, Txt2Img
 from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
@@ -69,6 +68,7 @@ from diffserve.service.texts.embeddings import EmbeddingBody, EmbeddingEndpoint
 from diffserve.service.texts.rewrites import RewriteEndpoint
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
 from diffserve.service.threads import FILES
+from diffserve.settings.config import ServeConfig
 from diffserve.store.batches import Batches
 from diffserve.store.database import Database
 from diffserve.store.files import Files

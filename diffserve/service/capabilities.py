@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-from diffserve.config import ServeConfig
-from diffserve.images import MEDIA_TYPES
-from diffserve.json_schemas import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
-from diffserve.prompt_syntax import SYNTAXES
-from diffserve.quality import QUALITIES
-from diffserve.sampling_params import COUNTS, NUMBERS
+from diffserve.api.json_schemas import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
+from diffserve.api.prompt_syntax import SYNTAXES
+from diffserve.api.sampling_params import COUNTS, NUMBERS
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import ServedModel
+from diffserve.media.images import MEDIA_TYPES
 from diffserve.service.endpoint import Asks
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body
 from diffserve.service.models import ALIASES, model_entry, told_of
 from diffserve.service.texts.schemas import SamplingBody
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import ServedModel
+from diffserve.settings.config import ServeConfig
+from diffserve.settings.quality import QUALITIES
 from diffserve.version import __version__
 from schedulers import SPACINGS
 

@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import HourlyPrice, ServeConfig
 from diffserve.service.admission import Admission, Backlog, Ticket
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.bodies import BodyT, WorkBody
@@ -25,6 +24,7 @@ from diffserve.service.lifecycle import (
     warning_headers,
     work_until,
 )
+from diffserve.settings.config import HourlyPrice, ServeConfig
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):

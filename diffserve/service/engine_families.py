@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diffserve.engine_stats import BATCH_ROWS, STEP_S, EngineStats, ImageStats, ModelStats, PageStats, StepStats
-from diffserve.text_types import TextStats
+from diffserve.api.engine_stats import BATCH_ROWS, STEP_S, EngineStats, ImageStats, ModelStats, PageStats, StepStats
+from diffserve.api.text_types import TextStats
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
 BEYOND: Final = "+Inf"

@@ -8,9 +8,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from diffserve.config import Settings
-from diffserve.decoders import shared_decoders
-from diffserve.provenance import HEADER
+from diffserve.media.decoders import shared_decoders
+from diffserve.media.provenance import HEADER
 from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
 from diffserve.service.genai_metrics import GenAiMetrics
@@ -22,6 +21,7 @@ from diffserve.service.lifecycle import Gate
 from diffserve.service.page import PageRoute
 from diffserve.service.threads import LISTINGS
 from diffserve.service.tracing import Traces
+from diffserve.settings.config import Settings
 from diffserve.store.database import Database
 
 

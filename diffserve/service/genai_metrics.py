@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from diffserve.embedding_types import Embedded
-from diffserve.rewrite_types import RewriteFinished
+from diffserve.api.embedding_types import Embedded
+from diffserve.api.rewrite_types import RewriteFinished
+from diffserve.api.text_types import TextAccepted, TextFinished
+from diffserve.api.types import Accepted, Cancelled, Failed, Finished, Painted
 from diffserve.service.tracing import MISSING, is_asked, resource
-from diffserve.text_types import TextAccepted, TextFinished
-from diffserve.types import Accepted, Cancelled, Failed, Finished, Painted
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider

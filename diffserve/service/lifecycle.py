@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from diffserve.errors import DeadlineExceeded, EngineUnavailable
+from diffserve.api.errors import DeadlineExceeded, EngineUnavailable
 from diffserve.service.http.bodies import BodyT, parse
 from diffserve.service.http.errors import HttpError
 from diffserve.service.threads import ANSWERS

@@ -21,17 +21,17 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from diffserve import ipc
-from diffserve.embedding_types import Embedded
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import NOT_FINITE, EngineUnavailable, InsufficientMemory, NumericalError
-from diffserve.rewrite_types import RewriteFinished
+from diffserve.api import ipc
+from diffserve.api.embedding_types import Embedded
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import NOT_FINITE, EngineUnavailable, InsufficientMemory, NumericalError
+from diffserve.api.rewrite_types import RewriteFinished
+from diffserve.api.stage_types import PictureDecoded, TextsEncoded
+from diffserve.api.text_types import TextFinished, TextTimings
+from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.tracing import Traces
-from diffserve.stage_types import PictureDecoded, TextsEncoded
-from diffserve.text_types import TextFinished, TextTimings
-from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5

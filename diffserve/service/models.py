@@ -9,16 +9,16 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from diffserve.config import ServeConfig
-from diffserve.controlnets import ControlNetFolder
-from diffserve.errors import EngineUnavailable, ModelLoadError, ModelNotFound
-from diffserve.loras import LoraFolders
-from diffserve.provenance import header_of
-from diffserve.quality import quality_steps
+from diffserve.api.errors import EngineUnavailable, ModelLoadError, ModelNotFound
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel
+from diffserve.media.provenance import header_of
+from diffserve.models.controlnets import ControlNetFolder
+from diffserve.models.loras import LoraFolders
 from diffserve.service.http.bodies import show
 from diffserve.service.texts.schemas import Format, styles
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel
+from diffserve.settings.config import ServeConfig
+from diffserve.settings.quality import quality_steps
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler
 
 ALIASES: Final = (

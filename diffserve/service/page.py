@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Message, Receive, Scope, Send
 
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.service.http.bodies import check_strict
 from diffserve.service.http.errors import (
     OUR_MISTAKE,

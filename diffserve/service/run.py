@@ -21,10 +21,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from diffserve.child_signals import STOP_SIGNALS
-from diffserve.config import ServeConfig, Settings
-from diffserve.errors import ConfigError, EngineUnavailable
+from diffserve.api.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
+from diffserve.processes.child_signals import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.fleet import open_engines, told_of_devices
 from diffserve.service.front import Front
@@ -34,6 +33,7 @@ from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
 from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
+from diffserve.settings.config import ServeConfig, Settings
 from diffserve.store.database import FILE, Database
 
 SHORTEST_KEY = 16

@@ -18,11 +18,11 @@ from typing import Final
 
 import psutil
 
-from diffserve.config import Settings
-from diffserve.errors import ConfigError, EngineUnavailable, ModerationBlocked
+from diffserve.api.errors import ConfigError, EngineUnavailable, ModerationBlocked
+from diffserve.api.types import ImageResult
 from diffserve.logs import reason_of
-from diffserve.safety import FilterReady, Judgement, SafetyQuestion, Said, Trouble, encode, receive
-from diffserve.types import ImageResult
+from diffserve.media.safety import FilterReady, Judgement, SafetyQuestion, Said, Trouble, encode, receive
+from diffserve.settings.config import Settings
 
 MODULE: Final = "diffserve.engine.safety_process"
 CODE: Final = "safety_filter_unavailable"
@@ -33,7 +33,7 @@ STOPPED_S: Final = 5.0
 LOOK_EVERY_S: Final = 0.5
 SAID_OF_PICTURE: Final = "the safety filter withholds the picture; ask for something else."
 
-log = logging.getLogger("diffserve.safety")
+log = logging.getLogger("diffserve.media.safety")
 
 
 class Safety:

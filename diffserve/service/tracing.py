@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from diffserve.rewrite_types import RewriteFinished
-from diffserve.text_types import TextFinished, TextTimings
-from diffserve.types import ImageResult, Painted, Progress
+from diffserve.api.rewrite_types import RewriteFinished
+from diffserve.api.text_types import TextFinished, TextTimings
+from diffserve.api.types import ImageResult, Painted, Progress
 from diffserve.version import __version__
 
 if TYPE_CHECKING:

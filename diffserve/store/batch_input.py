@@ -7,7 +7,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 
 MAX_LINES: Final = 50_000
 MAX_LINES_IN_FILE: Final = 2 * MAX_LINES

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.store.batch_input import LineProblem
 from diffserve.store.database import Database
 from diffserve.store.files import File, Files, insert_file, new_file_id

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 
 FILE: Final = "diffserve.sqlite"
 LOCK: Final = "server.lock"

@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database
 from diffserve.store.pages import PageAsked, read_page
 

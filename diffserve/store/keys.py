@@ -12,8 +12,8 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from diffserve.bounds import check_share
-from diffserve.errors import InvalidRequest
+from diffserve.api.bounds import check_share
+from diffserve.api.errors import InvalidRequest
 from diffserve.store.database import Database
 
 Scope = Literal["generate", "metrics", "admin"]

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from diffserve.types import ServedModel, UNetPath
+from diffserve.api.types import ServedModel, UNetPath
 
 FILE: Final = "unet-paths.json"
 MOST_PATHS: Final = 1024

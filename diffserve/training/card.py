@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from diffserve.api.errors import ConfigError
 from diffserve.engine import Engine
-from diffserve.errors import ConfigError
 from diffserve.runtime.loading.checkpoint import write_manifest
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.training.adapters import LESSONS

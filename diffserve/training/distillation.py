@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTokenizer
 
-from diffserve.errors import ConfigError
-from diffserve.lora_layers import WORDS_KEY
+from diffserve.api.errors import ConfigError
+from diffserve.models.lora_layers import WORDS_KEY
 from diffserve.runtime.low_rank import adaptable, shape_of
 from diffserve.training.denoiser_training import Denoiser, build_scheduler
 from diffserve.training.latents import LatentScenes, draw_rows

@@ -19,7 +19,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save
 from torch import Tensor
 
-from diffserve.model_files import DIFFUSERS_STEM
+from diffserve.models.model_files import DIFFUSERS_STEM
 from diffserve.runtime.vae.preview import OWN_CLASS, PreviewConfig, PreviewDecoder
 from diffserve.training.latents import LatentScenes, draw_rows
 from diffserve.training.training_loop import Look, Run, TrainSettings

@@ -28,7 +28,7 @@ import typer
 from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.vae.preview import PreviewDecoder

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.training.muon import Muon, hidden_matrices
 
 Net = TypeVar("Net", bound=nn.Module)

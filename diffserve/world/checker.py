@@ -12,7 +12,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.world.canonical import Said
 from diffserve.world.drawn import DRAWN
 from diffserve.world.picture_reading import Found, Reading, read_picture

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.world.scenes import BACKGROUNDS, COLORS, GRID_PX, SPRITE_SIZES_PX
 from diffserve.world.sprite_matching import (
     NAMES,

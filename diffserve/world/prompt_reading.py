@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
-from diffserve.vocabulary import WORLD_FILE, Vocabulary
+from diffserve.api.errors import InvalidRequest
+from diffserve.models.vocabulary import WORLD_FILE, Vocabulary
 from diffserve.world.canonical import Said, sentence
 from diffserve.world.captions import (
     ABOVE_WORDS,

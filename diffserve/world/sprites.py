@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.world.drawn import DRAWN
 from diffserve.world.drawn import tile as drawn_tile
 from diffserve.world.scenes import OBJECTS

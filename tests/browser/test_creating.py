@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from diffserve.images import decode_image, read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import decode_image, read_infotext
+from diffserve.media.infotext import parse_infotext
 from tests.browser.visit import Screenshot, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -11,7 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import expect
 
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from tests.browser.test_manners import PHONE, assert_fits
 from tests.browser.visit import Screenshot, Visit, Visitor
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from tests.browser.test_editing import expect_no_barrier
 from tests.browser.visit import Screenshot, Visit, Visitor
 from tests.service.server import SOON_S, RunningServer, wait_for

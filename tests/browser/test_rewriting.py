@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
 from tests.browser.visit import Screenshot, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from diffserve.api.errors import InvalidRequest, ModelNotFound
 from diffserve.client import (
     AsyncClient,
     ChatMessage,
@@ -22,8 +23,7 @@ from diffserve.client import (
     RewriteDelta,
     Rewrites,
 )
-from diffserve.errors import InvalidRequest, ModelNotFound
-from diffserve.images import decode_image, read_infotext
+from diffserve.media.images import decode_image, read_infotext
 from tests.service.server import SOON_S, RunningServer, wait_for
 from tests.service.talker import FOX, NAME, SCRIPT
 

@@ -12,13 +12,13 @@ from typing import Any, get_type_hints
 import httpx
 import pytest
 
+from diffserve.api.errors import DiffserveError
 from diffserve.client import AsyncClient, Client
-from diffserve.errors import DiffserveError
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 
 CONVERSATION = "/{conversation_id}"

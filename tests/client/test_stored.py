@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.client import AsyncClient, Client, batch_lines
-from diffserve.errors import InvalidRequest
 from tests.service.server import RunningServer, wait_for
 
 pytestmark = pytest.mark.slow

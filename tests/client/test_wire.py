@@ -13,10 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
-from diffserve.client.errors import ErrorObject, error_of
-from diffserve.client.events import ChatReader, EventParser, image_reader
-from diffserve.errors import (
+from diffserve.api.errors import (
     ConfigError,
     DeadlineExceeded,
     DiffserveError,
@@ -25,6 +22,9 @@ from diffserve.errors import (
     ModelNotFound,
     QueueFull,
 )
+from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
+from diffserve.client.errors import ErrorObject, error_of
+from diffserve.client.events import ChatReader, EventParser, image_reader
 
 EVENTS = 'event: a\ndata: {"x":1}\n\n: keep-alive\n\ndata: {"y":"\u2028\x85ä"}\r\n\r\ndata: one\ndata: two\nid: 7\n\n'
 DATA = [b'{"x":1}', '{"y":"\u2028\x85ä"}'.encode(), b"one\ntwo"]

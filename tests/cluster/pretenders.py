@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from benchmarks.noop_engine import STATS, info_of
-from diffserve import ipc
-from diffserve.config import Settings
-from diffserve.stage_types import EncodeRequest, TextsEncoded
-from diffserve.tensor_values import Encodings
-from diffserve.types import Accepted, Finished, GenerationRequest, Progress, ServedModel
+from diffserve.api import ipc
+from diffserve.api.stage_types import EncodeRequest, TextsEncoded
+from diffserve.api.tensor_values import Encodings
+from diffserve.api.types import Accepted, Finished, GenerationRequest, Progress, ServedModel
+from diffserve.settings.config import Settings
 
 BROKEN = "nowhere"
 """A path of a model that does not load."""

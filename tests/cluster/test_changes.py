@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from diffserve.api.errors import ConfigError
 from diffserve.cluster.state import StateFile
-from diffserve.errors import ConfigError
 from tests.cluster.load import PATIENCE_S, load, picture_in
 from tests.cluster.running import TWO, Cluster
 from tests.service.server import GENERATIONS, wait_for

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from diffserve.api.errors import EngineUnavailable
+from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster import stages
 from diffserve.cluster.config import ClusterConfig, StagesConfig
 from diffserve.cluster.engines import MOST_LOST
 from diffserve.cluster.stages import StagedEngines
-from diffserve.errors import EngineUnavailable
-from diffserve.settings import load_settings
-from diffserve.types import Finished, GenerationRequest
+from diffserve.settings.layers import load_settings
 from tests.cluster.pretenders import PretendReplica
 
 PAINT_S = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from tests.cluster.running import Cluster, bare
 from tests.service.server import RunningServer
 from tests.service.test_recorded_clients import CLIENTS, Sent, answers_of

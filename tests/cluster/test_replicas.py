@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
 from diffserve.cluster.engines import RayEngines
 from diffserve.cluster.redeploy import redeploy
-from diffserve.config import Settings
-from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
-from diffserve.settings import load_settings
-from diffserve.types import Finished, GenerationRequest
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import load_settings
 from tests.cluster.pretenders import BROKEN, PretendReplica
 
 SOON_S = 20.0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from diffserve.api.errors import ConfigError
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_arguments, read_cluster
 from diffserve.cluster.ray_calls import FIXED, SERVED, check_environment
 from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.state import ClusterState, StateFile
-from diffserve.errors import ConfigError
 
 UP_TO_THREE = ClusterConfig(
     replicas=ReplicaConfig(min=0, max=3), scaling=ScalingConfig(rows_per_replica=10.0, idle_s=5.0)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.engine import TRACE_TICKS
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.transfer import Fetched
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 
 MakeEngine = Callable[..., Engine]

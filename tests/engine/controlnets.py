@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import torch
 
-from diffserve.controlnets import Control
+from diffserve.api.types import GenerationRequest, Picture
+from diffserve.models.controlnets import Control
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.types import GenerationRequest, Picture
 from tests.engine.pipelines import asked
 
 

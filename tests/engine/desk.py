@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, Event, GenerationRequest, ModelInfo
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.policy import TickCosts
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, ShownPreview, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason
-from diffserve.types import DiffusionParams, Event, GenerationRequest, ModelInfo
+from diffserve.settings.config import EngineConfig
 from schedulers import NoiseSchedule
 
 INFO = ModelInfo(

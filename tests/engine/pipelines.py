@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.types import DiffusionParams, GenerationRequest
 from tests.device import DEVICE
 from tests.schedulers.theirs import ARGUMENTS, scheduler_class
 

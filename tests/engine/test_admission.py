@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import DiffusionParams, Picture
 from diffserve.engine.image.admission import ImageAdmission, guided_rows
-from diffserve.errors import InvalidRequest
-from diffserve.types import DiffusionParams, Picture
 from schedulers import compile_table
 from tests.engine.desk import INFO, SCHEDULE, admission, request
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from diffserve.api.errors import DiffserveError, InvalidRequest, ModelLoadError, ModelNotFound
+from diffserve.api.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
 from diffserve.engine import Engine
 from diffserve.engine.image.scoring import CheckerScorer, PictureScores
-from diffserve.errors import DiffserveError, InvalidRequest, ModelLoadError, ModelNotFound
 from diffserve.runtime import load_model
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.precision import choose_device
-from diffserve.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
 from diffserve.world.render import render
 from diffserve.world.scenes import Placed, Scene
 from tests.device import DEVICE

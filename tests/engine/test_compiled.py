@@ -26,8 +26,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
+from diffserve.api.errors import ConfigError
+from diffserve.api.types import GenerationRequest, Painted
 from diffserve.cli import warm
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.batch import LanePool
@@ -35,7 +36,6 @@ from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.compiled_groups import DOUBT_S, check, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.precision import cpu_bf16_unit
 from diffserve.runtime.text.conditioning import make_conditioner
@@ -46,8 +46,8 @@ from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.openvino_package import BF16_UNITS, MEMBER
 from diffserve.runtime.unet.package import Package, TorchModel
 from diffserve.runtime.unet.random_rows import random_call
-from diffserve.settings import Flag, load_settings
-from diffserve.types import GenerationRequest, Painted
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import Flag, load_settings
 from tests.engine.loras import ATTENTION, KERNELS, with_folder
 from tests.engine.pipelines import asked
 from tests.hardware import needs_openvino
@@ -68,7 +68,7 @@ try:
 except SystemExit as ended:
     assert ended.code in (0, 1), ended.code
 from torch._inductor import codecache
-from diffserve.config import EngineConfig
+from diffserve.settings.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiling import compile_group
 from diffserve.engine.image.task import GroupKey

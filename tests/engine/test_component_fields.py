@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ModelLoadError
 from diffserve.engine import Engine
-from diffserve.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.settings import load_settings
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
 
 BOUND = 1e-4

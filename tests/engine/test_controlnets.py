@@ -17,17 +17,17 @@ from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from diffserve.config import EngineConfig
-from diffserve.controlnets import Control, digest_of, read_control
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import NO_LIMIT
-from diffserve.errors import InvalidRequest
+from diffserve.models.controlnets import Control, digest_of, read_control
 from diffserve.runtime import load_model
 from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading.controlnet import ControlNetFiles
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.unet.controlnet import residual_shapes
-from diffserve.types import TERMINAL, GenerationRequest, ImageResult
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.controlnets import control_map, controlled, with_folder, write_folder
 from tests.engine.loras import with_folder as with_loras

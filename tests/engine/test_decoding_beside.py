@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from diffserve.api.types import Painted, Progress
 from diffserve.runtime.vae.vae import Decoded
-from diffserve.types import Painted, Progress
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 

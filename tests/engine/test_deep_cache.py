@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Event, GenerationRequest, ImageResult, Painted, Picture
 from diffserve.engine import Engine
 from diffserve.engine.image.admission import full_rows
-from diffserve.errors import InvalidRequest
 from diffserve.runtime.unet.deep_cache import NUM_SKIPS, ShallowPart
-from diffserve.types import Event, GenerationRequest, ImageResult, Painted, Picture
 from tests.engine.conftest import MakeEngine
 from tests.engine.desk import INFO, Desk, admission, request
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.config import POLICIES
+from diffserve.api.types import GenerationRequest, ImageResult, Painted
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.text.conditioning import make_conditioner
@@ -24,7 +24,7 @@ from diffserve.runtime.unet.batch_invariance import (
     study,
     timed,
 )
-from diffserve.types import GenerationRequest, ImageResult, Painted
+from diffserve.settings.config import POLICIES
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError, DeviceLost, DiffserveError
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine.image.engine import Engine
-from diffserve.errors import ConfigError, DeviceLost, DiffserveError
 from diffserve.runtime import faults, load_model
 from diffserve.runtime.device_health import DeviceProbe, is_sticky
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
 
 STICKY = (
     "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported",

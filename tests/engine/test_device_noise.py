@@ -8,9 +8,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import DiffusionParams
 from diffserve.runtime.philox import Draw, normals
-from diffserve.types import DiffusionParams
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 from tests.engine.test_dry_tick import STEPS, open_engine, submit, ticks

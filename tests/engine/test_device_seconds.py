@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, Painted
 from diffserve.engine.records import shares
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, Painted
 from tests.engine.conftest import MakeEngine
 
 

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks import random_models
 from benchmarks.random_models import save_hollow_model
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
 from diffserve.runtime.activations import margin
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.loading import checkpoint
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
 
 STEPS = 6
 LARGE = pytest.param("sdxl-random", marks=pytest.mark.slow)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from diffserve import DiffserveError, Engine, GenerationRequest
-from diffserve.errors import DeadlineUnreachable, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
-from diffserve.types import (
+from diffserve.api.errors import DeadlineUnreachable, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
+from diffserve.api.types import (
     TERMINAL,
     Accepted,
     DiffusionParams,

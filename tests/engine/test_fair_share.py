@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
+from diffserve.api.types import Finished, Progress
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
 from diffserve.engine.records import Stage
-from diffserve.types import Finished, Progress
 from tests.engine.desk import Desk, DeskCosts
 
 STEPS = 10

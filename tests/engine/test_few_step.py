@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
+from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
-from diffserve.loras import Lora
+from diffserve.models.loras import Lora
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.engine.loras import ATTENTION, with_folder
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.open_loop import quantile
 from benchmarks.simulator import SCHEDULE, Costs, SimulatedEngine, model_info
 from benchmarks.trace import Recorded, mixed
-from diffserve.config import EngineConfig
+from diffserve.api.types import Event, Failed, Painted, Progress
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.scheduler import FORECAST_SHARE
 from diffserve.engine.image.task import LiveRequest
-from diffserve.types import Event, Failed, Painted, Progress
+from diffserve.settings.config import EngineConfig
 from tests.engine.desk import Desk
 
 COSTS = Costs(

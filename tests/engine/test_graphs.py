@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffserve.config import EngineConfig
-from diffserve.controlnets import Control
+from diffserve.api.types import GenerationRequest, LatentArray
 from diffserve.engine import Engine
 from diffserve.engine.image.room import LOOK_EVERY_S
 from diffserve.engine.image.task import GroupKey
+from diffserve.models.controlnets import Control
 from diffserve.runtime import load_model
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adaptable, of_pictures, random_set
 from diffserve.runtime.unet import graphs
@@ -28,7 +28,7 @@ from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.graphs import FIRST_PAUSE_S, LONGEST_PAUSE_S, CallGraphs, CudaRecord, Recorded, graph_sizes
 from diffserve.runtime.unet.random_rows import random_call, random_rows
-from diffserve.types import GenerationRequest, LatentArray
+from diffserve.settings.config import EngineConfig
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import controlled
 from tests.engine.pipelines import asked

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from diffserve import ipc
+from diffserve.api import ipc
+from diffserve.api.types import GenerationRequest, Painted
 from diffserve.engine import Engine, process
 from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import SHARED, GroupFacts
-from diffserve.types import GenerationRequest, Painted
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.compiled_groups import CompiledGroups, compiles_in_background
 from diffserve.engine.image.compiling import CompilerProcess
-from diffserve.errors import ConfigError
 from diffserve.runtime import load_model
 from diffserve.runtime.unet import compiled, inductor
 from diffserve.runtime.unet.call import UNetArguments
@@ -30,6 +29,7 @@ from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.inductor import CXX_LIBRARY, known_options, missing_tools, shared_library_option
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
+from diffserve.settings.config import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffserve.types import ImageResult, Picture
+from diffserve.api.types import ImageResult, Picture
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import SCHEDULERS, asked, load_pipeline, pipeline_latents
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from diffserve.engine import Engine
-from diffserve.images import stretch
-from diffserve.types import (
+from diffserve.api.types import (
     TERMINAL,
     Cancelled,
     Event,
@@ -21,6 +19,8 @@ from diffserve.types import (
     Preview,
     Progress,
 )
+from diffserve.engine import Engine
+from diffserve.media.images import stretch
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.errors import DeadlineExceeded, DiffserveError, NumericalError
+from diffserve.api.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
 from diffserve.engine import Engine
-from diffserve.errors import DeadlineExceeded, DiffserveError, NumericalError
 from diffserve.runtime.transfer import Fetched
-from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked

@@ -12,9 +12,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Event, GenerationRequest, ImageResult
 from diffserve.engine.image.latent_cache import SKIPS, KeptLatents, LatentCache, skip_of
-from diffserve.errors import InvalidRequest
-from diffserve.types import Event, GenerationRequest, ImageResult
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents
 from tests.engine.test_deep_cache import TOLERANCE, content, init_image, painted_by_seed

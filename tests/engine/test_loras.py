@@ -19,17 +19,17 @@ from diffusers.loaders import lora_conversion_utils
 from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import lora_tensors
-from diffserve.config import EngineConfig
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import TERMINAL, GenerationRequest, ImageResult, Painted
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import InvalidRequest
-from diffserve.infotext import parse_infotext, write_infotext
-from diffserve.lora_layers import LayerChange
+from diffserve.media.infotext import parse_infotext, write_infotext
+from diffserve.models.lora_layers import LayerChange
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed
 from diffserve.runtime.loading.lora import LoRAFile
 from diffserve.runtime.low_rank import adaptable, factor_bytes, random_set, shape_of
-from diffserve.types import TERMINAL, GenerationRequest, ImageResult, Painted
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.loras import QUERIES, kohya_tensors, with_folder, write_folder
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffserve.errors import InvalidRequest
-from diffserve.infotext import parse_infotext, write_infotext
-from diffserve.micro_conditioning import MicroConditioning
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.media.infotext import parse_infotext, write_infotext
 from tests.device import tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents

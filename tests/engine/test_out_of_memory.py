@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffserve.api.types import Event, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import FIRST_PAUSE_S
-from diffserve.types import Event, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.errors import ConfigError, DeadlineUnreachable, InvalidRequest
+from diffserve.api.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from diffserve.engine import Engine
 from diffserve.engine.image import policy
-from diffserve.errors import ConfigError, DeadlineUnreachable, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
-from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.device import DEVICE, tolerance
 from tests.engine.conftest import STRANGER, MakeEngine
 from tests.engine.pipelines import asked

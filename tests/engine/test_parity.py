@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import InvalidRequest
 from diffserve.engine import Engine
-from diffserve.errors import InvalidRequest
-from diffserve.infotext import write_infotext
+from diffserve.media.infotext import write_infotext
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.random_rows import random_call
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import PIPELINES, SCHEDULERS, asked, load_pipeline, pipeline_latents

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baseline_policies import BASELINES
-from diffserve.config import POLICIES, EngineConfig
+from diffserve.api.errors import ConfigError
+from diffserve.api.types import Finished, Progress
 from diffserve.engine.image import policy
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickPlan
-from diffserve.errors import ConfigError
-from diffserve.types import Finished, Progress
+from diffserve.settings.config import POLICIES, EngineConfig
 from tests.engine.desk import Desk, DeskCosts
 
 

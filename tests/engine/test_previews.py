@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import GenerationRequest, Painted, Preview
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner
-from diffserve.types import GenerationRequest, Painted, Preview
+from diffserve.settings.config import EngineConfig
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 

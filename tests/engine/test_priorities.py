@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Finished
 from diffserve.engine.image.priorities import BATCH_SHARE
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import InvalidRequest
-from diffserve.types import Finished
 from tests.engine.desk import Desk, DeskCosts, request
 
 

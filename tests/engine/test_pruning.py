@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from diffserve.api.errors import ConfigError, ModelLoadError
+from diffserve.api.types import Event, GenerationRequest, ImageResult
 from diffserve.cli import main
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.errors import ConfigError, ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.activations import hollow_twin
 from diffserve.runtime.loading.pruned import prune_directory
@@ -25,7 +25,7 @@ from diffserve.runtime.needs import needs_of
 from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.runtime.unet.compiled import _circumstances
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
-from diffserve.types import Event, GenerationRequest, ImageResult
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.pipelines import asked
 from tests.engine.test_deep_cache import content, painted_by_seed

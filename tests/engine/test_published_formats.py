@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from diffserve.api.errors import ModelLoadError
+from diffserve.api.types import ImageResult
 from diffserve.engine import Engine
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import find_weights
+from diffserve.models.model_files import find_weights
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
-from diffserve.settings import load_settings
-from diffserve.types import ImageResult
+from diffserve.settings.layers import load_settings
 from schedulers.samplers import SAMPLERS
 from tests.device import DEVICE, tolerance
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents

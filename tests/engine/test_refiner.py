@@ -13,13 +13,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import InvalidRequest, ModelLoadError
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
 from diffserve.engine import Engine
-from diffserve.errors import InvalidRequest, ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE, tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder

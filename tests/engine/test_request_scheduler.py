@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from diffserve.api.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from diffserve.engine.image import policy
 from diffserve.engine.image.queues import LaneTable
 from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
-from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from tests.engine.desk import Desk
 
 

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from diffserve.controlnets import Control
-from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
-from diffserve.engine_stats import CacheStats
-from diffserve.loras import Lora
-from diffserve.micro_conditioning import MicroConditioning
-from diffserve.tensor_values import Encodings
-from diffserve.types import (
+from diffserve.api.engine_stats import CacheStats
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.tensor_values import Encodings
+from diffserve.api.types import (
     Cancelled,
     DiffusionParams,
     Event,
@@ -26,6 +23,9 @@ from diffserve.types import (
     Progress,
     RewriteOptions,
 )
+from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
+from diffserve.models.controlnets import Control
+from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine
 from tests.engine.desk import INFO
 from tests.engine.pipelines import asked

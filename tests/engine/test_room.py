@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import InvalidRequest
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.room import LOOK_EVERY_S
-from diffserve.errors import InvalidRequest
 from diffserve.runtime.activations import Activations, hollow_twin, margin
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
+from diffserve.settings.config import EngineConfig
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -31,7 +31,7 @@ MEASURED = """
 from diffserve.runtime.loading.library_imports import import_lean
 import_lean()
 import json, os, sys, torch
-from diffserve.config import EngineConfig
+from diffserve.settings.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime import load_model
 from diffserve.runtime.activations import Activations, margin

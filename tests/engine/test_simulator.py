@@ -16,8 +16,8 @@ from benchmarks.painted_trace import run
 from benchmarks.simulator import Costs, isolated_times, loaded, replay
 from benchmarks.trace import Recorded, at_poisson_times, load, mixed, save
 from benchmarks.validate_simulator import compare, fit
-from diffserve.config import EngineConfig
 from diffserve.engine.image.task import RowLabel, TickTrace, UNetCall
+from diffserve.settings.config import EngineConfig
 from tests.engine.conftest import MakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
-from diffserve.errors import InvalidRequest
-from diffserve.types import Accepted, Painted, Picture
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Accepted, Painted, Picture
 
 ONE = DiffusionParams(num_steps=1)
 

@@ -12,18 +12,18 @@ from typing import Any, Final
 import pytest
 from msgspec.structs import replace
 
-from diffserve import ipc
-from diffserve.config import TextSettings
-from diffserve.controlnets import Control
+from diffserve.api import ipc
+from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
+from diffserve.api.tensor_values import Encodings, TensorValue
+from diffserve.api.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
 from diffserve.engine.process import open_probe, trial
 from diffserve.engine.studio import Studio
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.models.controlnets import Control
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.settings import load_settings
-from diffserve.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
-from diffserve.tensor_values import Encodings, TensorValue
-from diffserve.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
+from diffserve.settings.config import TextSettings
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import control_map, controlled

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError
+from diffserve.api.types import GenerationRequest, ServedModel, UNetPath
 from diffserve.engine import Engine
 from diffserve.engine.image import unet_paths
 from diffserve.engine.image.compiling import CompileError, compile_group
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.batch_invariance import GroupFacts
 from diffserve.runtime.unet.compiled import Packages
+from diffserve.settings.config import EngineConfig
 from diffserve.store.unet_paths import FILE, UNetPathFile
-from diffserve.types import GenerationRequest, ServedModel, UNetPath
 from tests.engine.pipelines import asked
 from tests.hardware import needs_openvino
 from tests.tiny_models import ONE_LEVEL

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_SEED, DiffusionParams, GenerationRequest, ImageResult, Picture
 from diffserve.engine.image.state import slerp
-from diffserve.errors import InvalidRequest
-from diffserve.infotext import parse_infotext, write_infotext
-from diffserve.types import MAX_SEED, DiffusionParams, GenerationRequest, ImageResult, Picture
+from diffserve.media.infotext import parse_infotext, write_infotext
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
 

@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.random_models import lora_tensors
-from diffserve.config import EngineConfig
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.shape_groups import _name
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import InvalidRequest
-from diffserve.lora_layers import WHOLE, flat_name
-from diffserve.loras import Lora, LoraFolders
+from diffserve.models.lora_layers import WHOLE, flat_name
+from diffserve.models.loras import Lora, LoraFolders
 from diffserve.runtime import load_model
 from diffserve.runtime.low_rank import RowLoRAs
 from diffserve.runtime.threads import Threads
-from diffserve.types import GenerationRequest, ImageResult
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.loras import QUERIES, with_folder
 from tests.engine.pipelines import asked

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.folder import PARTS, SETUP, refuse_folder, refuse_other_sweep, take_lock, write_whole
 from diffserve.experiments.store import Store
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.gate import EXIT_GATE_FAILED
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.gate import JSON, RESULTS, GateLimits, GateReport, GateRow, PrecisionGate, broken
 from diffserve.experiments.gate_run import GateProgress, run_gate
 from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.settings.config import EngineConfig
 from tests.tiny_models import ONE_LEVEL
 
 PLAN = SweepPlan(

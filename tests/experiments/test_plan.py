@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import plan
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
 from tests.engine.desk import INFO

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import diffserve.experiments
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import SceneSpec, match_prompts
 from diffserve.world.captions import caption
 from diffserve.world.render import render

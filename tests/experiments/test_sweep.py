@@ -20,11 +20,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
-from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.errors import InvalidRequest
 from diffserve.experiments import run
 from diffserve.experiments.engine_painter import EnginePainter, request_for
 from diffserve.experiments.experiment import complete
@@ -36,6 +35,7 @@ from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
 from diffserve.experiments.run import SweepProgress, run_plan, sweep
+from diffserve.settings.config import EngineConfig
 from diffserve.world.checker import EDITION
 from tests.tiny_models import ONE_LEVEL
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import parse_prompt
 from diffserve.world.captions import (
     COLOR_SYNONYMS,

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.random_models import save_hollow_model
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
-from diffserve.errors import ConfigError
 from diffserve.runtime import accelerators, choose_device
 from diffserve.runtime.accelerators import compute_capability, float64_device, has_float64
 from diffserve.runtime.decoding.uniforms import invert
@@ -23,8 +23,8 @@ from diffserve.runtime.memory import free_bytes, give_memory_back
 from diffserve.runtime.philox import Draw, normals
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.encoding import weigh
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 META = torch.device("meta")
 ATEN = torch.ops.aten

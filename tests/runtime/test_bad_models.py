@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.model_files import model_path
+from diffserve.api.errors import ModelLoadError, ModelNotFound
+from diffserve.models.model_files import model_path
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 
 UNET = "unet/diffusion_pytorch_model.safetensors"

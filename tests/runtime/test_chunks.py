@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from diffserve.errors import InvalidRequest
-from diffserve.prompt_syntax import parse_prompt
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_syntax import parse_prompt
 from diffserve.runtime.text.prompt import MAX_CHUNKS, Chunk, SpecialTokens, chunk_prompt
 
 START, END, PAD, COMMA = 900, 901, 902, 500

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.runtime import UNetRunner, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
 from diffserve.runtime.unet.steady_layers import use_steady_layers
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
 from diffserve.runtime.loading.weight_loading import is_channels_last, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.vae import compiled

@@ -16,19 +16,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
+from diffserve.api.errors import ConfigError, InsufficientMemory
 from diffserve.cli import doctor
-from diffserve.config import EngineConfig
 from diffserve.engine.image import room
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
-from diffserve.errors import ConfigError, InsufficientMemory
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading import spread
 from diffserve.runtime.loading.spread import part_bytes, spread_over
 from diffserve.runtime.low_rank import RowLoRAs, adaptable, random_set
 from diffserve.runtime.unet.controlnet import random_residuals
 from diffserve.runtime.unet.random_rows import random_inputs
-from diffserve.settings import load_settings
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 SIZES = {"text": 2, "unet": 10, "vae": 1, "else": 0}
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

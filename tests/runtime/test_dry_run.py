@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.random_models import save_hollow_model
-from diffserve.config import EngineConfig
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime import load_model
 from diffserve.runtime.dry_run import HostSyncError, MixedDevicesError, dry_run
 from diffserve.runtime.loading.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from diffserve.runtime.needs import needs_of
 from diffserve.runtime.roofline import GPUS, find_gpu
 from diffserve.runtime.transfer import fetch, send
 from diffserve.runtime.unet.random_rows import random_inputs
+from diffserve.settings.config import EngineConfig
 
 META = torch.device("meta")
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diffserve.api.errors import DiffserveError, ModelLoadError
+from diffserve.api.types import GenerationRequest
 from diffserve.engine import Engine
-from diffserve.errors import DiffserveError, ModelLoadError
-from diffserve.lora_layers import InvalidLoRAError, read_layers
-from diffserve.loras import lora_problem
+from diffserve.models.lora_layers import InvalidLoRAError, read_layers
+from diffserve.models.loras import lora_problem
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.lora import LoRAFile
 from diffserve.runtime.quantised_layers import from_int8
-from diffserve.settings import load_settings
-from diffserve.types import GenerationRequest
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.language import load_language_model
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, NOT_COVERED, check_manifest, write_manifest

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image import runner
@@ -19,6 +18,7 @@ from diffserve.runtime.controlnet_shelf import ControlNetShelf
 from diffserve.runtime.unet import memory_format
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.runtime.unet.memory_format import faster_format, has_choice, set_memory_format
+from diffserve.settings.config import EngineConfig
 from tests.engine.controlnets import with_folder, write_folder
 from tests.runtime.conftest import LoadTiny
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diffserve.api.types import ModelProfile
+from diffserve.models.vocabulary import WORLD_FILE
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
 from diffserve.runtime.loading.pruned import prune_directory
 from diffserve.runtime.unet.pruning import Shares
-from diffserve.types import ModelProfile
-from diffserve.vocabulary import WORLD_FILE
 from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny
 from tests.tiny_models import save_model

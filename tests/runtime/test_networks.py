@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.errors import NumericalError
+from diffserve.api.errors import NumericalError
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 from tests import tiny_models

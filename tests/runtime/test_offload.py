@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
-from diffserve.config import EngineConfig, TextSettings
+from diffserve.api.errors import ConfigError
 from diffserve.engine.loading import load_languages
-from diffserve.errors import ConfigError
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.language import load_language_model
 from diffserve.runtime.loading import offload
 from diffserve.runtime.precision import RESTS
-from diffserve.settings import load_settings
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.settings.config import EngineConfig, TextSettings
+from diffserve.settings.layers import load_settings
 from tests.runtime.language import tiny
 
 OFFLOADS = ("auto", "cpu", "disk")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime import choose_for, load_model
 from diffserve.runtime.loading import components
@@ -17,6 +16,7 @@ from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.compiled import FlatUNet, Packages
 from diffserve.runtime.unet.outline import load_outline
 from diffserve.runtime.unet.random_rows import random_call
+from diffserve.settings.config import EngineConfig
 from tests.tiny_models import ONE_LEVEL
 
 SHAPE = (64, 64, 77)

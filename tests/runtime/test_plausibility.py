@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading import plausibility
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
@@ -26,8 +27,7 @@ from diffserve.runtime.loading.plausibility import (
     probe,
     readings,
 )
-from diffserve.settings import load_settings
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.settings.layers import load_settings
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.table import FloatArray
 from tests.device import DEVICE

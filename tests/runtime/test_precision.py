@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
-from diffserve.model_files import read_json
+from diffserve.models.model_files import read_json
 from diffserve.runtime import DTYPE_NAMES, DiffusionModel, arithmetic, choose_device, choose_for, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component

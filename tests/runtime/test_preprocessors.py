@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diffserve.canny import SIGMA, canny, edge_map
-from diffserve.controlnets import CANNY, PASSED_THROUGH, Control
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.canny import SIGMA, canny, edge_map
+from diffserve.models.controlnets import CANNY, PASSED_THROUGH, Control
 from diffserve.runtime.preprocessors import preprocess
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner, load_preview

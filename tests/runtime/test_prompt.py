@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffserve.errors import InvalidRequest
-from diffserve.loras import read_tags
-from diffserve.prompt_syntax import Piece, in_a1111, parse_prompt
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_syntax import Piece, in_a1111, parse_prompt
+from diffserve.models.loras import read_tags
 
 UP, DOWN = 1.1, 1 / 1.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.runtime.kv import PoolBusy
 from tests.runtime.conftest import LoadTiny
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes

@@ -13,11 +13,11 @@ from torch import nn
 
 from benchmarks import random_models
 from benchmarks.random_models import save_hollow_model
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.errors import ConfigError
-from diffserve.model_files import read_json
+from diffserve.models.model_files import read_json
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading import checkpoint
@@ -36,7 +36,7 @@ from diffserve.runtime.quantised_layers import (
 )
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.unet.steady_layers import RowLinear, use_steady_layers
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.hardware import needs_int8
 from tests.runtime.conftest import LoadTiny

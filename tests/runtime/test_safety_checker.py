@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.safety_checker import SafetyChecker
 from tests.tiny_models import save_safety_checker
 

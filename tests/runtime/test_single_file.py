@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
 from diffserve.runtime.text.encoding import CACHED_TEXTS, TextReading, weigh
 from tests.device import DEVICE, tolerance

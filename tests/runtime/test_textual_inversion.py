@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from diffserve.errors import InvalidRequest, ModelNotFound
-from diffserve.infotext import parse_infotext, write_infotext
+from diffserve.api.errors import InvalidRequest, ModelNotFound
+from diffserve.media.infotext import parse_infotext, write_infotext
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.textual_inversion import read_words
@@ -201,8 +201,8 @@ def test_command_in_the_refusal_of_a_pickle_file_converts_it(tmp_path: Path, con
 def test_a_picture_with_a_learnt_word_is_another(
     tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from diffserve.config import EngineConfig
     from diffserve.engine import Engine
+    from diffserve.settings.config import EngineConfig
 
     save(tmp_path / "sloth.safetensors", {"emb_params": vectors(1)})
     model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)

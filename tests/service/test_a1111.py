@@ -16,14 +16,14 @@ import pytest
 import webuiapi
 from PIL import Image, PngImagePlugin
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, read_infotext
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.images import decode_image, read_infotext
+from diffserve.media.start_picture import StartPicture
 from diffserve.service.a1111 import asking
 from diffserve.service.a1111.asking import ask
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import read_styles, with_styles
-from diffserve.start_picture import StartPicture
-from diffserve.types import Picture
 from tests.service.server import RunningServer
 from tests.service.test_edits import file_of, in_base64, picture
 from ui.create.parameters import form_of

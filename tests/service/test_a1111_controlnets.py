@@ -11,13 +11,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from diffserve.canny import edge_map
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, encode_image, resize, stretch
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.canny import edge_map
+from diffserve.media.images import decode_image, encode_image, resize, stretch
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.service.a1111.controlnets import UNIT_FIELDS, controlnets_of, ignored_in_units
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
-from diffserve.types import Picture
 from tests.engine.controlnets import control_map, save_controlnet
 from tests.service.server import RunningServer, running_server
 from tests.service.test_a1111 import pixels_of, post

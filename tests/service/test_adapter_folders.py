@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import lora_tensors
 from diffserve.client import Client, ImageCapabilities
-from diffserve.images import decode_image, read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import decode_image, read_infotext
+from diffserve.media.infotext import parse_infotext
 from diffserve.runtime import load_model
 from tests.engine.controlnets import control_map, save_controlnet
 from tests.engine.loras import ATTENTION, TEXT

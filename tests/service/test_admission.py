@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from diffserve.errors import EngineUnavailable, QueueFull
+from diffserve.api.errors import EngineUnavailable, QueueFull
+from diffserve.api.text_types import TextDelta, TextFinished, TextTimings, TextUsage
+from diffserve.api.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Progress
 from diffserve.service.admission import Backlog, Ticket, work_of
 from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
-from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
-from diffserve.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Progress
 from tests.engine.desk import INFO
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.docs import render
@@ -22,7 +22,7 @@ from diffserve.service.http.keys import OPEN, KeyRing
 from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
 from diffserve.service.run import bind, check_open
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store.database import Database
 
 POSTS = (

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.images import encode_image
+from diffserve.api.types import Picture
+from diffserve.media.images import encode_image
 from diffserve.service.http.middleware import TEXT_BODY_BYTES
-from diffserve.settings import load_settings
-from diffserve.types import Picture
+from diffserve.settings.layers import load_settings
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 
 pytestmark = pytest.mark.slow

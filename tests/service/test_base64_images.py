@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import encode_image
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.images import encode_image
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.types import Picture
 from tests.service.server import RunningServer
 from tests.service.test_edits import FEW, holed, picture
 from tests.service.test_filtered_texts import Leaf, leaves

@@ -18,14 +18,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.errors import EngineUnavailable, QueueFull
+from diffserve.api.errors import EngineUnavailable, QueueFull
 from diffserve.service.admission import Admission
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.metrics import Metrics
 from diffserve.service.stored import batch_runner
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.owners import Owners
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 from diffserve.store.batches import WINDOW_S, Batch, Batches
 from diffserve.store.files import Files

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from diffserve.api.errors import ModelNotFound
+from diffserve.api.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
 from diffserve.client import Capabilities, Client, ImageCapabilities, Price, ServerCapabilities
-from diffserve.config import ServeConfig
-from diffserve.errors import ModelNotFound
-from diffserve.quality import quality_steps
-from diffserve.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
 from diffserve.service.capabilities import Offer, capabilities
 from diffserve.service.endpoint import Checked
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import ALIASES, capabilities_of, image_capabilities, refused_fields
 from diffserve.service.texts.schemas import ChatBody, CompletionBody
-from diffserve.settings import load_settings
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
+from diffserve.settings.config import ServeConfig
+from diffserve.settings.layers import load_settings
+from diffserve.settings.quality import quality_steps
 from schedulers import SAMPLERS
 from tests.service import talker
 from tests.service.server import RunningServer, error_of

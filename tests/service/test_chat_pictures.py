@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from diffserve.service.models import is_alias
 from diffserve.service.responses.chat_pictures import wants_picture
 from tests.service.server import RunningServer, error_of

@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
 from diffserve.client import Client
 from diffserve.client.answers import Images
-from diffserve.controlnets import Control, digest_of
-from diffserve.errors import InvalidRequest
-from diffserve.images import encode_image, read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import encode_image, read_infotext
+from diffserve.media.infotext import parse_infotext
+from diffserve.models.controlnets import Control, digest_of
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.service.http.middleware import TEXT_BODY_BYTES
-from diffserve.types import Picture
 from tests.engine.controlnets import control_map, save_controlnet
 from tests.service.server import running_server
 from tests.ui.asking import Request

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from openai import OpenAI
 from PIL import Image
 
+from diffserve.api.types import Picture
 from diffserve.client import Client
-from diffserve.images import decode_image, encode_image
+from diffserve.media.images import decode_image, encode_image
 from diffserve.service.http.middleware import PICTURE_BODY_BYTES
-from diffserve.types import Picture
 from tests.service.server import RunningServer
 
 FEW: dict[str, Any] = {"num_inference_steps": 2, "seed": 5, "sampler": "euler"}

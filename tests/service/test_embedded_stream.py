@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from openai import OpenAI
 
-from diffserve.images import decode_image, resize
+from diffserve.media.images import decode_image, resize
 from tests.service.server import RunningServer
 
 pytestmark = pytest.mark.slow

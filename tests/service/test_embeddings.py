@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.client import Client
-from diffserve.errors import InvalidRequest
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 
 pytestmark = pytest.mark.slow

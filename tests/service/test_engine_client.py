@@ -12,16 +12,16 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
-from diffserve.errors import InvalidRequest
-from diffserve.rewrite_types import RewriteFinished, RewriteRequest
-from diffserve.sampling_params import SamplingParams
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
-from diffserve.settings import load_settings
-from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
-from diffserve.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions
+from diffserve.settings.layers import load_settings
 from tests.engine.studio.talker import save_talker
 from tests.service.server import GENERATIONS, SOON_S, START_S, error_of
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.images import decode_image
 from diffserve.service.a1111.schemas import Img2ImgBody
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.fetching import MAX_FETCHED_BYTES, Fetcher, is_public

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.responses.schemas import ResponseBody
 from diffserve.service.stored import file_pictures
 from diffserve.service.stored.file_pictures import FilePictures
 from diffserve.service.stored.owners import Owners
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store.database import Database
 from diffserve.store.files import Files
 

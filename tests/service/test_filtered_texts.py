@@ -19,15 +19,15 @@ import pytest
 from gradio_client import Client
 from openai import OpenAI
 
+from diffserve.api.types import GenerationRequest
 from diffserve.cli import main
 from diffserve.cli.commands.paint import generate
 from diffserve.cli.mcp import Tools
 from diffserve.client import AsyncClient
-from diffserve.safety import SafetyQuestion
+from diffserve.media.safety import SafetyQuestion
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.responses.planning import FROM_ELSEWHERE
 from diffserve.service.safety import Safety
-from diffserve.types import GenerationRequest
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import ROOT, START_S, RunningServer, running_server, wait_for
 from tests.service.test_batches import begin, send, told, until_over

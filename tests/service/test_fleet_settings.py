@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.config import Settings
-from diffserve.engine_stats import EngineStats, ImageStats, ModelStats, PageStats, ShareStats, TenantPages, gone, merged
-from diffserve.errors import ConfigError
+from diffserve.api.engine_stats import (
+    EngineStats,
+    ImageStats,
+    ModelStats,
+    PageStats,
+    ShareStats,
+    TenantPages,
+    gone,
+    merged,
+)
+from diffserve.api.errors import ConfigError
 from diffserve.service.engine import fleet
 from diffserve.service.engine.fleet import settings_of_each, told_of_devices
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import Flag, load_settings
 
 
 def settings(devices: str, **env: str) -> Settings:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from diffserve.images import read_infotext
+from diffserve.media.images import read_infotext
 from diffserve.service.responses.conversation import Turn
 from diffserve.service.responses.follow_ups import merge_warnings, merged, prompt_of
 from diffserve.world.follow_ups import merge_scenes

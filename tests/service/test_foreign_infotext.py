@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from diffserve.infotext import Infotext, parse_infotext
+from diffserve.media.infotext import Infotext, parse_infotext
 from tests.service.server import RunningServer
 from ui.create.parameters import form_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MultipartForm, parse_fields, read_form
 from diffserve.service.images.edit_schemas import EditBody

@@ -8,8 +8,8 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from diffserve.images import DIGITAL_SOURCE_TYPE, read_infotext
-from diffserve.infotext import SOFTWARE, parse_infotext
+from diffserve.media.images import DIGITAL_SOURCE_TYPE, read_infotext
+from diffserve.media.infotext import SOFTWARE, parse_infotext
 from schedulers import SAMPLERS
 from tests.service.server import GENERATIONS, RunningServer, files_of
 

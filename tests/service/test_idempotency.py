@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.errors import DiffserveError, QueueFull
+from diffserve.api.errors import DiffserveError, QueueFull
 from diffserve.service.app import _reply
 from diffserve.service.stored.idempotency import UNKEPT, Idempotency
 from diffserve.service.stored.owners import Owners
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 from diffserve.store.replies import Replies
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, running_server

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from openai import OpenAI
 
-from diffserve.images import decode_image, read_infotext, resize
+from diffserve.media.images import decode_image, read_infotext, resize
 from tests.service.server import (
     GENERATIONS,
     SOON_S,

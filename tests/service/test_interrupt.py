@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffserve.client import Client, CompletedImage, Progress
-from diffserve.images import decode_image, read_infotext
+from diffserve.media.images import decode_image, read_infotext
 from tests.service.server import SOON_S, RunningServer, wait_for
 
 LONG = 900

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, check_strict, parse
 from diffserve.service.images.schemas import GenerateBody
 

@@ -15,14 +15,14 @@ import pytest
 from openai import OpenAI
 from starlette.requests import Request
 
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.kept_pictures import KeptPictures, base_url_of, new_name
 from diffserve.service.images.painting import plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import is_alias
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.layers import Flag, load_settings
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 from tests.service.test_painting import INFO
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from diffserve.api.errors import ConfigError, QueueFull
 from diffserve.client.on_behalf import HEADER, Asker, _told, ask_for, headers, own_key
-from diffserve.errors import ConfigError, QueueFull
 from diffserve.service.admission import Clients
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
@@ -24,7 +24,7 @@ from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import Page
 from diffserve.service.run import check_open, open_database, open_ring
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 from tests.service.server import RunningServer, running_server
 from ui.mounting import PATHS

@@ -25,7 +25,7 @@ LONG = {"num_steps": 1000, "sampler": "ddim"}
 FULL_PRECISION = '[model]\ndtype = "float32"\n'
 SERVE = """
 import sys
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.service.run import serve
 serve(load_settings(model=sys.argv[2], config=sys.argv[6], env={"DIFFSERVE_SERVE_PORT": "0"}))
 """

@@ -15,9 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from diffserve.images import encode_image
+from diffserve.api.types import Picture
+from diffserve.media.images import encode_image
 from diffserve.service.http.loop_lag import LOOK_EVERY_S, watch_loop
-from diffserve.types import Picture
 from tests.service.server import GENERATIONS, SOON_S, RunningServer
 from tests.service.test_bad_input import WRONG_VALUES
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
+from diffserve.api.errors import InvalidRequest
 from diffserve.client import Client
-from diffserve.errors import InvalidRequest
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
 from diffserve.runtime import load_model
 from tests.engine.loras import ATTENTION
 from tests.service.server import error_of, files_of, running_server

@@ -39,7 +39,7 @@ HANG_AFTER_S = 12.0
 SERVE = """
 import os, sys
 from pathlib import Path
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.service.engine import client, connection
 from diffserve.service.run import serve
 

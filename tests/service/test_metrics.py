@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diffserve import ipc
-from diffserve.engine_stats import (
+from diffserve.api import ipc
+from diffserve.api.engine_stats import (
     CacheStats,
     EngineStats,
     ImageStats,
@@ -24,20 +24,20 @@ from diffserve.engine_stats import (
     TenantPages,
     sum_of,
 )
-from diffserve.errors import NOT_FINITE, EngineUnavailable
-from diffserve.rewrite_types import Rewrite, RewriteFinished
+from diffserve.api.errors import NOT_FINITE, EngineUnavailable
+from diffserve.api.rewrite_types import Rewrite, RewriteFinished
+from diffserve.api.text_types import TextFinished, TextResult, TextStats, TextTimings, TextUsage
+from diffserve.api.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Progress
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.engine.engines import Job
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics
 from diffserve.service.stored.watching import watch_store
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 from diffserve.store.batches import Batches, LineDone
 from diffserve.store.files import Files
-from diffserve.text_types import TextFinished, TextResult, TextStats, TextTimings, TextUsage
-from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Progress
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
 
 TIMINGS = TextTimings(queue_s=0.0, ttft_s=0.03, tpot_s=0.004, total_s=0.1)

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from diffserve.images import read_infotext
+from diffserve.media.images import read_infotext
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem, ConversationItemList
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModerationBlocked, QueueFull
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModerationBlocked, QueueFull
 from diffserve.service.responses.answers import call_error, head_of
 from diffserve.service.responses.events import ResponseEvents
 from diffserve.service.responses.schemas import ResponseBody

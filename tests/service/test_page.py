@@ -15,7 +15,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.layers import Flag, load_settings
 from tests.service.server import RunningServer
 
 PATHS = ("/", "/config", "/assets/", "/api/file=")

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.config import ServeConfig
-from diffserve.errors import (
+from diffserve.api.errors import (
     DeadlineExceeded,
     DiffserveError,
     EngineUnavailable,
@@ -20,6 +19,7 @@ from diffserve.errors import (
     NumericalError,
     QueueFull,
 )
+from diffserve.api.types import Failed, ModelInfo, RewriteOptions, ServedModel
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError, error_of, reply_to
 from diffserve.service.http.hosts import is_loopback
@@ -28,8 +28,8 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, find_model, model_list, told_of
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.settings import load_settings
-from diffserve.types import Failed, ModelInfo, RewriteOptions, ServedModel
+from diffserve.settings.config import ServeConfig
+from diffserve.settings.layers import load_settings
 
 CONFIG: ServeConfig = load_settings(env={}).serve
 INFO = ModelInfo(

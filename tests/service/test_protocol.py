@@ -17,7 +17,7 @@ from diffserve.service.engine.client import EngineClient
 from diffserve.service.http import middleware, protocol
 from diffserve.service.lifecycle import Gate, read_json
 from diffserve.service.run import HttpServer, uvicorn_config
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 
 ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

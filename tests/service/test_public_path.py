@@ -14,7 +14,7 @@ from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.http.public_path import PublicPath, public_address
 from diffserve.service.lifecycle import Gate
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 
 URL = "https://paint.example.org/sd"

@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
-from diffserve.images import decode_image, encode_image
-from diffserve.types import Picture
+from diffserve.api.types import Picture
+from diffserve.media.images import decode_image, encode_image
 from tests.service.server import RunningServer
 
 pytestmark = pytest.mark.slow

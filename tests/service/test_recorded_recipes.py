@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.types import DenoisingRecipe, ImageResult, Picture, Timings
 from diffserve.cli import main
 from diffserve.client import ImageCapabilities
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, read_infotext
-from diffserve.infotext import parse_infotext, write_infotext
-from diffserve.infotext_recipe import KEYS, NOT_REPEATED, REQUEST_FIELDS, request_of
-from diffserve.micro_conditioning import MicroConditioning
+from diffserve.media.images import decode_image, read_infotext
+from diffserve.media.infotext import parse_infotext, write_infotext
+from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, REQUEST_FIELDS, request_of
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.types import DenoisingRecipe, ImageResult, Picture, Timings
 from schedulers import SAMPLERS, SPACINGS
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 from ui.create.parameters import form_of, order_of

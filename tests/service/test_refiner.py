@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diffserve.client import Client, CompletedImage, Progress
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
 from tests.service.server import running_server
 from tests.tiny_models import save_clip
 

@@ -14,15 +14,15 @@ import openai
 import pytest
 from openai import OpenAI
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import AsyncClient, Client, Embeddings, PaintedPicture, Response, ResponseDelta, ResponseEnd
-from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
 from diffserve.service.responses.event_log import EventLog
 from diffserve.service.responses.kept import KeptResponse, KeptResponses
 from diffserve.service.responses.planning import plan_picture, plan_text
 from diffserve.service.responses.schemas import ResponseBody, Tool
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 from tests.service import talker
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, files_of, running_server, wait_for

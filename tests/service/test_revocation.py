@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.keys import COOKIE, KeyRing
 from diffserve.service.http.revocation import LOOK_EVERY_S
 from diffserve.service.lifecycle import Gate
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, running_server
 

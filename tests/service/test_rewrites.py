@@ -11,8 +11,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from tests.service.talker import FOX, SCRIPT
 
@@ -129,7 +129,7 @@ def test_the_revised_prompt_is_what_the_picture_was_painted_from(text_server: Ru
 
 
 def decoded(file: bytes) -> bytes:
-    from diffserve.images import decode_image
+    from diffserve.media.images import decode_image
 
     return decode_image(file).data
 

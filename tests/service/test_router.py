@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bench_routing import POOL_WINDOWS, at_random, drawn, routed, run, shortest
-from diffserve.loras import Lora
+from diffserve.api.text_types import ChatMessage, TextRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest
+from diffserve.models.loras import Lora
 from diffserve.service.engine.router import BLOCK_WORDS, Bounds, MemberQueue, RouteNeeds, Router, chain, needs_of
-from diffserve.text_types import ChatMessage, TextRequest
-from diffserve.types import DiffusionParams, GenerationRequest
 
 STYLE = "an oil painting in the style of the old masters with warm light"
 IDLE = MemberQueue(0.0)

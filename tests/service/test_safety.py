@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffserve.api.errors import ConfigError, EngineUnavailable, ModerationBlocked
+from diffserve.api.types import Picture
 from diffserve.cli import main
-from diffserve.errors import ConfigError, EngineUnavailable, ModerationBlocked
-from diffserve.safety import SafetyQuestion
+from diffserve.media.safety import SafetyQuestion
 from diffserve.service.safety import STOPPED_S, Safety
-from diffserve.types import Picture
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import RunningServer, error_of, running_server
 from tests.tiny_models import save_safety_checker

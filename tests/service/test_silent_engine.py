@@ -13,7 +13,7 @@ import pytest
 
 from diffserve.service.engine import client, connection
 from diffserve.service.engine.connection import EngineConnection, Loss, ProcessWork
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 
 COMPUTES = "while True: pass"
 WAITS = "import time; time.sleep(600)"

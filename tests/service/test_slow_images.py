@@ -15,11 +15,11 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from diffserve import decoders
+from diffserve.media import decoders
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from tests.image_bombs import jpeg, scans
 from tests.service.server import RunningServer
 from tests.test_decoders import slow_file, slow_process

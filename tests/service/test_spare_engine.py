@@ -16,13 +16,13 @@ import psutil
 import pytest
 from httpx import ASGITransport, AsyncClient
 
+from diffserve.api.types import DiffusionParams, GenerationRequest, Painted
 from diffserve.service.app import create_app
 from diffserve.service.engine import client as engine_client
 from diffserve.service.engine.client import USUAL_LOAD_S, EngineClient, LoadTimes
 from diffserve.service.engine.connection import EngineConnection
 from diffserve.service.lifecycle import Gate
-from diffserve.settings import load_settings
-from diffserve.types import DiffusionParams, GenerationRequest, Painted
+from diffserve.settings.layers import load_settings
 from tests.service.server import GENERATIONS, SOON_S, START_S
 
 Model = Callable[[str], Path]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.service.http.streams import DONE, KEEP_ALIVE, EventStreamResponse, event
 from diffserve.service.lifecycle import InFlight, Interruption, cancelled, hung_up
 

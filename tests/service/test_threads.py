@@ -25,7 +25,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.threads import BATCHES
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.store.database import Database
 from tests.service.server import RunningServer, error_of
 from tests.service.test_batches import line

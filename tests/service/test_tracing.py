@@ -18,7 +18,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.tracing import Traces
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from tests.service.server import SOON_S, running_server, wait_for
 
 PARENT = "0af7651916cd43dd8448eb211c80319c"

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from diffserve import ipc
+from diffserve.api import ipc
+from diffserve.api.errors import DeadlineUnreachable, InvalidRequest, QueueFull
+from diffserve.api.types import Accepted, Progress
 from diffserve.client.errors import ErrorObject, error_of
-from diffserve.errors import DeadlineUnreachable, InvalidRequest, QueueFull
-from diffserve.images import encode_image
+from diffserve.media.images import encode_image
 from diffserve.service.a1111.asking import ask
 from diffserve.service.a1111.jobs import PolledJob
 from diffserve.service.a1111.schemas import Txt2ImgBody
@@ -26,8 +27,7 @@ from diffserve.service.metrics import Metrics
 from diffserve.service.texts.embeddings import EmbeddingBody, plan_embedding
 from diffserve.service.texts.rewrites import plan_rewrite
 from diffserve.service.texts.schemas import ChatBody, RewriteBody
-from diffserve.settings import load_settings
-from diffserve.types import Accepted, Progress
+from diffserve.settings.layers import load_settings
 from tests.engine.desk import INFO
 
 CONFIG = load_settings(env={}).serve

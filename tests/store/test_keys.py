@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.store import Database, Keys
 from diffserve.store.database import FILE, MIGRATIONS
 from diffserve.store.keys import digest_of

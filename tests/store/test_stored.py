@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.service.stored.usage import TOGETHER_S, UsageBook
 from diffserve.store import Database, Keys
 from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of

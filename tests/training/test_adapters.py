@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from diffserve.api.types import Accepted, DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
-from diffserve.loras import Lora
+from diffserve.models.loras import Lora
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.loading.lora import LoRAFile
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.training import card
@@ -29,8 +31,6 @@ from diffserve.training.adapters import (
 from diffserve.training.denoiser_training import Denoiser
 from diffserve.training.eval.adapters import drawn_in_sepia, gift_score
 from diffserve.training.eval.painting import TEACHER
-from diffserve.types import Accepted, DiffusionParams, GenerationRequest
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.world.checker import check
 from diffserve.world.picture_reading import read_picture
 from diffserve.world.render import render

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.loading.checkpoint import check_manifest
 from diffserve.training import card, train
 from diffserve.world.checker import EDITION

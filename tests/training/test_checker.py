@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.world.backgrounds import background
 from diffserve.world.checker import SceneSpec, check, judge, read_picture
 from diffserve.world.render import render

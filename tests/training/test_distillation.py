@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPTokenizer
 
+from diffserve.api.types import GenerationRequest
 from diffserve.engine import Engine
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
-from diffserve.settings import load_settings
+from diffserve.settings.layers import load_settings
 from diffserve.training import card, denoiser_training
 from diffserve.training.denoiser_training import TEXT_WIDTH, Denoiser, build_scheduler
 from diffserve.training.distillation import DistillSettings, LowRankChange, TrajectoryStore, distill, save_adapter
@@ -27,8 +29,6 @@ from diffserve.training.latents import LatentScenes
 from diffserve.training.tokenizer import train_tokenizer
 from diffserve.training.trajectories import NUM_STEPS, Ladder, collect, ddim_step, velocity_to
 from diffserve.training.vae_training import LATENT_CHANNELS, build_vae
-from diffserve.types import GenerationRequest
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.world.scenes import scenes
 from tests.tiny_models import EMBEDDED, unet
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.rewrite_types import Rewrite
+from diffserve.api.rewrite_types import Rewrite
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.training.eval.rewriter import (
     SEED,
     PairedResult,
@@ -18,7 +19,6 @@ from diffserve.training.eval.rewriter import (
     summarise,
 )
 from diffserve.training.wishes import LooseWish, held_out_wishes, in_groups, shows
-from diffserve.types import DiffusionParams, GenerationRequest
 from tests.engine.rewriting import scripted
 
 WISHES = held_out_wishes(20)

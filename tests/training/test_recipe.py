@@ -17,8 +17,9 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from diffserve.errors import ConfigError
-from diffserve.images import decode_image
+from diffserve.api.errors import ConfigError
+from diffserve.media.images import decode_image
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.loading.checkpoint import NOT_COVERED
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.runtime.vae.preview import PreviewDecoder
@@ -40,7 +41,6 @@ from diffserve.training.samples import preview_sheet, round_trip_sheet
 from diffserve.training.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.training.training_loop import Run, TrainSettings, adamw, fingerprint, rate_factor
 from diffserve.training.vae_training import LATENT_CHANNELS, build_vae, train_vae
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.world.captions import caption, held_out, loose_caption
 from diffserve.world.render import render
 from diffserve.world.scenes import OBJECTS, scenes

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.training import denoiser_training, train
 from diffserve.training.card import SHIPPED
 from diffserve.training.denoiser_training import TEXT_WIDTH, Denoiser

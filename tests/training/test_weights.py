@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.training import card
 from diffserve.training.eval.captions import judge_held_out, score
 from diffserve.training.eval.parts import preview_db, round_trip_db, times_cheaper
 from diffserve.training.eval.ranges import background_kept_away
-from diffserve.types import DiffusionParams, GenerationRequest
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.world.checker import check, read_picture
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from diffserve.api.types import Picture
 from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.plan import PlannedImage
 from diffserve.experiments.records import Distance, ImageRecord, Parts
-from diffserve.images import encode_image
-from diffserve.types import Picture
+from diffserve.media.images import encode_image
 from ui.experiment.board import Board
 
 COLOR = (250, 0, 200)

@@ -12,8 +12,8 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from diffserve.errors import EngineUnavailable
-from diffserve.images import decode_image
+from diffserve.api.errors import EngineUnavailable
+from diffserve.media.images import decode_image
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.asking import Request
 from ui.captions import EARLY, OLDER, STOPPING

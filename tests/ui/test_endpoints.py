@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gradio_client import Client, handle_file
 
-from diffserve.images import decode_image, read_infotext
+from diffserve.media.images import decode_image, read_infotext
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.create.view import UPDATE_EVERY_S
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import EngineUnavailable
 from diffserve.client import ImageCapabilities, SamplerChoice
-from diffserve.errors import EngineUnavailable
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to

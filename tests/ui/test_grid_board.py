@@ -12,7 +12,7 @@ import pytest
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.painter import PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from tests.ui.painted import COLOR, paint
 from ui.experiment.board import Board
 from ui.experiment.speed import Timing

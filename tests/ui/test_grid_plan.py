@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.client import AsyncClient, ImageCapabilities, SamplerChoice
-from diffserve.errors import InvalidRequest
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
 from ui.experiment.client_painter import ClientPainter
 from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form

@@ -16,8 +16,8 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, psnr_db
 from diffserve.experiments.plan import SweepPlan
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext
 from tests.service.server import SOON_S, RunningServer
 from ui.experiment.run import GridRun
 from ui.experiment.speed import SpeedProbe

@@ -7,7 +7,7 @@ from html import unescape
 from pathlib import Path
 
 from diffserve.client import World
-from diffserve.vocabulary import read_vocabulary
+from diffserve.models.vocabulary import read_vocabulary
 from ui.create.palette import said_of, shown, unknown_in
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "diffserve" / "embedded" / "weights"

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.controlnets import Control
-from diffserve.errors import InvalidRequest
-from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.models.controlnets import Control
 from tests.ui.capabilities import MODEL
 from ui.create.layout import Fields
 from ui.create.parameters import (

@@ -10,9 +10,9 @@ from typing import Any
 import gradio as gr
 import pytest
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import Rewrites, RewrittenPrompt
-from diffserve.errors import InvalidRequest
-from diffserve.types import MAX_PROMPT_CHARS
 from tests.ui.asking import Request
 from ui.captions import status
 from ui.create.rewriting import Rewriting, accept, choose, compare

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.client import Capabilities, LanguageCapabilities, Model, ServerUnreachable
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
 from tests.service import talker
 from tests.service.server import RunningServer
 from tests.ui.capabilities import MODEL

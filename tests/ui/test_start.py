@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.images import decode_image
 from tests.ui.asking import Request
 from tests.ui.capabilities import MODEL
 from ui.create.painting import FinishedPicture

@@ -10,10 +10,10 @@ from typing import Any, Final
 import gradio as gr
 import msgspec
 
-from diffserve import images
-from diffserve.decoders import ImageReader
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.infotext import parse_infotext
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader
+from diffserve.media.infotext import parse_infotext
 from ui import captions
 from ui.create.layout import CreateTab, Fields
 from ui.create.painting import FinishedPicture

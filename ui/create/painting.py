@@ -11,6 +11,7 @@ from typing import Final, cast
 
 import msgspec
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.client import (
     AsyncStream,
     CompletedImage,
@@ -21,9 +22,8 @@ from diffserve.client import (
     Progress,
     StreamedEditFields,
 )
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
-from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext, seeds_told
+from diffserve.media.images import read_infotext
+from diffserve.media.infotext import parse_infotext, seeds_told
 from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled, seeds_named, told

@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 
 import gradio as gr
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import World
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.loras import read_list, read_tags
-from diffserve.vocabulary import MOST_NAMED, unknown_words
+from diffserve.models.loras import read_list, read_tags
+from diffserve.models.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
 from ui.events import PRIVATE, SILENT
 from ui.server import Server

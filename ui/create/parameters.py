@@ -9,17 +9,17 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
-from diffserve import images
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sizes import parse_size
+from diffserve.api.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
 from diffserve.client import ImageCapabilities, StreamedImageFields
-from diffserve.controlnets import MAX_SCALE, PASSED_THROUGH, Control
-from diffserve.decoders import ImageReader
-from diffserve.errors import InvalidRequest
-from diffserve.folder_names import names_for
-from diffserve.infotext import parse_infotext
-from diffserve.infotext_recipe import KEYS, REQUEST_FIELDS, is_enlarged
-from diffserve.loras import read_list
-from diffserve.sizes import parse_size
-from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader
+from diffserve.media.infotext import parse_infotext
+from diffserve.media.infotext_recipe import KEYS, REQUEST_FIELDS, is_enlarged
+from diffserve.models.controlnets import MAX_SCALE, PASSED_THROUGH, Control
+from diffserve.models.folder_names import names_for
+from diffserve.models.loras import read_list
 from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]

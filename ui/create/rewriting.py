@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import gradio as gr
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import RewriteDelta, Rewrites
-from diffserve.errors import DiffserveError, InvalidRequest
 from ui.captions import status
 from ui.create.layout import CreateTab
 from ui.create.word_difference import difference_html, is_marked

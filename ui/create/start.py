@@ -16,9 +16,9 @@ from urllib.parse import quote
 import gradio as gr
 import msgspec
 
-from diffserve.decoders import ImageReader
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.images import encode_image, resize
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.media.decoders import ImageReader
+from diffserve.media.images import encode_image, resize
 from ui.captions import status
 from ui.create.parameters import StartFile
 from ui.events import PRIVATE, SILENT

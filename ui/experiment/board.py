@@ -12,7 +12,7 @@ from diffserve.experiments.painter import FinishedImage, PaintEvent, PreviewImag
 from diffserve.experiments.plan import Cell, Place, SweepPlan
 from diffserve.experiments.records import ImageRecord, StoredImage
 from diffserve.experiments.summary import CellSummary, summarise
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from ui.experiment.speed import Timing
 
 SHOWN: Final[Place] = (0, 0)

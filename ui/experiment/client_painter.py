@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from functools import partial
 from typing import Final, TypeVar
 
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.client import AsyncClient, CompletedImage, LostImage, PartialImage, Progress, StreamedImageFields
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.experiments.painter import FinishedImage, PaintEvent, PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from ui.experiment.board import SHOWN
 from ui.experiment.speed import Timing, time_alone
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.client import ImageCapabilities
-from diffserve.errors import InvalidRequest
 from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan, numbers, quote, whole_numbers
 
 MAX_PICTURES: Final = 400

@@ -9,8 +9,8 @@ from typing import Final
 
 import gradio as gr
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.client import ImageCapabilities
-from diffserve.errors import DiffserveError, EngineUnavailable
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from ui.captions import EARLY, seconds_text, status

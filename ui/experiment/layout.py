@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import gradio as gr
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.svg import STYLE

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Final
 
+from diffserve.api.errors import DiffserveError
 from diffserve.client import AsyncClient
-from diffserve.errors import DiffserveError
 from diffserve.experiments.experiment import paint_measured
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.plan import SweepPlan

@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
+from diffserve.api.errors import DiffserveError
 from diffserve.client import AsyncClient, CompletedImage, LostImage, Progress, StreamedImageFields
-from diffserve.errors import DiffserveError
 from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.records import ImageRecord, SoloTime
 

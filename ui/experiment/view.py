@@ -19,7 +19,7 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.measure import thumbnail
 from diffserve.experiments.plan import SweepPlan, canonical_sampler
 from diffserve.experiments.summary import CellSummary, write_csv
-from diffserve.images import decode_image
+from diffserve.media.images import decode_image
 from ui.captions import seconds_text, status
 from ui.events import shown_if
 from ui.experiment import table

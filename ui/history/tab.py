@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 import gradio as gr
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import HistoryEntry
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.images import format_of
-from diffserve.infotext import parse_infotext, seeds_told
+from diffserve.media.images import format_of
+from diffserve.media.infotext import parse_infotext, seeds_told
 from ui import captions
 from ui.create.handlers import settings_in
 from ui.create.layout import CreateTab, thumbnails

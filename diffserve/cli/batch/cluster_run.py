@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
+from diffserve.api.errors import ConfigError, DiffserveError
 from diffserve.cli.batch.manifest import Outcome, alone_in
 from diffserve.cli.batch.run import GO_ON, MOST_TOLD, SIGN_OF_LIFE_S, bar_of_lines, check_concurrency, tell_end
 from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
@@ -23,8 +24,7 @@ from diffserve.cli.batch.shards import ShardFolder
 from diffserve.cli.generate import note
 from diffserve.cli.outputs import write_output
 from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
-from diffserve.errors import ConfigError, DiffserveError
-from diffserve.settings import ENV_PREFIX, PROFILES, Flag
+from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag
 
 LOOK_S: Final = 2.0
 """How often the shards that are being painted are looked at."""

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.types import MAX_IMAGES
 from diffserve.cli.outputs import safe_stem
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.images import SUFFIXES
-from diffserve.types import MAX_IMAGES
+from diffserve.media.images import SUFFIXES
 
 PICTURES: Final = ("image", "mask")
 """Fields that may name a file, beside the batch's own."""

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.batch.lines import Line
 from diffserve.cli.outputs import write_output
-from diffserve.errors import InvalidRequest
 
 NAME: Final = "results.jsonl"
 LOCK: Final = ".diffserve-batch"

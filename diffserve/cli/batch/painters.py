@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from diffserve import types
+from diffserve.api import types
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from diffserve.cli.remote import in_words_of_a_shell
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
 from diffserve.client import Progress as Moment
-from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
-from diffserve.provenance import Marks
+from diffserve.media.provenance import Marks
 from diffserve.service.images.answers import delivery, image_entry, recipe
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.edits import read_start
@@ -29,6 +28,7 @@ from diffserve.service.images.repeating import read_repeated
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import refused_fields
 from diffserve.service.safety import Safety
+from diffserve.settings.config import ServeConfig
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine

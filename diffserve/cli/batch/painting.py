@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from diffserve.api.errors import DiffserveError, EngineUnavailable
 from diffserve.cli.batch.lines import Line
 from diffserve.cli.batch.manifest import Outcome
 from diffserve.cli.batch.painters import LinePainter, PaintedFile, Tell
 from diffserve.client import ServerLost, ServerUnreachable
-from diffserve.errors import DiffserveError, EngineUnavailable
 
 FATAL_CODES: Final = frozenset({"invalid_api_key", "insufficient_permissions"})
 

@@ -14,7 +14,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from diffserve.bounds import check
+from diffserve.api.bounds import check
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli.batch.lines import Line, read_lines
 from diffserve.cli.batch.manifest import NAME, Manifest, Outcome
 from diffserve.cli.batch.painters import LinePainter, LocalPainter, ServerPainter, Stopped
@@ -23,9 +24,8 @@ from diffserve.cli.generate import EXIT_FAILED, note, open_engine
 from diffserve.cli.outputs import write_output
 from diffserve.cli.remote import refuse_placement
 from diffserve.client import Client
-from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.safety import Safety
-from diffserve.settings import Flag, load_settings
+from diffserve.settings.layers import Flag, load_settings
 
 MAX_CONCURRENCY: Final = 64
 MOST_TOLD: Final = 20

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli.batch.manifest import Outcome
 from diffserve.cli.batch.painters import LinePainter, LocalPainter, PaintedFile
 from diffserve.cli.batch.painting import paint_line
 from diffserve.cli.batch.shards import Layout, Shard, ShardFolder, ShardRow, ShardWriter
 from diffserve.cli.generate import open_engine
-from diffserve.config import Settings
-from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.processes.wait_policy import bound_spinning
 from diffserve.service.safety import Safety
-from diffserve.settings import Flag, load_settings
-from diffserve.wait_policy import bound_spinning
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import Flag, load_settings
 
 MOST_TRIES: Final = 4
 """Of a shard whose workers were lost: it may be what they were lost by."""

@@ -18,11 +18,11 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.cli.batch.lines import Line, line_of, stream_lines
 from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
 from diffserve.cli.batch.painters import PaintedFile
 from diffserve.cli.outputs import write_output
-from diffserve.errors import DiffserveError, InvalidRequest
 
 FOLDER: Final = "shards"
 LAYOUT: Final = "layout.json"

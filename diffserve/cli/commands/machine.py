@@ -7,6 +7,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
     ConfigOption,
     ControlNetDirOption,
@@ -23,7 +24,6 @@ from diffserve.cli.options import (
     VAEOption,
     placement_flags,
 )
-from diffserve.errors import InvalidRequest
 
 
 def doctor(
@@ -43,7 +43,7 @@ def doctor(
 ) -> int:
     """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
     from diffserve.cli.doctor import run
-    from diffserve.settings import Flag, load_settings
+    from diffserve.settings.layers import Flag, load_settings
 
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder)
     flags["serve.data_dir"] = Flag("--data-dir", data_dir)
@@ -64,7 +64,7 @@ def list_names(
 ) -> int:
     """List the names that requests may use, one a line, and on standard error the files that cannot be used."""
     from diffserve.cli.names import Kind, run, run_on_server
-    from diffserve.settings import Flag, load_settings
+    from diffserve.settings.layers import Flag, load_settings
 
     if kind not in get_args(Kind):
         raise InvalidRequest(f"KIND is {kind[:40]!r}; give one of {', '.join(get_args(Kind))}.", param="KIND")
@@ -98,7 +98,7 @@ def warm(
 ) -> int:
     """Compile the UNet ahead, a minute for each number of rows; kept on disk and used from then on where faster."""
     from diffserve.cli.warm import run
-    from diffserve.settings import Flag, load_settings
+    from diffserve.settings.layers import Flag, load_settings
 
     flags = placement_flags(device, dtype, None, None, vae, text_encoder)
     flags["serve.data_dir"] = Flag("--data-dir", data_dir)
@@ -123,6 +123,6 @@ def prune(
     Shares are 0 to 0.9 of each layer, rounded down; at least one head stays. Nothing is trained: judge the pictures.
     """
     from diffserve.cli.prune import run
-    from diffserve.settings import load_settings
+    from diffserve.settings.layers import load_settings
 
     return run(load_settings(model=model, config=config, flags={}), output, heads=heads, channels=channels)

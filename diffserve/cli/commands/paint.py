@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
     ConfigOption,
     ControlNetDirOption,
@@ -28,7 +29,6 @@ from diffserve.cli.options import (
     complete_sampler,
     placement_flags,
 )
-from diffserve.errors import InvalidRequest
 
 
 def generate(
@@ -168,15 +168,15 @@ def generate(
     server: ServerOption = None,
 ) -> int:
     """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
+    from diffserve.api.micro_conditioning import MicroConditioning
+    from diffserve.api.prompt_syntax import in_a1111
+    from diffserve.api.types import SWITCH_AT
     from diffserve.cli.generate import GenerateArguments, run
     from diffserve.cli.prompts import one_text
     from diffserve.cli.recorded import read_recorded
-    from diffserve.controlnets import read_control
-    from diffserve.loras import Lora
-    from diffserve.micro_conditioning import MicroConditioning
-    from diffserve.prompt_syntax import in_a1111
-    from diffserve.settings import Flag
-    from diffserve.types import SWITCH_AT
+    from diffserve.models.controlnets import read_control
+    from diffserve.models.loras import Lora
+    from diffserve.settings.layers import Flag
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
@@ -332,17 +332,17 @@ def rewrite(
     server: ServerOption = None,
 ) -> int:
     """Rewrite WISH into prompts that an image model understands, one line each."""
+    from diffserve.api.rewrite_types import RewriteRequest
+    from diffserve.api.types import RewriteOptions
     from diffserve.cli.prompts import one_text
     from diffserve.cli.rewrite import run
-    from diffserve.rewrite_types import RewriteRequest
-    from diffserve.types import RewriteOptions
 
     text = one_text(wish, command="rewrite", name="wish")
     request = RewriteRequest(wish=text, num_prompts=num_prompts, options=RewriteOptions(seed=seed), deltas=stream)
     if server:
         from diffserve.cli.remote import refuse_placement
         from diffserve.cli.remote import rewrite as rewrite_there
-        from diffserve.settings import Flag
+        from diffserve.settings.layers import Flag
 
         named = None if model == "embedded" else model
         refuse_placement({"model": Flag("--model", named), "d": Flag("--device", device), "t": Flag("--dtype", dtype)})

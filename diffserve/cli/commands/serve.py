@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diffserve.api.errors import ConfigError
 from diffserve.cli.options import (
     AllowOpenOption,
     ConfigOption,
@@ -34,11 +35,10 @@ from diffserve.cli.options import (
     placement_flags,
     serving_flags,
 )
-from diffserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffserve.cluster.config import ClusterConfig
-    from diffserve.config import Settings
+    from diffserve.settings.config import Settings
 
 
 def serve(
@@ -71,7 +71,7 @@ def serve(
     from functools import partial
 
     from diffserve.service.run import serve as run
-    from diffserve.settings import Flag, load_settings
+    from diffserve.settings.layers import Flag, load_settings
     from ui import mount_page
 
     flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)
@@ -195,7 +195,7 @@ def cluster_up(
 
     from diffserve.cluster.config import read_cluster
     from diffserve.cluster.run import detach, up
-    from diffserve.settings import load_settings
+    from diffserve.settings.layers import load_settings
     from ui import mount_page
 
     flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
     ConfigOption,
     DeviceMapOption,
@@ -18,7 +19,6 @@ from diffserve.cli.options import (
     VAEOption,
     placement_flags,
 )
-from diffserve.errors import InvalidRequest
 
 
 def sweep(

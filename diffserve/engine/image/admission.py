@@ -18,16 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.bounds import check
-from diffserve.controlnets import PARAM, Control
-from diffserve.engine.image.latent_cache import SKIPS
-from diffserve.engine.image.task import LiveRequest, PaintSettings
-from diffserve.errors import InvalidRequest
-from diffserve.few_step import begin_with_loras
-from diffserve.loras import NO_LORAS, CheckedLoras, Lora
-from diffserve.prompt_syntax import unserved_constructs
-from diffserve.sizes import row_cost
-from diffserve.types import (
+from diffserve.api.bounds import check
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_syntax import unserved_constructs
+from diffserve.api.sizes import row_cost
+from diffserve.api.types import (
     AUTO_SPACING,
     FULL_INTERVAL,
     DiffusionParams,
@@ -36,7 +31,12 @@ from diffserve.types import (
     NoiseSource,
     Picture,
 )
-from diffserve.vocabulary import warn_of_unknown
+from diffserve.engine.image.latent_cache import SKIPS
+from diffserve.engine.image.task import LiveRequest, PaintSettings
+from diffserve.models.controlnets import PARAM, Control
+from diffserve.models.few_step import begin_with_loras
+from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
+from diffserve.models.vocabulary import warn_of_unknown
 from schedulers import (
     SAMPLERS,
     BadEta,

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.compiling import BackgroundCompiler
@@ -21,6 +20,7 @@ from diffserve.runtime.unet.batch_invariance import SHARED, SOLO, GroupFacts, St
 from diffserve.runtime.unet.call import Compiled, Kind, Recorder
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
+from diffserve.settings.config import EngineConfig
 
 CLOSE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far compiled calls may be from the network's own: the norm of the difference over the norm."""

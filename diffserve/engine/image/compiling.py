@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, choose_for, load_model
@@ -27,7 +27,7 @@ from diffserve.runtime.unet.compiled import Packages
 from diffserve.runtime.unet.memory_format import set_memory_format
 from diffserve.runtime.unet.outline import load_outline
 from diffserve.runtime.unet.random_rows import random_call
-from diffserve.types import ModelProfile
+from diffserve.settings.config import EngineConfig
 
 LOWEST_PRIORITY: Final = 19
 GROUPS_KEPT: Final = 16

@@ -10,24 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from diffserve.config import EngineConfig
-from diffserve.disk_cache import DiskCache
-from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import TRACE_TICKS, CoreEngine
-from diffserve.engine.image.admission import ImageAdmission
-from diffserve.engine.image.runner import ImageRunner, control_groups
-from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.scoring import CheckerScorer, PictureScores, refuse_best_of
-from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
-from diffserve.engine.records import TickBudget, shares
-from diffserve.engine_stats import ImageStats, StepTally
-from diffserve.errors import DeadlineUnreachable
-from diffserve.pace import Pace
-from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.kv import PagePool, PoolStats
-from diffserve.settings import load_settings
-from diffserve.sizes import Sized
-from diffserve.types import (
+from diffserve.api.engine_stats import ImageStats, StepTally
+from diffserve.api.errors import DeadlineUnreachable
+from diffserve.api.pace import Pace
+from diffserve.api.sizes import Sized
+from diffserve.api.types import (
     CHECKER,
     TERMINAL,
     Accepted,
@@ -40,6 +27,19 @@ from diffserve.types import (
     Painted,
     UNetPath,
 )
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.delivery import raise_if_failed
+from diffserve.engine.engine import TRACE_TICKS, CoreEngine
+from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.runner import ImageRunner, control_groups
+from diffserve.engine.image.scheduler import RequestScheduler
+from diffserve.engine.image.scoring import CheckerScorer, PictureScores, refuse_best_of
+from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
+from diffserve.engine.records import TickBudget, shares
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.kv import PagePool, PoolStats
+from diffserve.settings.config import EngineConfig
+from diffserve.settings.layers import load_settings
 
 STUDY_SHARE = 0.125
 MOST_CREDIT_S = 1.0

@@ -28,13 +28,8 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
-from diffserve.engine.engine import failure_of
-from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.room import said_bytes
-from diffserve.engine.image.task import TickTrace
-from diffserve.engine.records import FailureReason
-from diffserve.engine_stats import ImageStats, ModelStats, sum_of
-from diffserve.errors import (
+from diffserve.api.engine_stats import ImageStats, ModelStats, sum_of
+from diffserve.api.errors import (
     DeadlineExceeded,
     DiffserveError,
     InsufficientMemory,
@@ -42,6 +37,12 @@ from diffserve.errors import (
     ModelNotFound,
     QueueFull,
 )
+from diffserve.api.types import Cancelled, Event, GenerationRequest, ModelInfo, ModelProfile, Queued, ServedModel
+from diffserve.engine.engine import failure_of
+from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.room import said_bytes
+from diffserve.engine.image.task import TickTrace
+from diffserve.engine.records import FailureReason
 from diffserve.rewriting.window import MARKS, TextWindow
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
@@ -49,7 +50,6 @@ from diffserve.runtime.loading.spread import free_over
 from diffserve.runtime.memory import give_heap_back, give_memory_back
 from diffserve.runtime.text.conditioning import image_specs
 from diffserve.runtime.threads import pool_of_threads
-from diffserve.types import Cancelled, Event, GenerationRequest, ModelInfo, ModelProfile, Queued, ServedModel
 
 LOAD_POLL_S: Final = 0.05
 """A tick waits at most so long for a model that is being loaded, while nobody has anything else to do."""

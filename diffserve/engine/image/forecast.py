@@ -12,12 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from diffserve.api.pace import PauseDetector
 from diffserve.engine.image.policy import TickCosts
 from diffserve.engine.image.priorities import MAX_SLOWDOWN
 from diffserve.engine.image.queues import Line
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
-from diffserve.pace import PauseDetector
 
 MEMORY_S: Final = 8.0
 """Time constant in seconds with which older ticks lose their weight in the pace."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.engine_stats import CacheStats
+from diffserve.api.engine_stats import CacheStats
 
 SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the steps that may be left out."""

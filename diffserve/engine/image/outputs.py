@@ -8,9 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.engine.image.result_cache import Kept
-from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
-from diffserve.types import (
+from diffserve.api.types import (
     Event,
     Finished,
     ImageResult,
@@ -22,6 +20,8 @@ from diffserve.types import (
     Progress,
     Timings,
 )
+from diffserve.engine.image.result_cache import Kept
+from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
 
 Digests = Callable[[LiveRequest], tuple[dict[str, str], dict[str, str]]]
 

@@ -29,8 +29,8 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from diffserve.config import EngineConfig
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
+from diffserve.settings.config import EngineConfig
 
 AGEING_ROWS_PER_TICK: Final = 0.5
 """Precedence that an image gains per tick of waiting, in rows of the native size. Twice the pixels count as two."""

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffserve.api.micro_conditioning import PLAIN
+from diffserve.api.tensor_values import Encodings
+from diffserve.api.types import Picture
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import LatentCache, skip_of
 from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
-from diffserve.micro_conditioning import PLAIN
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.controlnet_shelf import ControlNetShelf
 from diffserve.runtime.device_health import raise_if_sticky
@@ -26,8 +28,6 @@ from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
 from diffserve.runtime.text.encoding import Conditioning, TextReading
 from diffserve.runtime.text.handover import to_tensor
 from diffserve.runtime.transfer import send
-from diffserve.tensor_values import Encodings
-from diffserve.types import Picture
 
 logger = logging.getLogger(__name__)
 

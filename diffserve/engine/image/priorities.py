@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+from diffserve.api.types import PRIORITIES, Priority
 from diffserve.engine.image.policy import TickCosts, TickLoad
 from diffserve.engine.image.queues import FairShare, LaneTable, Line, Order
 from diffserve.engine.image.task import ImageTask, LiveRequest
-from diffserve.types import PRIORITIES, Priority
 
 BATCH_SHARE: Final = 0.1
 """Of the work, while there is some of both priorities."""

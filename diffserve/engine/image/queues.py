@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
+from diffserve.api.types import Priority
 from diffserve.engine.image.task import ImageTask
 from diffserve.engine.records import Stage
-from diffserve.types import Priority
 
 Order = Callable[[ImageTask], float]
 Line = tuple[str, Priority]

@@ -15,8 +15,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from diffserve.engine_stats import CacheStats
-from diffserve.types import GenerationRequest, ModelInfo
+from diffserve.api.engine_stats import CacheStats
+from diffserve.api.types import GenerationRequest, ModelInfo
 
 NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
     "best_of": None,

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Final
 
-from diffserve.bounds import check
-from diffserve.config import EngineConfig
+from diffserve.api.bounds import check
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.task import GroupKey
@@ -23,6 +22,7 @@ from diffserve.runtime.low_rank import adaptable, factor_bytes, shape_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.unet.controlnet import residual_shapes
 from diffserve.runtime.vae.plan import TILE_SHARES, tile_cells
+from diffserve.settings.config import EngineConfig
 
 LOOK_EVERY_S: Final = 1.0
 """Between two looks at what is free."""

@@ -10,7 +10,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
@@ -36,6 +35,7 @@ from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
 from diffserve.runtime.unet.memory_format import set_memory_format
 from diffserve.runtime.vae.compiled import DecoderPackages
+from diffserve.settings.config import EngineConfig
 from schedulers.update import advance, guide, renoise, rescale_guided
 
 SHAPES_KEPT = 8

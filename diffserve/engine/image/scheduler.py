@@ -21,7 +21,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import DiffserveError
+from diffserve.api.types import Cancelled, Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
 from diffserve.engine.image.forecast import Forecast
 from diffserve.engine.image.outputs import Digests, ImageOutputs
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
@@ -31,8 +32,7 @@ from diffserve.engine.image.result_cache import Kept, ResultCache, key_of
 from diffserve.engine.image.scoring import PictureScores
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
-from diffserve.errors import DiffserveError
-from diffserve.types import Cancelled, Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
+from diffserve.settings.config import EngineConfig
 
 PLACES_EVERY_S = 0.5
 PLACE_AGAIN_S = 5.0

@@ -9,9 +9,9 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.bounds import check
-from diffserve.errors import InvalidRequest
-from diffserve.types import CHECKER, GenerationRequest, ImageResult
+from diffserve.api.bounds import check
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import CHECKER, GenerationRequest, ImageResult
 from diffserve.world.checker import SceneSpec, grade, judge, read_picture
 from diffserve.world.picture_reading import MAX_SIDE_PX
 from diffserve.world.prompt_reading import parse_prompt

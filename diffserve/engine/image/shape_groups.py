@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
-from diffserve.config import EngineConfig
-from diffserve.controlnets import WORK_SHARE
+from diffserve.api.types import UNetPath
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT, CostCurve, KneeCap, followed, split
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check, is_deterministic, is_worth, prove
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.engine.image.unet_paths import PathChooser
-from diffserve.lora_layers import WHOLE
+from diffserve.models.controlnets import WORK_SHARE
+from diffserve.models.lora_layers import WHOLE
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.interruption import InterruptedCallError, interrupted_by
@@ -50,7 +50,7 @@ from diffserve.runtime.unet.call import Kind
 from diffserve.runtime.unet.controlnet import ControlNetRunner
 from diffserve.runtime.unet.graphs import graph_sizes
 from diffserve.runtime.unet.random_rows import random_call, random_control_rows, random_rows
-from diffserve.types import UNetPath
+from diffserve.settings.config import EngineConfig
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32

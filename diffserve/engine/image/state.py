@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffserve.api.types import NoiseSource
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
 from diffserve.runtime.text.conditioning import AnyConditioning
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
 from diffserve.runtime.unet.controlnet import ControlNetRunner
-from diffserve.types import NoiseSource
 
 LEAST_ARC: Final = 1e-4
 """Sine of the angle below which two noises are taken to point the same way."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.controlnets import WORK_SHARE
+from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
 from diffserve.engine.records import FailureReason, Live, Stage
-from diffserve.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
+from diffserve.models.controlnets import WORK_SHARE
 from schedulers import StepTable
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple, Protocol
 
-from diffserve.config import EngineConfig
+from diffserve.api.types import UNetPath
 from diffserve.engine.image.compiling import CompileError, compile_in_child
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import GroupFacts
 from diffserve.runtime.unet.compiled import Packages
-from diffserve.types import UNetPath
+from diffserve.settings.config import EngineConfig
 
 BUILD_TIMEOUT_S: Final = 600.0
 """A build that takes longer is given up, and the network itself is used. It takes 20 s on two quiet cores."""

@@ -14,17 +14,17 @@ from functools import partial
 
 import msgspec
 
-from diffserve.bounds import check
+from diffserve.api.bounds import check
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextRequest
 from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import LiveText, Sequence, TextTask
-from diffserve.errors import InvalidRequest
 from diffserve.runtime.decoding import AnyConstraint, BeamSearch, SamplingState, TextStream
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import LanguageModel
 from diffserve.runtime.language.chat import render
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextRequest
 
 MAX_FRESH_SEED = 2**32
 MOST_CHARS_PER_TOKEN = 256

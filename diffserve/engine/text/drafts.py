@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from diffserve.bounds import check
+from diffserve.api.bounds import check
+from diffserve.api.text_types import Speculation, TextConfig, TextRequest
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import ScheduledTokens, TextTask
 from diffserve.runtime.decoding import PromptLookup
 from diffserve.runtime.language import LanguageModel
-from diffserve.text_types import Speculation, TextConfig, TextRequest
 
 PATIENCE: Final = 4
 LOOK_EVERY: Final = 8

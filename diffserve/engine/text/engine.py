@@ -9,23 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from diffserve.bounds import check
-from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import CoreEngine, failure_of
-from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
-from diffserve.engine.text.admission import TextAdmission
-from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.runner import TextRunner
-from diffserve.engine.text.scheduler import TextScheduler
-from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTask, TextTick
-from diffserve.errors import ConfigError, DeadlineUnreachable
-from diffserve.json_schemas import no_json
-from diffserve.pace import TokenCost
-from diffserve.runtime.accelerators import has_streams
-from diffserve.runtime.decoding import AnyConstraint, JsonConstraints
-from diffserve.runtime.kv import PagePool
-from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
-from diffserve.text_types import (
+from diffserve.api.bounds import check
+from diffserve.api.errors import ConfigError, DeadlineUnreachable
+from diffserve.api.json_schemas import no_json
+from diffserve.api.pace import TokenCost
+from diffserve.api.text_types import (
     TEXT_TERMINAL,
     LanguageModelInfo,
     TextAccepted,
@@ -35,6 +23,18 @@ from diffserve.text_types import (
     TextRequest,
     TextStats,
 )
+from diffserve.engine.delivery import raise_if_failed
+from diffserve.engine.engine import CoreEngine, failure_of
+from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
+from diffserve.engine.text.admission import TextAdmission
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.runner import TextRunner
+from diffserve.engine.text.scheduler import TextScheduler
+from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTask, TextTick
+from diffserve.runtime.accelerators import has_streams
+from diffserve.runtime.decoding import AnyConstraint, JsonConstraints
+from diffserve.runtime.kv import PagePool
+from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
 
 POOL_BYTES = 256 << 20
 LEAST_TOKENS: Final = 16

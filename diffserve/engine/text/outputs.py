@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from diffserve.engine.records import Stage
-from diffserve.engine.text.drafts import DraftPolicy
-from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextTask
-from diffserve.runtime.decoding import Choice, Hypothesis, TextStream
-from diffserve.runtime.language import LanguageModel
-from diffserve.text_types import (
+from diffserve.api.text_types import (
     FinishReason,
     TextDelta,
     TextEvent,
@@ -20,6 +14,12 @@ from diffserve.text_types import (
     TextUsage,
     TokenInfo,
 )
+from diffserve.engine.records import Stage
+from diffserve.engine.text.drafts import DraftPolicy
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextTask
+from diffserve.runtime.decoding import Choice, Hypothesis, TextStream
+from diffserve.runtime.language import LanguageModel
 
 
 class TextOutputs:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.engine.engine import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
-from diffserve.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding import SamplingState, accept, choose_soon, draft_next
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.language import LanguageRunner, TokenChunk

@@ -17,6 +17,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from diffserve.api.text_types import TextConfig, TextEvent
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.engine.text.drafts import DraftPolicy
 from diffserve.engine.text.outputs import TextOutputs
@@ -25,7 +26,6 @@ from diffserve.engine.text.queues import RunningQueue, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.engine.text.turns import Turns
 from diffserve.runtime.language import LanguageModel
-from diffserve.text_types import TextConfig, TextEvent
 
 KEPT_PART = 8
 BATCH_KEPT_PART = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diffserve.api.text_types import TextRequest, TextResult
+from diffserve.api.types import Priority
 from diffserve.engine.records import FailureReason, Live, Stage
-from diffserve.text_types import TextRequest, TextResult
-from diffserve.types import Priority
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding.sampling_state import SamplingState
 from diffserve.runtime.transfer import send
-from diffserve.sampling_params import SamplingParams
 
 NUCLEUS_TOKENS: Final = 1024
 """Of a much larger vocabulary top-p sorts only so many of the best tokens, when these hold enough."""

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diffserve.errors import InvalidRequest, NumericalError
+from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust
 from diffserve.runtime.decoding.choices import Choice, bits, entropy_of, fractions
 from diffserve.runtime.decoding.sampling_state import SamplingState

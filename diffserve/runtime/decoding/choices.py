@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diffserve.errors import NumericalError
+from diffserve.api.errors import NumericalError
 from diffserve.runtime.transfer import Fetched, fetch
 
 LEAST_LOGPROB: Final = -1e30

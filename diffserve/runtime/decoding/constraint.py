@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 
 DEAD: Final = -1
 """The state after a token that was not allowed: nothing may follow."""

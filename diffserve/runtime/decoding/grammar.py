@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.decoding.constraint import Arc, TokenConstraint
 
 TRIED_ANCHORS: Final = 8

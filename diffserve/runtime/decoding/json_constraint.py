@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffserve.errors import InvalidRequest
-from diffserve.json_lengths import length_of
-from diffserve.json_schemas import followed, has_llguidance, matcher
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.json_lengths import length_of
+from diffserve.api.json_schemas import followed, has_llguidance, matcher
 from diffserve.runtime.decoding.constraint import AnyConstraint, Constraint
 
 if TYPE_CHECKING:

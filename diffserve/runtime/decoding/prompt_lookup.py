@@ -22,7 +22,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.decoding.constraint import AnyConstraint
 
 ITEM_BYTES = array("q").itemsize

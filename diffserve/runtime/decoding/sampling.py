@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffserve.errors import ConfigError, NumericalError
+from diffserve.api.errors import ConfigError, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust, distribution
 from diffserve.runtime.decoding.choices import Choice, Chosen, describe
 from diffserve.runtime.decoding.sampling_state import SamplingState

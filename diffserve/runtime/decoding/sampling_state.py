@@ -9,10 +9,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding.constraint import AnyConstraint
 from diffserve.runtime.decoding.uniforms import Uniforms
-from diffserve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 

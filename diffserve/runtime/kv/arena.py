@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.kv.spec import PAGE_ALIGNMENT_BYTES, PagePlan
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 
 
 class PoolBusy(QueueFull):

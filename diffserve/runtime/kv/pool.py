@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.kv.arena import Arena, LayerView
 from diffserve.runtime.kv.batch import PagedBatch
 from diffserve.runtime.kv.errors import PageTableError

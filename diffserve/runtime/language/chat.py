@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from diffserve.errors import InvalidRequest
-from diffserve.text_types import ChatMessage
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.text_types import ChatMessage
 
 MOST_REASON_CHARS: Final = 200
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language.attention import Scoring
 from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from diffserve.api.errors import ModelLoadError, ModelNotFound
+from diffserve.api.text_types import LanguageModelInfo
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.model_files import find_weights, read_json
+from diffserve.models.model_files import find_weights, read_json
 from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import (
@@ -30,7 +31,6 @@ from diffserve.runtime.loading.library_imports import hushed, import_quietly, wi
 from diffserve.runtime.loading.offload import from_pretrained_places, run_on
 from diffserve.runtime.loading.weight_loading import WithoutInit
 from diffserve.runtime.precision import DeviceChoice, tensor_bytes
-from diffserve.text_types import LanguageModelInfo
 
 logger = logging.getLogger(__name__)
 

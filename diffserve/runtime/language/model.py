@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from diffserve.api.text_types import LanguageModelInfo
 from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.kv import KVSpec, LayerSpec
 from diffserve.runtime.language.attention import PAGED, LayerCall
-from diffserve.text_types import LanguageModelInfo
 
 PAGE_TOKENS: Final = 16
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
 from diffserve.runtime.language.attention import PagedCall
 from diffserve.runtime.language.model import LanguageModel, run_network

@@ -18,10 +18,10 @@ from typing import Final
 
 import msgspec
 
+from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import find_weights, read_json
-from diffserve.profiles import ADAPTER_FILE, AdapterSpec
+from diffserve.models.model_files import find_weights, read_json
+from diffserve.models.profiles import ADAPTER_FILE, AdapterSpec
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN

@@ -22,11 +22,11 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError
-from diffserve.lora_layers import InvalidLoRAError, refuse_ip_adapter
-from diffserve.model_files import read_json, refuse_pickle
-from diffserve.safetensors_header import file_problem
+from diffserve.models.lora_layers import InvalidLoRAError, refuse_ip_adapter
+from diffserve.models.model_files import read_json, refuse_pickle
+from diffserve.models.safetensors_header import file_problem
 
 DIGESTS = "digests"
 DIGEST = re.compile("[0-9a-f]{64}")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import KNOWN_CONDITIONS
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import KNOWN_CONDITIONS
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffserve.controlnets import ALLOWED_CLASS, read_controlnet
-from diffserve.model_files import DIFFUSERS_STEM, find_weights
+from diffserve.models.controlnets import ALLOWED_CLASS, read_controlnet
+from diffserve.models.model_files import DIFFUSERS_STEM, find_weights
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build, load_component
 from diffserve.runtime.loading.weight_loading import TensorSource, check_keys

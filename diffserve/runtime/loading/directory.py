@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import DIFFUSERS_STEM, find_weights, read_json, refuse_pickle
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import DIFFUSERS_STEM, find_weights, read_json, refuse_pickle
 from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,

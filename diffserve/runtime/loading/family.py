@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diffserve.model_files import model_path
-from diffserve.types import AUTO_SPACING, ModelProfile
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.api.types import AUTO_SPACING, ModelProfile
+from diffserve.models.model_files import model_path
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 
 SD1, SD2, SDXL, EMBEDDED = "sd1", "sd2", "sdxl", "embedded"
 REFINER: Final = "sdxl-refiner"  # a layout of single files; loaded, it is of SDXL's family

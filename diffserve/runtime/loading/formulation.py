@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import read_json
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import read_json
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from schedulers import NoiseSchedule
 from schedulers.formulations import is_edm

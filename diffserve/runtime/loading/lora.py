@@ -6,8 +6,8 @@ A LoRA (Hu et al., 2021, arXiv 2106.09685) holds a pair for each layer that it c
     W + alpha / rank * up @ down        up (out, rank), down (rank, in) or (rank, in * kh * kw)
 
 Files may also hold changes without a low-rank form: differences of weights and biases, LoKr and DoRA.
-``diffserve.lora_layers`` reads the names. Here a change is merged into a network that loads, in float32, and only then
-cast or quantised like any other tensor; ``runtime.low_rank`` has it for single rows instead.
+``diffserve.models.lora_layers`` reads the names. Here a change is merged into a network that loads, in float32,
+and then cast or quantised like any other tensor; ``runtime.low_rank`` has it for single rows instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from diffserve.errors import ModelLoadError
-from diffserve.lora_layers import UNET, InvalidLoRAError, LayerChange, LoRALayers, flat_name, read_layers
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.lora_layers import UNET, InvalidLoRAError, LayerChange, LoRALayers, flat_name, read_layers
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, unet_key
 from diffserve.runtime.loading.weight_loading import TensorSource

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, find_weights, model_path, read_json
+from diffserve.api.errors import ModelLoadError
+from diffserve.api.types import ModelProfile
+from diffserve.models.model_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, find_weights, model_path, read_json
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import (
     build_text_encoder,
@@ -21,7 +22,6 @@ from diffserve.runtime.loading.original_vae import LoadedVAE, load_vae_file
 from diffserve.runtime.loading.weight_loading import TensorSource, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder
-from diffserve.types import ModelProfile
 
 TEXT_CLASSES: Final = {"": "CLIPTextModel", "_2": "CLIPTextModelWithProjection"}
 

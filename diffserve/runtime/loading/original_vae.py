@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import read_json, refuse_pickle
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import read_json, refuse_pickle
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_vae, load_component
 from diffserve.runtime.loading.single_file_config import infer_vae

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner

@@ -18,16 +18,16 @@ from typing import Any, Final
 import msgspec
 from safetensors.torch import save_file
 
-from diffserve.errors import ConfigError, ModelLoadError
-from diffserve.model_files import DIFFUSERS_STEM, find_weights, read_json
-from diffserve.profiles import ADAPTER_FILE
+from diffserve.api.errors import ConfigError, ModelLoadError
+from diffserve.models.model_files import DIFFUSERS_STEM, find_weights, read_json
+from diffserve.models.profiles import ADAPTER_FILE
+from diffserve.models.vocabulary import WORLD_FILE
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, Checkpoint, write_manifest
 from diffserve.runtime.loading.components import ALLOWED_CLASSES, build, load_component
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_as_told, widths_of
-from diffserve.vocabulary import WORLD_FILE
 
 CONFIG_FILE: Final = "config.json"
 COPIED: Final = frozenset({*ALLOWED_CLASSES, "scheduler", "model_index.json", WORLD_FILE})

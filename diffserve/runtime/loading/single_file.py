@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import read_json
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import read_json
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from diffserve.errors import ModelLoadError
-from diffserve.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
+from diffserve.api.errors import ModelLoadError
+from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
 from diffserve.runtime.loading.single_file_keys import UNET_PREFIX

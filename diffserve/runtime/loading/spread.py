@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from diffserve.errors import ConfigError, InsufficientMemory
+from diffserve.api.errors import ConfigError, InsufficientMemory
 from diffserve.runtime.accelerators import device_count, has_streams
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.memory import free_bytes

@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.folder_names import find_below
+from diffserve.api.errors import ModelLoadError, ModelNotFound
+from diffserve.models.folder_names import find_below
 from diffserve.runtime.loading.checkpoint import Checkpoint
 
 PICKLE_SUFFIXES: Final = (".pt", ".bin")

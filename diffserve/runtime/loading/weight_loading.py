@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.accelerators import compute_capability
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly

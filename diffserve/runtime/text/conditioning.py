@@ -19,14 +19,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from diffserve.config import EngineConfig
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import AS_TRAINED, Conditioning, TextReading
 from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 from diffserve.runtime.unet.cross_attention import Contexts
+from diffserve.settings.config import EngineConfig
 
 AUTO_WINDOWS = 64
 """Different prompts of one window that a pool of automatic size holds at once."""

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from diffserve.errors import InvalidRequest
-from diffserve.micro_conditioning import NUM_REFINER_IDS, PLAIN
-from diffserve.prompt_syntax import parse_prompt
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import NUM_REFINER_IDS, PLAIN
+from diffserve.api.prompt_syntax import parse_prompt
 from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
 from diffserve.runtime.text.handover import Handed, handed, text_name

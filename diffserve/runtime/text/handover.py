@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffserve.errors import EngineUnavailable
-from diffserve.tensor_values import TensorValue
+from diffserve.api.errors import EngineUnavailable
+from diffserve.api.tensor_values import TensorValue
 
 Handed = Mapping[bytes, Tensor]
 NOTHING: Final[Handed] = {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from diffserve.errors import InvalidRequest
-from diffserve.prompt_syntax import Piece
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_syntax import Piece
 
 MAX_CHUNKS = 32
 COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75

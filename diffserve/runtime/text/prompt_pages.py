@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooSmall
 from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name

@@ -28,9 +28,8 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor, nn
 
-from diffserve.config import num_cores
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
 from diffserve.runtime.precision import (
@@ -54,6 +53,7 @@ from diffserve.runtime.unet.openvino_package import (
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.pruning import widths_of
 from diffserve.runtime.unet.streams import Streams
+from diffserve.settings.config import num_cores
 
 if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffserve.errors import ModelLoadError
+from diffserve.api.errors import ModelLoadError
 
 Residuals = tuple[Tensor, ...]
 """(R, C, h, w) each: what is added to the skips of a UNet's first half, in order, and behind them to its middle."""

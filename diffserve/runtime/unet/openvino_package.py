@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
 from diffserve.runtime.loading.library_imports import hushed, import_openvino
 from diffserve.runtime.threads import computing_on, patient_threads
 

@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import nn
 
+from diffserve.api.types import ModelProfile
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.unet import UNetRunner
-from diffserve.types import ModelProfile
 
 SPACING_BYTES: Final = 64
 """Between the starts of two parameters: compilers merge parameters that start at one address."""

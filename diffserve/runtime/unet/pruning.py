@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from diffserve.bounds import Between, check_bounds
-from diffserve.errors import ConfigError
+from diffserve.api.bounds import Between, check_bounds
+from diffserve.api.errors import ConfigError
 
 PRUNED_FILE: Final = "pruned.json"
 """Beside a UNet's config.json, where diffusers cannot say how wide a single layer is: its ``Widths``."""

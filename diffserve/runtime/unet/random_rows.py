@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffserve.micro_conditioning import PLAIN
+from diffserve.api.micro_conditioning import PLAIN
 from diffserve.runtime.layer_sums import bit_sums
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adaptable, random_set
 from diffserve.runtime.model import DiffusionModel

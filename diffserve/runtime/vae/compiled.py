@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.stopwatch import least_seconds

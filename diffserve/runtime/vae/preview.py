@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.errors import ModelLoadError
-from diffserve.model_files import DIFFUSERS_STEM, find_weights, read_json
+from diffserve.api.errors import ModelLoadError
+from diffserve.models.model_files import DIFFUSERS_STEM, find_weights, read_json
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import ALLOWED_CLASSES, build_vae
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill

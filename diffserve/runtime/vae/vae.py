@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.errors import NOT_FINITE, NumericalError
+from diffserve.api.errors import NOT_FINITE, NumericalError
 from diffserve.runtime.accelerators import synchronize
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.transfer import Fetched, fetch, send

@@ -12,13 +12,15 @@ import numpy as np
 from PIL import Image, ImageFilter
 from pydantic import PrivateAttr, TypeAdapter, ValidationError
 
-from diffserve import images
-from diffserve.decoders import ImageReader
-from diffserve.errors import InvalidRequest
-from diffserve.images import resize, stretch
-from diffserve.infotext import SCHEDULE_LABELS
-from diffserve.infotext_recipe import Recorded, is_enlarged, parse_sent, request_of
-from diffserve.loras import read_tags
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import MAX_IMAGES, MAX_SEED, Picture
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader
+from diffserve.media.images import resize, stretch
+from diffserve.media.infotext import SCHEDULE_LABELS
+from diffserve.media.infotext_recipe import Recorded, is_enlarged, parse_sent, request_of
+from diffserve.media.start_picture import StartPicture, check_large_enough
+from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
 from diffserve.service.a1111.ignored import FILL, ignored
 from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
@@ -29,8 +31,6 @@ from diffserve.service.images.painting import Start
 from diffserve.service.images.parameters import SCHEDULE_TYPES
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed
-from diffserve.start_picture import StartPicture, check_large_enough
-from diffserve.types import MAX_IMAGES, MAX_SEED, Picture
 
 USUAL_STEPS: Final = 20
 """Where a body says nothing, to tell how far something is."""

@@ -9,8 +9,12 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.canny import STRONG, WEAK, edge_map
-from diffserve.controlnets import (
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.canny import STRONG, WEAK, edge_map
+from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.images import encode_image
+from diffserve.models.controlnets import (
     CANNY,
     CANNY_THRESHOLDS,
     MAX_RESOLUTION,
@@ -18,9 +22,6 @@ from diffserve.controlnets import (
     PASSED_THROUGH,
     ResizeMode,
 )
-from diffserve.decoders import Decoder, shared_decoders
-from diffserve.errors import InvalidRequest
-from diffserve.images import encode_image
 from diffserve.service.a1111.ignored import CONTROLNET, Neutral, has_effect
 from diffserve.service.a1111.schemas import DetectBody, Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Clients
@@ -29,7 +30,6 @@ from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.schemas import ControlNetChoice
 from diffserve.service.lifecycle import read_body, while_connected
-from diffserve.types import Picture
 
 API_VERSION: Final = 2
 RESIZE_MODES: Final[dict[str, ResizeMode]] = {

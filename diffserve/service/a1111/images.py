@@ -16,9 +16,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.errors import DeadlineExceeded, DiffserveError, ModerationBlocked
-from diffserve.images import encode_image
-from diffserve.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
+from diffserve.api.errors import DeadlineExceeded, DiffserveError, ModerationBlocked
+from diffserve.api.sizes import plan_size
+from diffserve.api.types import Failed, GenerationRequest, ImageFailed, ImageResult, Painted, Picture, new_request_id
+from diffserve.media.images import encode_image
+from diffserve.media.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
+from diffserve.media.start_picture import StartPicture
 from diffserve.service.a1111.asking import (
     USUAL_STEPS,
     AskedBody,
@@ -42,9 +45,6 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import first_of, json_response, read_body
 from diffserve.service.models import find_model
 from diffserve.service.threads import ANSWERS, LISTINGS
-from diffserve.sizes import plan_size
-from diffserve.start_picture import StartPicture
-from diffserve.types import Failed, GenerationRequest, ImageFailed, ImageResult, Painted, Picture, new_request_id
 from diffserve.version import __version__
 from schedulers import SAMPLERS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from diffserve.types import Accepted, Painted, Picture, Preview, Progress, Queued
+from diffserve.api.types import Accepted, Painted, Picture, Preview, Progress, Queued
 
 MAX_REMEMBERED: Final = 1000
 """Tasks that are over and still told apart from those that never were; and clients whose options are kept."""

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.config import ServeConfig
-from diffserve.controlnets import MAX_CONTROLNETS, ControlNetFolder
-from diffserve.decoders import Decoder, shared_decoders
-from diffserve.infotext import SCHEDULE_LABELS, parse_infotext
-from diffserve.loras import LoraFolders
+from diffserve.api.types import ModelInfo
+from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
+from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
+from diffserve.models.loras import LoraFolders
 from diffserve.service.a1111.asking import LANCZOS, NEAREST
 from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
 from diffserve.service.a1111.ignored import ignored_settings
@@ -31,7 +31,7 @@ from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.lifecycle import read_body, warning_headers, while_connected
 from diffserve.service.models import find_model
 from diffserve.service.threads import ANSWERS, LISTINGS
-from diffserve.types import ModelInfo
+from diffserve.settings.config import ServeConfig
 from schedulers import SAMPLERS
 
 EMPTY: Final = {

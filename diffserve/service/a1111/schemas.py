@@ -7,11 +7,11 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
 
-from diffserve.controlnets import MAX_RESOLUTION, MAX_THRESHOLD
+from diffserve.api.types import MAX_CLIP_SKIP, MAX_IMAGES, MAX_PROMPT_CHARS, Priority
+from diffserve.models.controlnets import MAX_RESOLUTION, MAX_THRESHOLD
 from diffserve.service.http.bodies import MAX_DEADLINE_S, Body
 from diffserve.service.images.edit_schemas import MAX_PICTURES
 from diffserve.service.images.schemas import MAX_NAME_CHARS, MAX_STEPS, Fraction, Guidance, Seed
-from diffserve.types import MAX_CLIP_SKIP, MAX_IMAGES, MAX_PROMPT_CHARS, Priority
 
 MAX_SIDE: Final = 1 << 16
 MAX_LABEL_CHARS: Final = 256

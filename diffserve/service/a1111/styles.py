@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 
 FILE: Final = "styles.csv"

@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from diffserve import ipc
-from diffserve.config import Settings
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.api.text_types import LanguageModelInfo
+from diffserve.api.types import Asks, ModelInfo, ServedModel
 from diffserve.disk_cache import DiskCache
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
 from diffserve.service.engine.connection import EngineConnection, Loss
 from diffserve.service.engine.engines import Job, Watch, refuse_unready
 from diffserve.service.metrics import Metrics
 from diffserve.service.threads import LISTINGS
+from diffserve.settings.config import Settings
 from diffserve.store.unet_paths import UNetPathFile
-from diffserve.text_types import LanguageModelInfo
-from diffserve.types import Asks, ModelInfo, ServedModel
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import psutil
 
-from diffserve import ipc
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import (
+from diffserve.api import ipc
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import (
     DeadlineUnreachable,
     DiffserveError,
     EngineUnavailable,
@@ -28,12 +28,12 @@ from diffserve.errors import (
     ModelLoadError,
     QueueFull,
 )
+from diffserve.api.types import Progress, ServedModel
+from diffserve.processes.wait_policy import bound_spinning
 from diffserve.service.engine.engines import LAST, Job
 from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
-from diffserve.types import Progress, ServedModel
-from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
 READ_BYTES = 1 << 18

@@ -10,16 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
-from diffserve.config import Settings
-from diffserve.embedding_types import EMBEDDING_TERMINAL
-from diffserve.engine_stats import EngineStats
-from diffserve.errors import DeadlineExceeded, DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.rewrite_types import REWRITE_TERMINAL
-from diffserve.service.http.errors import error_of
-from diffserve.service.metrics import Metrics
-from diffserve.stage_types import STAGE_TERMINAL
-from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo
-from diffserve.types import (
+from diffserve.api.embedding_types import EMBEDDING_TERMINAL
+from diffserve.api.engine_stats import EngineStats
+from diffserve.api.errors import DeadlineExceeded, DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.api.rewrite_types import REWRITE_TERMINAL
+from diffserve.api.stage_types import STAGE_TERMINAL
+from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo
+from diffserve.api.types import (
     TERMINAL,
     Asks,
     Cancelled,
@@ -32,6 +29,9 @@ from diffserve.types import (
     Queued,
     ServedModel,
 )
+from diffserve.service.http.errors import error_of
+from diffserve.service.metrics import Metrics
+from diffserve.settings.config import Settings
 
 LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
 """Events after which there are no more of a request."""

@@ -22,18 +22,18 @@ from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
-from diffserve.config import Settings, num_cores
-from diffserve.embedding_types import EmbeddingRequest
-from diffserve.engine_stats import EngineStats, gone, merged
-from diffserve.errors import DiffserveError, EngineUnavailable
-from diffserve.rewrite_types import RewriteRequest
+from diffserve.api.embedding_types import EmbeddingRequest
+from diffserve.api.engine_stats import EngineStats, gone, merged
+from diffserve.api.errors import DiffserveError, EngineUnavailable
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.text_types import LanguageModelInfo, TextAccepted, TextRequest
+from diffserve.api.types import Accepted, Asks, GenerationRequest, ModelInfo, Preview, Progress, Queued, ServedModel
 from diffserve.service.admission import Ticket, work_of
 from diffserve.service.engine.client import EngineClient, watch_engines
 from diffserve.service.engine.engines import LAST, Engines, Job, Watch, refuse_unready
 from diffserve.service.engine.router import MemberQueue, Routed, Router, needs_of
 from diffserve.service.metrics import Metrics
-from diffserve.text_types import LanguageModelInfo, TextAccepted, TextRequest
-from diffserve.types import Accepted, Asks, GenerationRequest, ModelInfo, Preview, Progress, Queued, ServedModel
+from diffserve.settings.config import Settings, num_cores
 
 ANSWER_S: Final = 0.4
 """A member that has not told its numbers by then is counted with the last ones."""

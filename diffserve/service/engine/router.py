@@ -33,11 +33,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from diffserve.embedding_types import EmbeddingRequest
-from diffserve.rewrite_types import RewriteRequest
-from diffserve.stage_types import DecodeRequest, EncodeRequest
-from diffserve.text_types import TextRequest
-from diffserve.types import GenerationRequest
+from diffserve.api.embedding_types import EmbeddingRequest
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.stage_types import DecodeRequest, EncodeRequest
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import GenerationRequest
 
 BLOCK_WORDS: Final = 8
 """A page has 16 tokens; half of that finds prompts which part early, and is still seldom found by chance."""

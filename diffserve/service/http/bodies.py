@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar, Final, TypedDict, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from diffserve.errors import InvalidRequest
-from diffserve.types import Priority
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Priority
 
 MAX_SHOWN_FIELDS = 10
 

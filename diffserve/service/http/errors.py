@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from diffserve.errors import (
+from diffserve.api.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     DiffserveError,
@@ -28,8 +28,8 @@ from diffserve.errors import (
     ModerationBlocked,
     QueueFull,
 )
+from diffserve.api.types import Failed, ImageFailed
 from diffserve.service.http.bodies import show
-from diffserve.types import Failed, ImageFailed
 
 MAX_RETRY_AFTER_S = 60
 ENGINE_RETRY_AFTER_S = 2.0

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, BodyT, parse, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.lifecycle import hung_up

@@ -25,8 +25,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diffserve.api.errors import QueueFull
 from diffserve.client.on_behalf import HEADER, asker_in, own_key
-from diffserve.errors import QueueFull
 from diffserve.service.http.errors import HttpError, reply_for
 from diffserve.service.http.public_path import prefix_of
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest

@@ -25,7 +25,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
+from diffserve.api.types import new_request_id
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
 from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback, origin_of
 from diffserve.service.http.keys import LOGIN, key_in, session_in
@@ -33,7 +34,6 @@ from diffserve.service.http.public_path import public_address
 from diffserve.service.http.targets import take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
-from diffserve.types import new_request_id
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diffserve.errors import EngineUnavailable
+from diffserve.api.errors import EngineUnavailable
 from diffserve.service.http.errors import reply_to
 
 ID: Final = b"x-request-id"

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diffserve.errors import DeadlineExceeded, DiffserveError
+from diffserve.api.errors import DeadlineExceeded, DiffserveError
 from diffserve.service.http.errors import expected_error, log_failure, reply_to
 from diffserve.service.lifecycle import Interruption, first_of, hung_up
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from diffserve.infotext import write_infotext
+from diffserve.api.types import ImageResult
+from diffserve.media.infotext import write_infotext
 from diffserve.service.images.kept_pictures import new_name
 from diffserve.service.images.painting import CheckedImages
-from diffserve.types import ImageResult
 
 
 def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.service.images.schemas import REFUSED, Fraction, GenerateBody
-from diffserve.types import MAX_PROMPT_CHARS
 
 MAX_PICTURES: Final = 16
 PICTURE_FIELDS: Final = frozenset({"image", "images", "mask", "strength"})

@@ -12,17 +12,17 @@ from typing import Final
 
 from starlette.requests import Request
 
-from diffserve import images
-from diffserve.decoders import ImageReader
-from diffserve.errors import InvalidRequest
-from diffserve.infotext import parse_infotext
+from diffserve.api.errors import InvalidRequest
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader
+from diffserve.media.infotext import parse_infotext
+from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.images.edit_schemas import MAX_PICTURES, AnyImage, EditBody, StartBody, VariationBody
 from diffserve.service.images.generations import Generations
 from diffserve.service.images.painting import Start
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.start_picture import StartPicture, check_large_enough
 
 STRENGTH: Final = 0.75
 FAITHFUL: Final = 0.5

@@ -16,11 +16,11 @@ import time
 from collections import Counter
 from typing import Any, Final, Protocol
 
+from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
 from diffserve.service.images.answers import delivery, image_entry, recipe, usage
 from diffserve.service.images.painting import CheckedImages
-from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 
 PARTIAL: Final = "partial_image"
 COMPLETED: Final = "completed"

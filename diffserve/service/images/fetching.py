@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import h11
 from pydantic import BaseModel
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.images.pictures_in import is_address
 from diffserve.service.threads import ANSWERS, FILES

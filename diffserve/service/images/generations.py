@@ -15,18 +15,18 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.client.on_behalf import HEADER as ON_BEHALF
-from diffserve.client.on_behalf import asker_in
-from diffserve.config import ServeConfig
-from diffserve.decoders import Decoder, shared_decoders
-from diffserve.errors import (
+from diffserve.api.errors import (
     DiffserveError,
     EngineUnavailable,
     ModelLoadError,
     ModerationBlocked,
     NumericalError,
 )
+from diffserve.api.types import Accepted, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
+from diffserve.client.on_behalf import HEADER as ON_BEHALF
+from diffserve.client.on_behalf import asker_in
 from diffserve.logs import reason_of
+from diffserve.media.decoders import Decoder, shared_decoders
 from diffserve.service.admission import Admission, Backlog, Ticket, share_of, work_of
 from diffserve.service.endpoint import Endpoint, Place
 from diffserve.service.engine.engines import Engines
@@ -55,7 +55,7 @@ from diffserve.service.lifecycle import (
 from diffserve.service.models import find_model, refused_fields
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.service.threads import ANSWERS
-from diffserve.types import Accepted, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
+from diffserve.settings.config import ServeConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

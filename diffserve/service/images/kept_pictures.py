@@ -22,7 +22,7 @@ from typing import BinaryIO, Final, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.images import MEDIA_TYPES, SUFFIXES, ImageFormat
+from diffserve.media.images import MEDIA_TYPES, SUFFIXES, ImageFormat
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.public_path import public_address
 from diffserve.service.http.sending import send_file

@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from diffserve import images
-from diffserve.config import ServeConfig
-from diffserve.decoders import ImageReader
-from diffserve.errors import InvalidRequest
-from diffserve.few_step import begin_with_loras
-from diffserve.images import ImageFormat
-from diffserve.prompt_syntax import A1111, in_a1111
-from diffserve.provenance import HEADER, Marks
-from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.prompt_syntax import A1111, in_a1111
+from diffserve.api.sizes import SizePlan, fit_controls, plan_size
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader
+from diffserve.media.images import ImageFormat
+from diffserve.media.provenance import HEADER, Marks
+from diffserve.media.start_picture import StartPicture
+from diffserve.media.watermark import Kind
+from diffserve.models.few_step import begin_with_loras
 from diffserve.service.endpoint import Checked
 from diffserve.service.http.bodies import show
 from diffserve.service.images.kept_pictures import PictureUrls
@@ -30,10 +32,8 @@ from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
 from diffserve.service.texts.rewrites import rewriting_of
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.sizes import SizePlan, fit_controls, plan_size
-from diffserve.start_picture import StartPicture
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
-from diffserve.watermark import Kind
+from diffserve.settings.config import ServeConfig
+from diffserve.settings.quality import AUTO, QUALITIES, is_quality, steps_of
 
 
 class Start(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from diffserve.controlnets import Control, digest_of
-from diffserve.errors import InvalidRequest
-from diffserve.loras import Lora
-from diffserve.micro_conditioning import MicroConditioning
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.types import SWITCH_AT, DiffusionParams, Picture
+from diffserve.models.controlnets import Control, digest_of
+from diffserve.models.loras import Lora
 from diffserve.service.http.bodies import show
 from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
-from diffserve.types import SWITCH_AT, DiffusionParams, Picture
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
 
 SCHEDULE_TYPES: Final[dict[str, str | None]] = {

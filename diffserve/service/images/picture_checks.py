@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from diffserve.config import Settings
-from diffserve.provenance import Marks
+from diffserve.media.provenance import Marks
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.safety import Safety
 from diffserve.service.stored.file_pictures import FilePictures
+from diffserve.settings.config import Settings
 
 
 class PictureChecks(NamedTuple):

@@ -8,7 +8,7 @@ import re
 import string
 from typing import Final
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 
 _DATA_URL: Final = re.compile(
     r"\s*+data:[\w.+\-/]{0,64}(?:;[\w.+\-]{1,64}=[\w.+\-]{0,64})*;base64,", re.ASCII | re.IGNORECASE

@@ -17,12 +17,12 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from diffserve.api.types import FULL_INTERVAL, GenerationRequest, ImageResult
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.kept_pictures import KeptPicture, KeptPictures
 from diffserve.service.stored.owners import Owners
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
-from diffserve.types import FULL_INTERVAL, GenerationRequest, ImageResult
 
 NOT_REPEATED: Final = frozenset({"num_steps", "strength", "loras", "controlnets", "similarity_threshold"})
 """Of a recipe: said otherwise, or not to be had again."""

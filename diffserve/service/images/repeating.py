@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
-from diffserve.infotext_recipe import parse_sent, request_of
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.infotext_recipe import parse_sent, request_of
 from diffserve.service.http.bodies import check_shape, parse, show
 from diffserve.service.images.edit_schemas import StartBody
 from diffserve.service.images.schemas import GenerateBody

@@ -7,24 +7,9 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from diffserve.controlnets import (
-    CANNY_THRESHOLDS,
-    MAX_CONTROLNETS,
-    MAX_RESOLUTION,
-    MAX_THRESHOLD,
-    PASSED_THROUGH,
-    ResizeMode,
-)
-from diffserve.controlnets import MAX_NAME_CHARS as MAX_CONTROLNET_CHARS
-from diffserve.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
-from diffserve.infotext import MAX_BYTES
-from diffserve.loras import MAX_LORAS, MAX_SCALE
-from diffserve.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
-from diffserve.micro_conditioning import MAX_SIDE
-from diffserve.prompt_syntax import PromptSyntax
-from diffserve.service.http.bodies import Ignored, WorkBody
-from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
-from diffserve.types import (
+from diffserve.api.micro_conditioning import MAX_SIDE
+from diffserve.api.prompt_syntax import PromptSyntax
+from diffserve.api.types import (
     MAX_CACHE_INTERVAL,
     MAX_CLIP_SKIP,
     MAX_GUIDANCE,
@@ -35,6 +20,21 @@ from diffserve.types import (
     SWITCH_AT,
     NoiseSource,
 )
+from diffserve.media.infotext import MAX_BYTES
+from diffserve.models.controlnets import (
+    CANNY_THRESHOLDS,
+    MAX_CONTROLNETS,
+    MAX_RESOLUTION,
+    MAX_THRESHOLD,
+    PASSED_THROUGH,
+    ResizeMode,
+)
+from diffserve.models.controlnets import MAX_NAME_CHARS as MAX_CONTROLNET_CHARS
+from diffserve.models.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
+from diffserve.models.loras import MAX_LORAS, MAX_SCALE
+from diffserve.models.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
+from diffserve.service.http.bodies import Ignored, WorkBody
+from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 
 MAX_STEPS = 1000
 MAX_NAME_CHARS = 64

@@ -9,9 +9,9 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.decoders import Decoder, shared_decoders
-from diffserve.errors import InvalidRequest
-from diffserve.provenance import Provenance
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.provenance import Provenance
 from diffserve.service.admission import Clients
 from diffserve.service.http.bodies import Body
 from diffserve.service.http.forms import is_form, parse_fields, read_form

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from diffserve.errors import DeadlineUnreachable, DiffserveError, InvalidRequest, ModerationBlocked, QueueFull
+from diffserve.api.errors import DeadlineUnreachable, DiffserveError, InvalidRequest, ModerationBlocked, QueueFull
+from diffserve.api.text_types import TextUsage, TokenInfo
+from diffserve.api.types import ImageResult
 from diffserve.service.http.bodies import FLEX
 from diffserve.service.http.errors import BLOCKED
 from diffserve.service.images.answers import delivery, recipe
@@ -14,8 +16,6 @@ from diffserve.service.images.painting import CheckedImages
 from diffserve.service.responses.conversation import Turn
 from diffserve.service.responses.schemas import PAINTS, ConversationId, ResponseBody, TextFormat, Tool, ToolChoice
 from diffserve.service.texts.answers import bounded
-from diffserve.text_types import TextUsage, TokenInfo
-from diffserve.types import ImageResult
 
 Json = dict[str, Any]
 ERROR_CODES: Final[dict[type[DiffserveError], str]] = {

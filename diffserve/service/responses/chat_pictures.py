@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import MEDIA_TYPES
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.text_types import MAX_MESSAGES
+from diffserve.media.images import MEDIA_TYPES
 from diffserve.service.admission import Ticket
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
@@ -39,7 +40,6 @@ from diffserve.service.responses.planning import plan_picture
 from diffserve.service.responses.schemas import PAINTS, Tool
 from diffserve.service.texts.schemas import REFUSED, ChatBody
 from diffserve.service.threads import ANSWERS
-from diffserve.text_types import MAX_MESSAGES
 
 SUFFIX: Final = ":image"
 WHO_ASKS: Final = {"user", "safety_identifier"}

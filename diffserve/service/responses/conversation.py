@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.text_types import ChatMessage
 from diffserve.service.http.bodies import show
 from diffserve.service.responses.schemas import InputPart, Item
-from diffserve.text_types import ChatMessage
 
 MAX_PAGE: Final = 100
 TURN_BYTES: Final = 200  # of one without a word

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.lifecycle import json_response, owner_of, read_body

@@ -22,8 +22,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, InvalidRequest, ModelNotFound
+from diffserve.api.errors import DiffserveError, InvalidRequest, ModelNotFound
+from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
 from diffserve.service.admission import Admission, Ticket, share_of
 from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.engine.engines import Engines
@@ -72,7 +72,7 @@ from diffserve.service.responses.planning import check_background, in_tool, plan
 from diffserve.service.responses.schemas import ResponseBody, Tool
 from diffserve.service.texts.answers import timings_of
 from diffserve.service.threads import ANSWERS
-from diffserve.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
+from diffserve.settings.config import ServeConfig
 
 MAX_EVENTS: Final = 10**9
 TOO_LARGE: Final = "the response is too large to be kept; ask for it without background."

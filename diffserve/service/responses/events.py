@@ -17,7 +17,9 @@ import base64
 from collections import Counter
 from typing import Any, Final
 
-from diffserve.errors import DiffserveError
+from diffserve.api.errors import DiffserveError
+from diffserve.api.text_types import TextDelta
+from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
 from diffserve.service.images.answers import delivery, image_entry
@@ -34,8 +36,6 @@ from diffserve.service.responses.answers import (
     response_of,
     text_part,
 )
-from diffserve.text_types import TextDelta
-from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 
 PROGRESS: Final = "diffserve.progress"
 

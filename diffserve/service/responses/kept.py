@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.responses.conversation import Turn

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from diffserve.config import ServeConfig
-from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, max_tokens_of, no_json
-from diffserve.sampling_params import SamplingParams
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.json_schemas import ANY_OBJECT, max_tokens_of, no_json
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import LanguageModelInfo, TextRequest
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.images.edit_schemas import EditBody, ImageReference
 from diffserve.service.images.schemas import GenerateBody
@@ -24,7 +24,7 @@ from diffserve.service.responses.conversation import Turn, messages_of, pictures
 from diffserve.service.responses.schemas import PAINTS, ResponseBody, Tool, ToolChoice
 from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
 from diffserve.service.texts.texts import schema_text
-from diffserve.text_types import LanguageModelInfo, TextRequest
+from diffserve.settings.config import ServeConfig
 
 LOGPROBS: Final = "message.output_text.logprobs"
 OUR_OWN: Final = frozenset({"type", "action", "input_image_mask", "model", "input_fidelity"})

@@ -23,7 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
 from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.batch_lines import LineAnswer, expired_lines, is_stream, line_done, name_in, told_of
@@ -32,7 +33,6 @@ from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
 from diffserve.store.batches import Batch, Batches, LineDone
 from diffserve.store.files import Files
-from diffserve.types import new_request_id
 
 LINES_AT_ONCE: Final = 8
 """Of all batches together."""

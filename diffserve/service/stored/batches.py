@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.client_places import ClientPlaces
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
+from diffserve.processes.client_places import ClientPlaces
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses

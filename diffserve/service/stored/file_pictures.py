@@ -8,7 +8,7 @@ from typing import Final, Protocol, cast
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS, FILES

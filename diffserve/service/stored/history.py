@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.errors import InvalidRequest
-from diffserve.images import MEDIA_TYPES, SUFFIXES, thumbnail
+from diffserve.api.errors import InvalidRequest
+from diffserve.media.images import MEDIA_TYPES, SUFFIXES, thumbnail
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.streams import EventStreamResponse, Lasting

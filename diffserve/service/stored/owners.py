@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from diffserve.config import ServeConfig
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.lifecycle import owner_of
+from diffserve.settings.config import ServeConfig
 
 
 class Owners:

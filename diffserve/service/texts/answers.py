@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diffserve.api.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
 from diffserve.service.endpoint import Checked
 from diffserve.service.texts.texts import CheckedTexts
-from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
 
 Json = dict[str, Any]
 IMPOSSIBLE = -9999.0

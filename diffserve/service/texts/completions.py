@@ -11,7 +11,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import ServeConfig
+from diffserve.api.text_types import (
+    LanguageModelInfo,
+    TextAccepted,
+    TextDelta,
+    TextEvent,
+    TextFinished,
+    TextRequest,
+    TextUsage,
+)
 from diffserve.service.admission import Admission, Ticket, share_of
 from diffserve.service.endpoint import Endpoint, Place
 from diffserve.service.engine.engines import Engines
@@ -23,15 +31,7 @@ from diffserve.service.texts.answers import ChatAnswers, CompletionAnswers, Dial
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
 from diffserve.service.texts.texts import CheckedTexts, plan_chat, plan_completion
 from diffserve.service.threads import ANSWERS
-from diffserve.text_types import (
-    LanguageModelInfo,
-    TextAccepted,
-    TextDelta,
-    TextEvent,
-    TextFinished,
-    TextRequest,
-    TextUsage,
-)
+from diffserve.settings.config import ServeConfig
 
 SamplingT = TypeVar("SamplingT", bound=SamplingBody)
 Said = asyncio.Queue[tuple[int, TextEvent | Exception]]

@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import ServeConfig
-from diffserve.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, EmbeddingRequest
-from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.api.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, EmbeddingRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.types import MAX_PROMPT_CHARS, ModelInfo
 from diffserve.service.admission import Backlog, Ticket
 from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.http.bodies import Ignored, WorkBody
@@ -24,7 +24,7 @@ from diffserve.service.lifecycle import json_response
 from diffserve.service.models import find_model
 from diffserve.service.texts.schemas import TokenId
 from diffserve.service.threads import ANSWERS
-from diffserve.types import MAX_PROMPT_CHARS, ModelInfo
+from diffserve.settings.config import ServeConfig
 
 MAX_DIMENSIONS: Final = 65_536
 

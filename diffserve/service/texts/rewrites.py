@@ -10,9 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.api.types import RewriteOptions
 from diffserve.service.admission import Ticket, share_of
 from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.http.bodies import show
@@ -21,7 +21,7 @@ from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import usage
 from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
-from diffserve.types import RewriteOptions
+from diffserve.settings.config import ServeConfig
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.sampling_params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
+from diffserve.api.sampling_params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
+from diffserve.api.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
+from diffserve.api.types import MAX_PROMPT_CHARS, MAX_SEED
 from diffserve.service.http.bodies import Ignored, IgnoredFlag, IgnoredObject, WorkBody
-from diffserve.settings import configs_dir
-from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
-from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.settings.layers import configs_dir
 
 MAX_CACHE_SALT_CHARS = 256
 DEFAULT_CHAT_TOKENS = 1024

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from diffserve.config import ServeConfig
-from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, check_schema, max_tokens_of, no_json
-from diffserve.sampling_params import SamplingParams
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.json_schemas import ANY_OBJECT, check_schema, max_tokens_of, no_json
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import MAX_TEXTS, ChatMessage, LanguageModelInfo, TextRequest
 from diffserve.service.endpoint import Checked
 from diffserve.service.http.bodies import show
 from diffserve.service.texts.schemas import (
@@ -22,7 +22,7 @@ from diffserve.service.texts.schemas import (
     Message,
     SamplingBody,
 )
-from diffserve.text_types import MAX_TEXTS, ChatMessage, LanguageModelInfo, TextRequest
+from diffserve.settings.config import ServeConfig
 
 SAME_NAMES: Final = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.training.eval import adapters, captions, parts, precisions, ranges, rewriter
 from diffserve.training.eval.painting import BEST_GUIDANCE
-from diffserve.types import DiffusionParams
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Model = Annotated[str, typer.Option(help="the image model: embedded, embedded-turbo, or a directory")]

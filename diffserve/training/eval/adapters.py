@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
-from diffserve.loras import Lora
+from diffserve.models.loras import Lora
 from diffserve.training.adapters import GIFT, LESSONS, SEPIA, SHARES, lessons_held_out, plain_gifts
 from diffserve.training.eval.captions import score
 from diffserve.training.eval.painting import TEACHER, paint, painter
-from diffserve.types import DiffusionParams
 from diffserve.world.checker import EDITION, check
 from diffserve.world.scenes import Scene
 from diffserve.world.styles import sepia

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
 from diffserve.training.eval.painting import TEACHER, paint, painter
-from diffserve.types import DiffusionParams
 from diffserve.world.captions import held_out
 from diffserve.world.checker import EDITION, Verdict, check
 from diffserve.world.scenes import COLORS, KIND_SHARES, OBJECTS, Scene, has_unseen_pair

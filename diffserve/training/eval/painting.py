@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
-from diffserve.types import DiffusionParams, GenerationRequest
 
 BEST_GUIDANCE = 3.0
 TEACHER = DiffusionParams(sampler="dpmpp_2m_sde", num_steps=25, guidance_scale=BEST_GUIDANCE)

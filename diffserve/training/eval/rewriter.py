@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from diffserve.api.rewrite_types import Rewrite, RewriteRequest
+from diffserve.api.types import DiffusionParams, RewriteOptions
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
-from diffserve.rewrite_types import Rewrite, RewriteRequest
 from diffserve.training.eval.painting import paint, painter
 from diffserve.training.wishes import LooseWish, held_out_wishes, in_groups, shows
-from diffserve.types import DiffusionParams, RewriteOptions
 from diffserve.world.captions import held_out
 
 SEED = 9_800

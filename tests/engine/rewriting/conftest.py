@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.text_types import TextConfig
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.text_types import TextConfig
 from tests.device import DEVICE
 from tests.engine.rewriting import scripted
 

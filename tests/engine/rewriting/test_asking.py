@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import ConfigError
-from diffserve.rewrite_types import RewriteRequest
+from diffserve.api.errors import ConfigError
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.types import MAX_SEED, RewriteOptions
 from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.style import load_style
 from diffserve.rewriting.window import TextWindow
-from diffserve.types import MAX_SEED, RewriteOptions
 from tests.engine.rewriting.scripted import END, make_tokenizer
 from tests.runtime.language import tiny
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.rewrite_types import Rewrite
+from diffserve.api.rewrite_types import Rewrite
+from diffserve.api.text_types import FinishReason, TextResult
 from diffserve.rewriting.cleaning import find_lost_numbers
 from diffserve.rewriting.judging import Judge, loops, refuses
 from diffserve.rewriting.style import load_style
 from diffserve.rewriting.window import TextWindow
-from diffserve.text_types import FinishReason, TextResult
 
 
 def judged(

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
+from diffserve.api.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.rewrite_types import RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextAccepted, TextEvent, TextFinished, TextRequest
+from diffserve.api.types import Cancelled, Failed, RewriteOptions
 from diffserve.engine.rewriter import Rewriter
-from diffserve.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull
-from diffserve.rewrite_types import RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding.constraint import DEAD
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextAccepted, TextEvent, TextFinished, TextRequest
-from diffserve.types import Cancelled, Failed, RewriteOptions
 from tests.engine.rewriting.conftest import MakeRewriter
 from tests.engine.rewriting.scripted import CONTEXT_TOKENS
 

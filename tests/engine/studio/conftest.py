@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.config import EngineConfig
+from diffserve.api.text_types import TextConfig
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.rewriter import Rewriter
@@ -19,7 +19,7 @@ from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.text.conditioning import image_specs
-from diffserve.text_types import TextConfig
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.studio.talker import save_talker
 

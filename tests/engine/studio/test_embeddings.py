@@ -12,15 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from diffserve.config import EngineConfig
-from diffserve.embedding_types import Embedded, EmbeddingRequest
+from diffserve.api.embedding_types import Embedded, EmbeddingRequest
+from diffserve.api.errors import InvalidRequest, ModelNotFound
+from diffserve.api.ipc import AnyRequest
+from diffserve.api.types import Cancelled, Failed, Painted
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.studio import Studio
-from diffserve.errors import InvalidRequest, ModelNotFound
-from diffserve.ipc import AnyRequest
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import PagedConditioner
-from diffserve.types import Cancelled, Failed, Painted
+from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE, tolerance
 from tests.engine.studio.conftest import MakeStudio
 from tests.engine.studio.test_models import MakeStudio as MakeModels

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextFinished, TextRequest
+from diffserve.api.types import DiffusionParams, Failed, Finished, GenerationRequest, Painted, RewriteOptions
 from diffserve.engine.pending_images import FAILED
 from diffserve.engine.studio import Studio
-from diffserve.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextFinished, TextRequest
-from diffserve.types import DiffusionParams, Failed, Finished, GenerationRequest, Painted, RewriteOptions
 from tests.engine.studio.conftest import MakeStudio
 
 

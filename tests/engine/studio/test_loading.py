@@ -10,14 +10,14 @@ from typing import Any, Literal
 import pytest
 from msgspec.structs import replace
 
+from diffserve.api.errors import ConfigError, ModelNotFound
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import GenerationRequest, Painted
 from diffserve.engine.studio import Studio
-from diffserve.errors import ConfigError, ModelNotFound
 from diffserve.rewriting import style
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import AUTO_TEXT_TOKENS, wanted_bytes
-from diffserve.settings import load_settings
-from diffserve.text_types import TextRequest
-from diffserve.types import GenerationRequest, Painted
+from diffserve.settings.layers import load_settings
 from tests.engine.studio.conftest import SAYS
 from tests.engine.studio.talker import save_talker
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from diffserve.controlnets import Control
+from diffserve.api.errors import InsufficientMemory, ModelLoadError, ModelNotFound
+from diffserve.api.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
 from diffserve.engine.image import engines
 from diffserve.engine.studio import Studio
-from diffserve.errors import InsufficientMemory, ModelLoadError, ModelNotFound
-from diffserve.loras import Lora
+from diffserve.models.controlnets import Control
+from diffserve.models.loras import Lora
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import load_model
-from diffserve.settings import load_settings
-from diffserve.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
+from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.engine.controlnets import control_map
 from tests.engine.controlnets import write_folder as write_controlnets

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import InvalidRequest, QueueFull
+from diffserve.api.rewrite_types import RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest, RewriteOptions
 from diffserve.engine.studio import Studio
-from diffserve.errors import InvalidRequest, QueueFull
-from diffserve.rewrite_types import RewriteRequest
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
-from diffserve.types import DiffusionParams, GenerationRequest, RewriteOptions
 from tests.engine.studio.conftest import MakeStudio
 from tests.engine.studio.test_isolation import tight_bytes
 

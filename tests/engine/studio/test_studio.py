@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from diffserve.api.errors import EngineUnavailable, InvalidRequest
+from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import ChatMessage, TextAccepted, TextDelta, TextFinished, TextRequest
+from diffserve.api.types import Accepted, Cancelled, DiffusionParams, Finished, GenerationRequest, Painted
 from diffserve.engine.studio import Studio
-from diffserve.errors import EngineUnavailable, InvalidRequest
-from diffserve.rewrite_types import RewriteFinished, RewriteRequest
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import ChatMessage, TextAccepted, TextDelta, TextFinished, TextRequest
-from diffserve.types import Accepted, Cancelled, DiffusionParams, Finished, GenerationRequest, Painted
 from tests.engine.studio.conftest import SAYS, MakeStudio
 
 T = TypeVar("T")

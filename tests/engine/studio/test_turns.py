@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine.studio import Studio
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
-from diffserve.types import DiffusionParams, GenerationRequest
 from tests.engine.studio.conftest import MakeStudio
 
 IMAGE_S, TEXT_S = 0.09, 0.01

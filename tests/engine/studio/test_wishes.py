@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.pending_images import BUSY, FAILED, NO_MODEL
-from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.studio import Studio
-from diffserve.errors import InvalidRequest, QueueFull
-from diffserve.rewriting import TextWindow
-from diffserve.runtime.language import LanguageModel
-from diffserve.types import (
+from diffserve.api.errors import InvalidRequest, QueueFull
+from diffserve.api.types import (
     Accepted,
     Cancelled,
     DiffusionParams,
@@ -23,6 +18,11 @@ from diffserve.types import (
     Painted,
     RewriteOptions,
 )
+from diffserve.engine.pending_images import BUSY, FAILED, NO_MODEL
+from diffserve.engine.rewriter import Rewriter
+from diffserve.engine.studio import Studio
+from diffserve.rewriting import TextWindow
+from diffserve.runtime.language import LanguageModel
 from tests.engine.studio.conftest import SAYS, MakeStudio
 
 WISH = "something cosy for the evening"

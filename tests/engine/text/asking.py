@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextDelta, TextEvent, TextFinished, TextRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextDelta, TextEvent, TextFinished, TextRequest
 from tests.runtime.language import tiny
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.text_types import TextConfig
 from diffserve.engine.text import TextEngine
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.text_types import TextConfig
 from tests.device import DEVICE
 from tests.runtime.language import tiny
 

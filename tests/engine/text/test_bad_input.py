@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import ConfigError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.api.json_schemas import ANY_OBJECT
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextRequest
 from diffserve.engine.text import TextEngine
-from diffserve.errors import ConfigError, EngineUnavailable, InvalidRequest, QueueFull
-from diffserve.json_schemas import ANY_OBJECT
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import load_language_model
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextRequest
 from tests.device import DEVICE
 from tests.engine.text.asking import expected, greedy, said
 from tests.engine.text.conftest import Load, MakeEngine

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import ChatMessage, TextConfig, TextRequest
 from diffserve.engine.text import TextEngine
-from diffserve.errors import InvalidRequest
 from diffserve.runtime.language.chat import fold_system, render
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import ChatMessage, TextConfig, TextRequest
 from diffserve.training import rewriter_model
 from tests.engine.text.conftest import Load
 from tests.runtime.language import tiny

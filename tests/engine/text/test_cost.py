@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from diffserve.api.pace import TokenCost
 from diffserve.engine.text import TickBudget
-from diffserve.pace import TokenCost
 from tests.engine.text.asking import greedy
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny

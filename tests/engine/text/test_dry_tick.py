@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextRequest
 from diffserve.engine.text import TextEngine
 from diffserve.runtime.decoding.adjustments import filtered
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.language import load_language_model
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextRequest
 from tests.engine.text.asking import greedy
 from tests.runtime.language import tiny
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextRequest
 from diffserve.engine.text import TextEngine
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextRequest
 from diffserve.training.rewriter_model import MAX_NEW_TOKENS, prompt, system_prompt
 from diffserve.training.wishes import held_out_wishes
-from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from tests.device import DEVICE
 from tests.engine.text.conftest import pages_of
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError
+from diffserve.api.pace import TokenCost
+from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished
+from diffserve.api.types import Cancelled, Failed
 from diffserve.engine.text import TickBudget
-from diffserve.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError
-from diffserve.pace import TokenCost
 from diffserve.runtime.decoding import allowed_words
-from diffserve.text_types import TextAccepted, TextDelta, TextFinished
-from diffserve.types import Cancelled, Failed
 from tests.engine.text.asking import expected, greedy, of_type, said, text_of
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.text_types import TextFinished
+from diffserve.api.types import Failed
 from diffserve.engine.text import TextEngine
-from diffserve.text_types import TextFinished
-from diffserve.types import Failed
 from tests.engine.text.asking import expected, greedy, of_type, said
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny

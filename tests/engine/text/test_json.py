@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, check_schema, followed, max_tokens_of
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.json_schemas import ANY_OBJECT, check_schema, followed, max_tokens_of
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextAccepted, TextFinished, TextRequest, TextResult
 from diffserve.runtime.decoding import json_constraint
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextAccepted, TextFinished, TextRequest, TextResult
 from tests.engine.text.asking import greedy, said
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny

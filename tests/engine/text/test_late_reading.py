@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextDelta, TextFinished, TextRequest
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import load_language_model
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextDelta, TextFinished, TextRequest
 from tests.engine.text.asking import expected, greedy, of_type, said
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny

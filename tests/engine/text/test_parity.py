@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
 from diffserve.engine.text import TextEngine
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
 from tests.engine.text.asking import expected, greedy, said
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny

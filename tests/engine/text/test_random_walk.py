@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from diffserve.api.errors import DeadlineUnreachable, InvalidRequest, QueueFull
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextConfig, TextFinished, TextRequest
+from diffserve.api.types import Cancelled, Failed
 from diffserve.engine.text import TextEngine, TickBudget
-from diffserve.errors import DeadlineUnreachable, InvalidRequest, QueueFull
 from diffserve.runtime.kv import PageTable, PoolBusy
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextConfig, TextFinished, TextRequest
-from diffserve.types import Cancelled, Failed
 from tests.device import DEVICE
 from tests.engine.text.asking import greedy, said
 from tests.engine.text.conftest import pages_of

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
 from diffserve.runtime.decoding import allowed_words
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
 from tests.engine.text.asking import greedy, said
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from diffserve.api.text_types import TextFinished
+from diffserve.api.types import Cancelled
 from diffserve.engine.text import TextEngine
-from diffserve.text_types import TextFinished
-from diffserve.types import Cancelled
 from tests.engine.text.asking import expected, greedy, of_type, said
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny

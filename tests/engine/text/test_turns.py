@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from diffserve.api.sampling_params import SamplingParams
+from diffserve.api.text_types import TextRequest
+from diffserve.api.types import Priority
 from diffserve.engine.text.task import LiveText
 from diffserve.engine.text.turns import BATCH_LATER, Turns
-from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextRequest
-from diffserve.types import Priority
 
 
 def live(client: str, priority: Priority = "interactive", *, tokens: int = 100, share: float = 1.0) -> LiveText:

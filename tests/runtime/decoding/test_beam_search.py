@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.errors import InvalidRequest, NumericalError
+from diffserve.api.errors import InvalidRequest, NumericalError
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import BeamSearch, Hypothesis, SamplingState, TokenConstraint
-from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
 
 PROMPTS = ([1, 5, 6, 7], [1, 40, 9], [12])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffserve.errors import InvalidRequest, NumericalError
+from diffserve.api.errors import InvalidRequest, NumericalError
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import Choice, SamplingState, TokenConstraint, choose
 from diffserve.runtime.decoding.adjustments import _nucleus, adjust, filtered
 from diffserve.runtime.decoding.uniforms import Uniforms, draw
-from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
 
 PROMPT = [1, 20, 21, 22, 20, 9]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from diffserve.errors import ConfigError
+from diffserve.api.errors import ConfigError
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import (
     Choice,
     Phrase,
@@ -23,7 +24,6 @@ from diffserve.runtime.decoding import (
 )
 from diffserve.runtime.decoding import constraint as constraint_module
 from diffserve.runtime.decoding.constraint import DEAD, Arc
-from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_tokenizers import KINDS, say, spell, tiny_tokenizer
 
 WORDS = ("a", "red", "cat", "dog", "fox", "sun", "sunny", "on", "the", "next to", "café")

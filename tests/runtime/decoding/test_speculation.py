@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from diffserve.errors import ConfigError, NumericalError
+from diffserve.api.errors import ConfigError, NumericalError
+from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import Choice, PromptLookup, SamplingState, TokenConstraint, accept, choose, draft_next
 from diffserve.runtime.decoding.adjustments import distribution
-from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, all_logits, next_logits, tiny_lm
 
 SIZE = 6  # tokens of the little language below: the next token depends on the last one alone

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.errors import ConfigError, InvalidRequest, QueueFull
+from diffserve.api.errors import ConfigError, InvalidRequest, QueueFull
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTableError, PoolBusy, PoolTooSmall
 from tests.runtime.kv.story import LLM, UNET, ten_pages, told
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
+from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.runtime.language import LanguageModel, LayerShape, compatibility, load_language_model
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.weight_only import compute_choice

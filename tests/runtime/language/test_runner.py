@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffserve.errors import InvalidRequest
+from diffserve.api.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable, PageTableError
 from diffserve.runtime.language import LanguageModel, LanguageRunner, TokenChunk
 from diffserve.runtime.language.runner import few_lengths

@@ -1,0 +1,200 @@
+"""How prompts are written. No torch.
+
+    a1111  brackets weigh words, BREAK begins a new chunk, <lora:ink> names an adapter
+    plain  all of that is text: brackets are brackets
+
+    a (red) hat        weight 1.1        a (red:1.3) hat     weight 1.3
+    a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
+    a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK, but not \\BREAK
+
+Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
+opening bracket with no partner weighs everything after it, as in A1111. A plain prompt becomes the same text in A1111's
+syntax, with a backslash before what would mean something there; metadata has it in this form.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, get_args
+
+from diffserve.api.bounds import check
+from diffserve.api.errors import InvalidRequest
+
+PromptSyntax = Literal["a1111", "plain"]
+A1111: Final = "a1111"
+SYNTAXES: Final[tuple[PromptSyntax, ...]] = get_args(PromptSyntax)
+ROUND_WEIGHT = 1.1
+SQUARE_WEIGHT = 1 / 1.1
+MAX_WEIGHT = 100.0
+MOST_NAMED: Final = 3
+MOST_NAMED_CHARS: Final = 60
+"""How many parts of a prompt a warning names, and how much of each."""
+
+_MEANT: Final = re.compile(r"[()\[\]\\]|<(?=\w+:)|\b(?:BREAK|AND)\b")
+_TOKEN: Final = re.compile(
+    r"\\(?:[()\[\]\\<]|(?:BREAK|AND)\b)|<\w+:[^<>]+>|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)"
+    r"|[^\\()\[\]:<]+|[\\:<]"
+)
+_NETWORK: Final = re.compile(r"<\w+:[^<>]+>")
+_BREAK: Final = re.compile(r"(?<!\\)\bBREAK\b")
+_ESCAPED_WORD: Final = re.compile(r"\\(BREAK|AND)\b")
+_AND: Final = re.compile(r"(?<!\\)\bAND\b")
+_STEP_MARK: Final = re.compile(r"\\.|[\[\]()|:]", re.DOTALL)
+_STEP_NUMBER: Final = re.compile(r":\s{0,9}[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})\s{0,9}\]")
+
+
+def in_a1111(text: str, syntax: str) -> str:
+    """Return ``text``, written in ``syntax``, in A1111's. Raises InvalidRequest for another name of a syntax."""
+    message = f"prompt_syntax is {syntax[:40]!r}; give {' or '.join(SYNTAXES)}."
+    check(syntax in SYNTAXES, message, "prompt_syntax")
+    return _MEANT.sub(r"\\\g<0>", text) if syntax == "plain" else text
+
+
+class Piece(NamedTuple):
+    """A run of text and the weight of its tokens."""
+
+    text: str
+    weight: float
+
+
+@dataclass
+class _Brackets:
+    """One family of brackets as a forest: node 0 is the root; a child's factor is known when it closes."""
+
+    default: float
+    parents: list[int] = field(default_factory=lambda: [0])
+    factors: list[float] = field(default_factory=lambda: [1.0])
+    current: int = 0
+
+    def open(self) -> None:
+        self.parents.append(self.current)
+        self.factors.append(self.default)
+        self.current = len(self.parents) - 1
+
+    def close(self, factor: float | None = None) -> None:
+        if factor is not None:
+            self.factors[self.current] = factor
+        self.current = self.parents[self.current]
+
+    def weights(self) -> list[float]:
+        """Weight of each node: its factor times its ancestors' (parents come before their children)."""
+        totals = [1.0]
+        for parent, factor in zip(self.parents[1:], self.factors[1:], strict=True):
+            totals.append(totals[parent] * factor)
+        return totals
+
+
+def parse_prompt(prompt: str) -> list[list[Piece]]:
+    """The sections of ``prompt`` between BREAKs, each a list of pieces with neighbours of equal weight joined.
+
+    Raises InvalidRequest for a weight beyond +-100.
+    """
+    runs, rounds, squares = _read(prompt)
+    round_weights, square_weights = rounds.weights(), squares.weights()
+    sections: list[list[Piece]] = [[]]
+    for text, in_round, in_square in runs:
+        weight = round_weights[in_round] * square_weights[in_square]
+        if not math.isfinite(weight) or abs(weight) > MAX_WEIGHT:
+            raise InvalidRequest(
+                f"the weight of {text[:40]!r} in the prompt is {weight:g}; keep it within {MAX_WEIGHT:g}.",
+                param="prompt",
+            )
+        parts = _BREAK.split(text)
+        for index, part in enumerate(parts):  # the blanks around a BREAK go with it
+            part = _ESCAPED_WORD.sub(r"\1", part)
+            before = part if index == len(parts) - 1 else part.rstrip()
+            if index:
+                sections.append([])
+            _append(sections[-1], before.lstrip() if index else before, weight)
+    return [section or [Piece("", 1.0)] for section in sections]
+
+
+def _append(section: list[Piece], text: str, weight: float) -> None:
+    if not text:
+        return
+    if section and section[-1].weight == weight:
+        section[-1] = Piece(section[-1].text + text, weight)
+    else:
+        section.append(Piece(text, weight))
+
+
+def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets]:
+    """(text, innermost round bracket, innermost square bracket) runs and the two forests of brackets."""
+    rounds, squares = _Brackets(ROUND_WEIGHT), _Brackets(SQUARE_WEIGHT)
+    runs: list[tuple[str, int, int]] = []
+    for token in _TOKEN.findall(prompt):
+        if token == "(":
+            rounds.open()
+        elif token == "[":
+            squares.open()
+        elif token == ")" and rounds.current:
+            rounds.close()
+        elif token == "]" and squares.current:
+            squares.close()
+        elif token[0] == ":" and token[-1] == ")" and rounds.current:
+            rounds.close(float(token[1:-1]))
+        elif not _NETWORK.fullmatch(token):
+            text = token[1:] if len(token) == 2 and token[0] == "\\" else token
+            runs.append((text, rounds.current, squares.current))
+    return runs, rounds, squares
+
+
+def encoded_text(prompt: str) -> str:
+    """Return the words of ``prompt`` that the text encoder gets: without brackets, weights, BREAK and tags.
+
+    Raises:
+        InvalidRequest: A weight is beyond +-100.
+    """
+    return " ".join(piece.text for section in parse_prompt(prompt) for piece in section)
+
+
+def unserved_constructs(prompt: str, *, is_negative: bool = False) -> list[str]:
+    """Return a sentence for each kind of A1111's constructs in ``prompt`` that is not applied.
+
+    ``AND`` in a negative prompt is a word in A1111 as well.
+    """
+    name = "negative prompt" if is_negative else "prompt"
+    constructs = [
+        (_step_brackets(prompt), "changes nothing from step to step here; it was read as words in square brackets."),
+        (filter(_NETWORK.fullmatch, _TOKEN.findall(prompt)), "was left out; LoRAs in the prompt are all that is here."),
+        ([] if is_negative else _AND.findall(prompt), "joins no prompts here; it was read as a word."),
+    ]
+    quoted = [(_quoted(parts), effect) for parts, effect in constructs]
+    return [f"{parts} in the {name} {effect}" for parts, effect in quoted if parts]
+
+
+def _step_brackets(prompt: str) -> list[str]:
+    """Return the beginnings of the parts such as ``[cat:dog:0.5]`` and ``[cat|dog]``, the innermost first."""
+    frames: list[_OpenBracket] = []
+    parts: list[str] = []
+    for match in _STEP_MARK.finditer(prompt):
+        mark, place = match[0], match.start()
+        if mark in "[(":
+            frames.append(_OpenBracket(mark, place))
+        elif frames and mark == "|":
+            frames[-1].has_bar = True
+        elif frames and mark == ":":
+            frames[-1].last_colon = place
+        elif frames and frames[-1].mark + mark in ("[]", "()"):
+            frame = frames.pop()
+            has_number = bool(_STEP_NUMBER.match(prompt, frame.last_colon, place + 1))
+            if mark == "]" and (frame.has_bar or has_number):
+                parts.append(prompt[frame.start : min(place + 1, frame.start + MOST_NAMED_CHARS)])
+    return parts
+
+
+@dataclass
+class _OpenBracket:
+    mark: str
+    start: int
+    has_bar: bool = False
+    last_colon: int = 0
+
+
+def _quoted(parts: Iterable[str]) -> str:
+    parts = list(dict.fromkeys(parts))
+    texts = ", ".join(repr(part[:MOST_NAMED_CHARS]) for part in parts[:MOST_NAMED])
+    return texts + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")

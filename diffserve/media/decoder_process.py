@@ -1,0 +1,105 @@
+"""A process that reads image files of clients: ``python -m diffserve.media.decoder_process --fd N``.
+
+It answers one question after the other until the other side closes the socket. Its memory is limited, and a question
+that takes more CPU time than it says ends the process, also in the middle of a C library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.images import decode_image, decode_mask, decode_with_mask, read_infotext
+from diffserve.media.provenance import Provenance, examine
+from diffserve.processes.child_signals import leave_stopping_to_parent
+from diffserve.processes.frames import frame_of, read_frame
+
+MEMORY_BYTES: Final = 1 << 30
+"""Of address space; the largest image that is taken needs half of it."""
+
+
+class Function(NamedTuple):
+    """A function that reads a file, and the type of its result."""
+
+    call: Callable[..., Any]
+    answer: Any
+
+
+FUNCTIONS: Final = {
+    "decode_image": Function(decode_image, Picture),
+    "decode_mask": Function(decode_mask, Picture),
+    "decode_with_mask": Function(decode_with_mask, tuple[Picture, Picture | None]),
+    "read_infotext": Function(read_infotext, str | None),
+    "examine": Function(examine, Provenance),
+}
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Call ``function`` with the file ``data`` and ``options``, within ``cpu_s`` seconds of CPU time."""
+
+    function: str
+    data: bytes
+    options: dict[str, Any]
+    cpu_s: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The value as msgpack, and the CPU time that it took."""
+
+    value: msgspec.Raw
+    cpu_s: float
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The InvalidRequest that was raised instead, and the CPU time until then."""
+
+    message: str
+    param: str | None
+    code: str
+    cpu_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer until the other side closes the socket."""
+    parser = argparse.ArgumentParser(prog="diffserve-decoder", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
+    options = parser.parse_args(arguments)
+    leave_stopping_to_parent()
+    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (limit, limit))
+    decoder = msgspec.msgpack.Decoder(Question)
+    with socket.socket(fileno=options.fd) as connection:
+        while (frame := read_frame(connection)) is not None:
+            connection.sendall(frame_of(msgspec.msgpack.encode(_answer(decoder.decode(frame)))))
+    return 0
+
+
+def _answer(question: Question) -> Answer | Refusal:
+    started_s = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, question.cpu_s)  # SIGPROF ends the process, as nothing handles it
+    try:
+        value = FUNCTIONS[question.function].call(question.data, **question.options)
+        encoded = msgspec.msgpack.encode(value, enc_hook=str)  # texts of PNG are of a subclass of str
+        return Answer(msgspec.Raw(encoded), time.process_time() - started_s)
+    except InvalidRequest as error:
+        refusal = error
+    except MemoryError:
+        name = str(question.options.get("name", "image"))
+        refusal = InvalidRequest(f"{name} needs too much memory to be read.", param=name, code="image_too_complex")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return Refusal(refusal.message, refusal.param, refusal.code, time.process_time() - started_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""Pictures as files: PNG, JPEG and WebP out, the same three in. No torch, no web framework.
+
+Every file says that a machine painted it: ``Software`` and, as XMP, the IPTC digital source type
+``trainedAlgorithmicMedia``, of one that began from somebody's picture ``compositeWithTrainedAlgorithmicMedia``. How it
+was painted travels as A1111 ``parameters`` (a PNG text chunk, or the EXIF user comment). The bytes depend on the
+picture and the text alone.
+
+Of files that are read, an animation is its first frame, 16 bits are 8, and colours are sRGB: those with another profile
+are converted, those without one are taken for it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import Picture
+from diffserve.media.image_structure import problem_of, problem_of_profile
+from diffserve.media.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
+from diffserve.media.metadata_text import UNICODE_HEADER, decode_png_text, decode_user_comment
+from diffserve.media.watermark import Kind
+
+ImageFormat = Literal["png", "jpeg", "webp"]
+MaskConvention = Literal["openai", "a1111"]
+"""Which pixels of a mask with transparency are repainted: the transparent ones (OpenAI) or the opaque ones (A1111)."""
+
+MEDIA_TYPES: Final[dict[ImageFormat, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+SUFFIXES: Final[dict[str, ImageFormat]] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+MAX_DECODED_PIXELS = 16_777_216
+MAX_OWN_PIXELS = 1 << 28
+MAX_PROFILE_BYTES = 1 << 20
+DIGITAL_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
+    "generated": DIGITAL_SOURCE_TYPE,
+    "composite": "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia",
+}
+
+THUMBNAIL_QUALITY = 80
+_PNG_STRATEGY: Final = zlib.Z_RLE  # filtered and marked pixels hardly repeat: 0.6 of the time of a search for more
+_MAGIC: Final[tuple[tuple[bytes, int, ImageFormat], ...]] = (
+    (b"\x89PNG\r\n\x1a\n", 0, "png"),
+    (b"\xff\xd8\xff", 0, "jpeg"),
+    (b"WEBP", 8, "webp"),
+)
+_SOURCE_TYPE: Final = re.compile(r"DigitalSourceType(?:=\"|='|[^<>]{0,200}>)\s{0,100}([^\"'<>\s]{1,200})")
+_CREATOR: Final = re.compile(r"CreatorTool(?:=\"|='|>)([^\"'<>]{1,200})")
+_XMP = f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
+<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description rdf:about="" xmlns:xmp="http://ns.adobe.com/xap/1.0/"
+ xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
+ xmp:CreatorTool="{SOFTWARE}" Iptc4xmpExt:DigitalSourceType="%s"/>
+</rdf:RDF></x:xmpmeta>
+<?xpacket end="r"?>"""
+
+
+class XmpFacts(NamedTuple):
+    """What XMP says of where a picture is from, as it stands there; "" where it says nothing."""
+
+    digital_source_type: str
+    creator_tool: str
+
+
+def encode_image(
+    picture: Picture,
+    *,
+    image_format: ImageFormat = "png",
+    quality: int = 100,
+    infotext: str | None = None,
+    kind: Kind = "generated",
+) -> bytes:
+    """``picture`` as a file. ``quality`` 0..100 matters for JPEG and WebP; ``infotext`` is what others read back,
+    shortened to ``infotext.MAX_BYTES``; ``kind``: what its XMP says."""
+    infotext = None if infotext is None else shorten(infotext, MAX_BYTES)
+    image, packet = Image.fromarray(picture.array), _XMP % DIGITAL_SOURCE_TYPES[kind]
+    file = BytesIO()
+    if image_format == "png":
+        image.save(file, "PNG", pnginfo=_png_text(infotext, packet), compress_type=_PNG_STRATEGY)
+        return file.getvalue()
+    exif, xmp = _exif(infotext), packet.encode()
+    if image_format == "jpeg":
+        image.save(file, "JPEG", quality=max(1, quality), subsampling=0 if quality >= 90 else 2, exif=exif, xmp=xmp)
+    else:
+        image.save(file, "WEBP", quality=quality, method=4, exif=exif, xmp=xmp)
+    return file.getvalue()
+
+
+def image_format_of(path: Path) -> ImageFormat:
+    """The format that ``path`` asks for by its suffix; InvalidRequest for any other suffix."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidRequest(
+            f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}, "
+            "or name a folder that is there.",
+            param="output",
+        )
+    return SUFFIXES[path.suffix.lower()]
+
+
+def read_infotext(data: bytes, *, may_shorten: bool = False) -> str | None:
+    """Read the generation parameters in an image file, as A1111 and other tools write them.
+
+    They lie in the PNG chunk ``parameters`` or in the EXIF user comment.
+
+    Args:
+        data: A PNG, JPEG or WebP file.
+        may_shorten: Cut a longer text to ``infotext.MAX_BYTES`` instead of refusing it.
+
+    Returns:
+        The text, or ``None`` where there is none.
+
+    Raises:
+        InvalidRequest: ``data`` is not such a file, or the text is longer than ``infotext.MAX_BYTES``.
+    """
+    image = _open(data, "image")
+    chunk = image.info.get("parameters")
+    if isinstance(chunk, PngImagePlugin.iTXt):
+        text = str(chunk)
+    else:
+        text = decode_png_text(chunk) if isinstance(chunk, str) else _user_comment(image)
+    if not text.strip():
+        return None
+    if may_shorten:
+        return shorten(text, MAX_BYTES)
+    check_length(text)
+    return text
+
+
+def format_of(data: bytes, *, name: str = "image") -> ImageFormat:
+    """Of an image file, told by its first bytes. InvalidRequest for any that is not taken."""
+    kind = next((kind for magic, at, kind in _MAGIC if data[at : at + len(magic)] == magic), None)
+    if kind is None:
+        raise InvalidRequest(
+            f"{name} is not a PNG, JPEG or WebP file; send one of these three.", param=name, code="invalid_image"
+        )
+    return kind
+
+
+def read_xmp(data: bytes, *, name: str = "image") -> XmpFacts | None:
+    """What the XMP in an image file says, or ``None`` where there is none. InvalidRequest where it is no such file."""
+    info = _open(data, name).info
+    packet = info.get("xmp") or info.get("XML:com.adobe.xmp")
+    if not isinstance(packet, (bytes, str)):
+        return None
+    text = packet.decode("utf-8", "replace") if isinstance(packet, bytes) else packet
+    source, creator = _SOURCE_TYPE.search(text), _CREATOR.search(text)
+    return XmpFacts(source[1] if source else "", creator[1] if creator else "")
+
+
+def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
+    """An uploaded PNG, JPEG or WebP as an RGB picture, upright, transparency laid over white.
+
+    The file's kind is told by its first bytes and its size by its header, before any pixel is decoded. Anything else,
+    and anything damaged, is InvalidRequest with ``name`` as the parameter to blame.
+    """
+    return decode_with_mask(data, name=name, max_pixels=max_pixels)[0]
+
+
+def decode_with_mask(
+    data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS
+) -> tuple[Picture, Picture | None]:
+    """The same, and as a mask (255: repaint here) where it is transparent; ``None`` where that is nowhere."""
+    image, mask = _load(data, name, max_pixels), None
+    if _has_alpha(image):
+        coloured = image.convert("RGBA")
+        repaint = np.asarray(coloured)[..., 3] < 128
+        mask = Picture.from_array(np.where(repaint, 255, 0).astype(np.uint8)) if repaint.any() else None
+        white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, coloured)
+    picture = Picture.from_array(np.asarray(image.convert("RGB"), dtype=np.uint8))
+    return picture, mask
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def _in_srgb(image: Image.Image) -> Image.Image:
+    """A picture with another colour profile, in sRGB; as it is where it has none, or one that cannot be used."""
+    profile = image.info.get("icc_profile")
+    if not profile or len(profile) > MAX_PROFILE_BYTES or b"sRGB" in profile or b"s\0R\0G\0B" in profile:
+        return image
+    if image.mode not in ("RGB", "RGBA", "CMYK") or "transparency" in image.info:
+        return image
+    try:
+        mode = "RGBA" if image.mode == "RGBA" else "RGB"
+        theirs = ImageCms.ImageCmsProfile(BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, theirs, ImageCms.createProfile("sRGB"), outputMode=mode)
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):  # of other channels than the picture's, or damaged
+        return image
+    return image if converted is None else converted
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """A picture of 16 bits a pixel, which is grey, in 8; any other as it is. Pillow would cut off what is above 255."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+
+
+def decode_mask(
+    data: bytes,
+    *,
+    convention: MaskConvention = "openai",
+    name: str = "mask",
+    max_pixels: int = MAX_DECODED_PIXELS,
+) -> Picture:
+    """Decode a mask file to one channel in which 255 marks the pixels to repaint.
+
+    A file that is opaque throughout, with or without an alpha channel, is read the same way in both conventions: gray
+    values of 128 and above are repainted. Otherwise ``openai`` repaints where alpha is below 128, and ``a1111`` where
+    alpha is above 128.
+
+    Raises:
+        InvalidRequest: ``data`` is not an image that can be read.
+    """
+    image = _load(data, name, max_pixels)
+    alpha = np.asarray(image.convert("RGBA"), dtype=np.uint8)[..., 3] if _has_alpha(image) else None
+    if alpha is None or bool((alpha == 255).all()):
+        is_repainted = np.asarray(image.convert("L"), dtype=np.uint8) >= 128
+    else:
+        is_repainted = alpha > 128 if convention == "a1111" else alpha < 128
+    return Picture.from_array(np.where(is_repainted, 255, 0).astype(np.uint8))
+
+
+def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool = False) -> Picture:
+    """``picture`` filling ``width_px`` x ``height_px``, by Lanczos. Where the aspects differ the excess is cropped, or
+    with ``is_padded`` all of it is kept and its edges go on.
+
+    A mask (one channel) takes the nearest pixel, so that it stays black and white.
+    """
+    if (picture.width_px, picture.height_px) == (width_px, height_px):
+        return picture
+    ratios = (picture.width_px / width_px, picture.height_px / height_px)
+    if is_padded:
+        inner = (max(1, round(picture.width_px / max(ratios))), max(1, round(picture.height_px / max(ratios))))
+        return _pad(resize(picture, *inner), width_px, height_px)
+    keep_width, keep_height = width_px * min(ratios), height_px * min(ratios)
+    left, top = (picture.width_px - keep_width) / 2, (picture.height_px - keep_height) / 2
+    filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
+    box = (left, top, left + keep_width, top + keep_height)
+    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_, box=box)
+    return Picture.from_array(np.asarray(resized, dtype=np.uint8))
+
+
+def thumbnail(data: bytes, side_px: int) -> bytes:
+    """A picture file in small: a WebP, its longer side at most ``side_px``, without what it was painted with.
+    InvalidRequest as for :func:`decode_image`; one of our own may be of any size."""
+    image = Image.fromarray(decode_image(data, max_pixels=MAX_OWN_PIXELS).array)
+    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS, reducing_gap=2.0)
+    small = Picture.from_array(np.asarray(image, dtype=np.uint8))
+    return encode_image(small, image_format="webp", quality=THUMBNAIL_QUALITY)
+
+
+def stretch(picture: Picture, width_px: int, height_px: int) -> Picture:
+    """All of ``picture`` at that size, whatever becomes of its aspect; a mask by the nearest pixel."""
+    filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
+    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_)
+    return Picture.from_array(np.asarray(resized, dtype=np.uint8))
+
+
+def _pad(picture: Picture, width_px: int, height_px: int) -> Picture:
+    """``picture`` in the middle of ``width_px`` x ``height_px``, its outermost pixels repeated to the sides."""
+    across, along = width_px - picture.width_px, height_px - picture.height_px
+    margins = ((along // 2, along - along // 2), (across // 2, across - across // 2), (0, 0))
+    return Picture.from_array(np.pad(picture.array, margins[: picture.array.ndim], mode="edge"))
+
+
+def _png_text(infotext: str | None, xmp: str) -> PngImagePlugin.PngInfo:
+    chunks = PngImagePlugin.PngInfo()
+    if infotext is not None:
+        chunks.add_itxt("parameters", infotext)
+    chunks.add_text("Software", SOFTWARE)
+    chunks.add_itxt("XML:com.adobe.xmp", xmp)
+    return chunks
+
+
+def _exif(infotext: str | None) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Software] = SOFTWARE
+    if infotext is not None:
+        comment = UNICODE_HEADER + infotext.encode("utf-16-be", errors="replace")
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    return exif
+
+
+def _user_comment(image: Image.Image) -> str:
+    """Return the EXIF user comment, "" where there is none. InvalidRequest where the EXIF block cannot be read."""
+    try:
+        comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
+    except Exception as error:  # hostile bytes raise errors of many types
+        raise _damaged("image") from error
+    if isinstance(comment, str):  # of the EXIF type ASCII, which Pillow reads as Latin-1
+        comment = comment.encode("latin-1", "replace")
+    return decode_user_comment(comment) if isinstance(comment, bytes) else ""
+
+
+def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
+    image = _open(data, name, max_pixels)
+    try:
+        image.load()
+        return _in_eight_bits(_in_srgb(ImageOps.exif_transpose(image)))
+    except Exception as error:  # whatever a decoder says of hostile bytes, the answer is the same
+        raise _damaged(name) from error
+
+
+def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
+    kind = format_of(data, name=name)
+    if (problem := problem_of(kind, data)) is not None:
+        raise _too_complex(name, problem)
+    try:
+        image = Image.open(BytesIO(data), formats=(kind.upper(),))
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, "too large", max_pixels) from error
+    except Exception as error:
+        raise _damaged(name) from error
+    if (problem := problem_of_profile(image.info.get("Raw profile type exif"))) is not None:
+        raise _too_complex(name, problem)
+    width, height = image.size
+    if width * height > max_pixels:
+        raise _too_large(name, f"{width}x{height}", max_pixels)
+    return image
+
+
+def _too_large(name: str, size: str, max_pixels: int) -> InvalidRequest:
+    message = f"{name} is {size}; at most {max_pixels} pixels are taken."
+    return InvalidRequest(message, param=name, code="image_too_large")
+
+
+def _too_complex(name: str, problem: str) -> InvalidRequest:
+    message = f"{name} has {problem}; save it again in a simpler encoding, such as a plain PNG."
+    return InvalidRequest(message, param=name, code="image_too_complex")
+
+
+def _damaged(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is damaged or too large to be read.", param=name, code="invalid_image")

@@ -1,0 +1,308 @@
+"""The ``parameters`` text that Stable Diffusion tools write into a picture and read back.
+
+Grammar: the prompt on one or more lines; then, if there is a negative prompt, a line ``Negative prompt: ...``; then a
+last line of ``Key: value`` pairs. A value that holds a comma, a colon or a newline is a JSON string; other tools also
+write JSON objects and arrays. What is not of this form in a line of settings is skipped, and a warning names it.
+
+Texts are written and read up to ``MAX_BYTES``, and reading takes time in proportion to their length.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import msgspec
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.types import FULL_INTERVAL, ImageResult, NoiseSource
+from diffserve.models.loras import with_tags
+from diffserve.version import __version__
+from schedulers import SAMPLERS
+
+MAX_BYTES = 8192
+"""Of a whole text in UTF-8."""
+
+SOFTWARE = f"diffserve {__version__}"
+NEGATIVE = "Negative prompt: "
+ORIGINAL = "Original prompt"
+"""The wish, where it was rewritten into the prompt that was painted."""
+
+SCHEDULE_LABELS = {
+    "karras": "Karras",
+    "exponential": "Exponential",
+    "sgm_uniform": "SGM Uniform",
+    "simple": "Simple",
+    "beta": "Beta",
+}
+
+RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
+"""As A1111 writes where its noise is from: "NV" are a CUDA generator's numbers on any device; on one it is silent."""
+
+_MIN_PAIRS = 3
+_MAX_FRAGMENTS_NAMED = 3
+_MAX_FRAGMENT_CHARS = 40
+_CUT = "…"
+_KEY = re.compile(r"\s*+([\w \-/]++):\s*+")
+_JSON_TEXT = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"')
+_JSON_DECODER = json.JSONDecoder()
+_MAX_JSON_CHARS = MAX_BYTES  # an error costs time in proportion to the text it is in
+_VALUE_END = re.compile(r"\s*+(?:,|$)")
+
+
+class Infotext(msgspec.Struct, frozen=True, kw_only=True):
+    """A read ``parameters`` text: the two prompts and the pairs of the last line, values as text.
+
+    is_shortened  the end of the prompts did not fit into the file
+    skipped       parts of the settings that are no ``Key: value`` pairs
+    """
+
+    prompt: str
+    negative_prompt: str
+    fields: dict[str, str]
+    is_shortened: bool = False
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Name what was skipped, in at most one sentence."""
+        if not self.skipped:
+            return ()
+        texts = [repr(text[:_MAX_FRAGMENT_CHARS]) for text in self.skipped[:_MAX_FRAGMENTS_NAMED]]
+        num_more = len(self.skipped) - len(texts)
+        ending = f" and {num_more} more" if num_more else ""
+        return (f"The parameters contain {', '.join(texts)}{ending}, not of the form 'Key: value'; this was ignored.",)
+
+
+class FirstPass(NamedTuple):
+    """What a picture was before a second pass enlarged it (A1111's hires fix), and by which upscaler."""
+
+    result: ImageResult
+    width_px: int
+    height_px: int
+    upscaler: str
+
+
+def write_infotext(result: ImageResult, *, width_px: int, height_px: int, first: FirstPass | None = None) -> str:
+    """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size);
+    ``first``: what it was enlarged from."""
+    if first is not None:
+        return _of_both_passes(result, width_px, height_px, first)
+    lines, fields = _lines_and_fields(result, width_px, height_px)
+    return "\n".join([*lines, _last_line(fields)])
+
+
+def _of_both_passes(result: ImageResult, width_px: int, height_px: int, first: FirstPass) -> str:
+    lines, fields = _lines_and_fields(first.result, first.width_px, first.height_px)
+    then, own = _lines_and_fields(result, width_px, height_px)
+    scale = width_px / first.width_px
+    is_even = round(first.height_px * scale) == height_px
+    fields |= {
+        "Denoising strength": own["Denoising strength"],
+        "Hires upscale": _number_text(scale) if is_even else None,
+        "Hires resize": None if is_even else f"{width_px}x{height_px}",
+        "Hires steps": result.num_steps,
+        "Hires upscaler": first.upscaler,
+        **{f"Hires {key.lower()}": own[key] for key in ("Sampler", "Schedule type") if own[key] != fields[key]},
+        "Hires prompt": None if then[0] == lines[0] else then[0],
+    }
+    return "\n".join([*lines, _last_line(fields)])
+
+
+def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tuple[list[str], dict[str, object]]:
+    """The prompts, and what stands below them; None is left out."""
+    painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
+    resized = (painted.width_px, painted.height_px) != (width_px, height_px)
+    controls = {f"ControlNet {place}": control.label for place, control in enumerate(result.controlnets)}
+    fields: dict[str, object] = {
+        "Steps": result.num_steps,
+        "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
+        "Schedule type": SCHEDULE_LABELS.get(result.sigma_schedule or "", result.sigma_schedule),
+        "CFG scale": _number_text(result.guidance_scale),
+        "Seed": result.seed,
+        "Size": f"{width_px}x{height_px}",
+        "Model hash": result.model_digest.rpartition(":")[2][:10] or None,
+        "Model": result.model,
+        "Variation seed": result.variation_seed,
+        "Variation seed strength": _number_text(result.variation_strength) if result.variation_strength else None,
+        "Denoising strength": None if result.strength is None else _number_text(result.strength),
+        "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
+        "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
+        "Clip skip": None if result.clip_skip == 1 else result.clip_skip,
+        "CFG rescale phi": _number_text(result.guidance_rescale) if result.guidance_rescale else None,
+        "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
+        "Similarity threshold": None if threshold is None else _number_text(threshold),
+        "Similarity": None if result.similarity is None else _number_text(result.similarity),
+        "Skipped steps": result.skipped_steps or None,
+        "Micro conditioning": result.micro_conditioning,
+        **controls,
+        "Lora hashes": _digests_text(result.lora_digests),
+        "TI hashes": _digests_text(result.word_digests),
+        "Refiner": result.refiner or None,
+        "Refiner switch at": None if result.switch_at is None else _number_text(result.switch_at),
+        "Interrupted after": result.interrupted_after or None,
+        "Score": None if result.score is None else f"{result.score:.6g}",
+        "RNG": RNG_LABELS[result.noise_source],
+        "Spacing": result.spacing,
+        ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
+        "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
+        "Version": SOFTWARE,
+    }
+    lines = [with_tags(_plain(result.prompt), result.loras)]
+    if result.negative_prompt.strip():
+        lines.append(NEGATIVE + _plain(result.negative_prompt))
+    return lines, fields
+
+
+def _last_line(fields: Mapping[str, object]) -> str:
+    return _write_pairs({key: str(value) for key, value in fields.items() if value is not None})
+
+
+def parse_infotext(text: str) -> Infotext:
+    """Read a ``parameters`` text as A1111 and other tools write it.
+
+    The settings are the last line, or the last line that begins with ``Steps:``, if it has at least three pairs.
+    Otherwise all of the text is prompt.
+
+    Raises:
+        InvalidRequest: ``text`` is longer than ``MAX_BYTES``.
+    """
+    num_bytes = check_length(text)
+    lines, below = text.strip().replace("\r\n", "\n").split("\n"), list[str]()
+    last_steps = max((place for place, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
+    fields, skipped = _read_settings(lines[-1])
+    if not fields and last_steps >= 0:
+        fields, skipped = _read_settings(lines[last_steps])
+        lines, below = (lines[: last_steps + 1], lines[last_steps + 1 :]) if fields else (lines, [])
+    if fields:
+        lines.pop()
+    prompt: list[str] = []
+    negative: list[str] = []
+    for line in lines:
+        if line.startswith(NEGATIVE.rstrip()) and not negative:
+            negative.append(line.removeprefix(NEGATIVE.rstrip()).removeprefix(" "))
+        else:
+            (negative or prompt).append(line)
+    is_shortened = num_bytes > MAX_BYTES - len(_CUT.encode()) and bool(lines) and lines[-1].endswith(_CUT)
+    return Infotext(
+        prompt="\n".join(prompt),
+        negative_prompt="\n".join(negative),
+        fields=fields,
+        is_shortened=is_shortened,
+        skipped=tuple(part for part in (*skipped, *below) if part.strip()),
+    )
+
+
+def check_length(text: str) -> int:
+    """The bytes of ``text``; InvalidRequest where there are more than ``MAX_BYTES``."""
+    num_bytes = _num_bytes(text)
+    if num_bytes > MAX_BYTES:
+        raise InvalidRequest(
+            f"the parameters of this picture take {num_bytes} bytes; at most {MAX_BYTES} are read.",
+            param="parameters",
+            code="parameters_too_long",
+        )
+    return num_bytes
+
+
+def shorten(text: str, max_bytes: int) -> str:
+    """``text`` within ``max_bytes`` of UTF-8: the prompts lose their end, the line of pairs stays whole, but for an
+    original prompt that takes more than half of ``max_bytes``."""
+    if _num_bytes(text) <= max_bytes:
+        return text
+    head, _, last = text.rpartition("\n")
+    fields, _ = _read_settings(last)
+    if _num_bytes(fields.get(ORIGINAL, "")) > max_bytes // 2:
+        last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
+    end = f"{_CUT}\n{last}"
+    if not fields or _num_bytes(end) > max_bytes:  # no such line, or one that does not fit by itself
+        head, end = text, _CUT
+    return head.encode(errors="replace")[: max_bytes - _num_bytes(end)].decode(errors="ignore") + end
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def _own_eta(sampler: str) -> float:
+    """The eta that ``sampler`` paints with where none is given: what a reader who finds none will take."""
+    return (SAMPLERS[sampler].default_eta or 0.0) if sampler in SAMPLERS else 0.0
+
+
+def _number_text(*values: float) -> str:
+    """The shortest text that reads back as the value: "7" for 7.0, "7.5", "2.123456789"; of an interval "0.2-0.8"."""
+    return "-".join(repr(float(value) + 0.0).removesuffix(".0") for value in values)  # + 0.0: -0.0 is "0"
+
+
+def _digests_text(digests: Mapping[str, str]) -> str | None:
+    """The first twelve digits of each, as A1111 writes them and others look files up by them."""
+    told = (f"{name.replace(':', '').replace(',', '')}: {digest[:12]}" for name, digest in digests.items())
+    return ", ".join(told) or None
+
+
+def _plain(text: str) -> str:
+    """``text`` without control characters other than newline and tab."""
+    unified = text.replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else " " for c in unified)
+
+
+def _write_pairs(fields: dict[str, str]) -> str:
+    return ", ".join(f"{key}: {_quoted(value, always=key == ORIGINAL)}" for key, value in fields.items())
+
+
+def _quoted(value: str, *, always: bool) -> str:
+    return json.dumps(value, ensure_ascii=False) if always or any(mark in value for mark in ",:\n") else value
+
+
+def _read_settings(line: str) -> tuple[dict[str, str], list[str]]:
+    """Read the pairs of a line of settings, and the parts between commas that are none.
+
+    Returns:
+        Pairs and other parts; both empty for a line that is part of a prompt. A line of settings has at least three
+        pairs, and either nothing else or ``Steps`` among them.
+    """
+    fields, skipped = dict[str, str](), list[str]()
+    start = 0
+    while start < len(line):
+        key = _KEY.match(line, start)
+        has_key = key is not None and bool(key[1].strip())
+        end = start
+        if key is not None and has_key:
+            fields[key[1].strip()], end = _read_value(line, key.end())
+        comma = line.find(",", end)
+        end = len(line) if comma < 0 else comma
+        if not has_key:
+            skipped.append(line[start:end].strip())
+        start = end + 1
+    if len(fields) < _MIN_PAIRS or (skipped and "Steps" not in fields):
+        return {}, []
+    return fields, skipped
+
+
+def _read_value(line: str, start: int) -> tuple[str, int]:
+    """Read a JSON string, object or array, or plain text up to the next comma.
+
+    Returns:
+        The value, of an object or array its JSON text, and the index at which it ends.
+    """
+    quoted = _JSON_TEXT.match(line, start)
+    if quoted is not None:
+        value = str(json.loads(quoted[0]))
+        return value.encode(errors="replace").decode(), quoted.end()  # halves of a surrogate pair stand for nothing
+    if line.startswith(("{", "["), start):
+        with suppress(ValueError, RecursionError):
+            end = start + _JSON_DECODER.raw_decode(line[start : start + _MAX_JSON_CHARS])[1]
+            if _VALUE_END.match(line, end):
+                return line[start:end], end
+    comma = line.find(",", start)
+    end = len(line) if comma < 0 else comma
+    return line[start:end].strip(), end
+
+
+def seeds_told(seed: int, variation_seed: int | None) -> str:
+    """What tells a picture from others of its request: "seed 7", "seed 7, variation seed 9"."""
+    return f"seed {seed}" if variation_seed is None else f"seed {seed}, variation seed {variation_seed}"

@@ -1,0 +1,197 @@
+"""From the parameters in a picture to the request that repeats it: one table for HTTP, A1111's API, CLI and page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from diffserve.api.errors import InvalidRequest
+from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.media.infotext import RNG_LABELS, SCHEDULE_LABELS, Infotext, parse_infotext
+from schedulers import SPACINGS
+
+DASH: Final = re.compile(r"(?<![eE])-")
+"""Between two numbers, not in the exponent of one: "1e-05-0.5"."""
+
+SIZE: Final = re.compile(r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}")
+
+
+class RequestField(NamedTuple):
+    """The field of a request to ``/v1/images/generations`` that a recorded value stands for.
+
+    name  of the field
+    read  the value in its text; None where it is not known here, ValueError where it is none
+    """
+
+    name: str
+    read: Callable[[str], Any]
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _schedule(text: str) -> str | None:
+    names = {label.lower(): name for name, label in SCHEDULE_LABELS.items()}
+    names |= {"automatic": "", "uniform": "", "normal": "", "polyexponential": "exponential", "turbo": "simple"}
+    return names.get(text.strip().lower().replace("_", " "))
+
+
+def _interval(text: str) -> tuple[float, float]:
+    first, last = map(_number, DASH.split(text))
+    return first, last
+
+
+def _size(text: str) -> str:
+    if not SIZE.fullmatch(text.strip()):
+        raise ValueError(text)
+    return text.strip()
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    sizes = msgspec.structs.asdict(MicroConditioning.read(text))
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def _noise_source(text: str) -> str | None:
+    return next((name for name, label in RNG_LABELS.items() if label == text.strip()), None)
+
+
+def _spacing(text: str) -> str | None:
+    return text.strip() if text.strip() in SPACINGS else None
+
+
+REQUEST_FIELDS: Final[dict[str, RequestField]] = {
+    "Steps": RequestField("num_inference_steps", int),
+    "Sampler": RequestField("sampler", str.strip),
+    "Schedule type": RequestField("sigma_schedule", _schedule),
+    "CFG scale": RequestField("guidance_scale", _number),
+    "Seed": RequestField("seed", int),
+    "Size": RequestField("size", _size),
+    "Variation seed": RequestField("variation_seed", int),
+    "Variation seed strength": RequestField("variation_strength", _number),
+    "Denoising strength": RequestField("strength", _number),
+    "Eta": RequestField("eta", _number),
+    "Guidance interval": RequestField("guidance_interval", _interval),
+    "Clip skip": RequestField("clip_skip", int),
+    "CFG rescale phi": RequestField("guidance_rescale", _number),
+    "Cache interval": RequestField("cache_interval", int),
+    "Similarity threshold": RequestField("similarity_threshold", _number),
+    "Micro conditioning": RequestField("micro_conditioning", _sizes),
+    "Refiner switch at": RequestField("switch_at", _number),
+    "RNG": RequestField("noise_source", _noise_source),
+    "Spacing": RequestField("spacing", _spacing),
+}
+"""Every recorded value that a request can repeat, by its key. A test holds this table against the writer."""
+
+NOT_REPEATED: Final = frozenset(
+    {
+        *("ControlNet 0", "Interrupted after", "Lora hashes", "Model", "Model hash", "Original prompt"),
+        *("Painted size", "Refiner", "Score", "Similarity", "Skipped steps", "TI hashes", "Version"),
+    }
+)
+"""What the writer records about a picture and no request asks for. Adapters are tags in the prompt."""
+
+KEYS: Final = {field.name: key for key, field in REQUEST_FIELDS.items()}
+"""The key of each field of a request."""
+
+
+class Recorded(NamedTuple):
+    """The fields of a request that repeats a picture, and warnings about what cannot be repeated."""
+
+    fields: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def parse_sent(text: str) -> Infotext:
+    """Parse the ``infotext`` of a request.
+
+    Raises:
+        InvalidRequest: It is too long.
+    """
+    try:
+        return parse_infotext(text)
+    except InvalidRequest as error:
+        message = f"infotext is too long: {error.message} Shorten its prompt, or give the fields."
+        raise InvalidRequest(message, param="infotext", code=error.code) from None
+
+
+def request_of(
+    read: Infotext,
+    *,
+    has_start: bool = False,
+    has_second_pass: bool = False,
+    refused: Collection[str] = (),
+    models: Collection[str] = (),
+) -> Recorded:
+    """Return the request that the parameters ``read`` record.
+
+    Args:
+        read: The parameters, from ``parse_infotext``.
+        has_start: Whether the request has a picture to begin from.
+        has_second_pass: Whether the entry point repeats the second pass of A1111's hires fix, which is not in the
+            request that is returned.
+        refused: Fields that the model does not take.
+        models: Names of the models that there are; empty where that is not known.
+
+    Raises:
+        InvalidRequest: A value is none.
+    """
+    fields: dict[str, Any] = {"prompt": read.prompt, "negative_prompt": read.negative_prompt}
+    warnings = [*read.warnings]
+    for key, field in REQUEST_FIELDS.items():
+        if key not in read.fields or (field.name == "similarity_threshold" and "Similarity" not in read.fields):
+            continue
+        text = read.fields[key]
+        if field.name == "strength" and not has_start:
+            if not is_enlarged(read):
+                warnings.append("The picture began from another one, which is not in its parameters.")
+            continue
+        try:
+            value = field.read(text)
+        except (InvalidRequest, ValueError):
+            message = f"a value in the infotext cannot be used: {key} is {text[:40]!r}; correct it, or leave it out."
+            raise InvalidRequest(message, param="infotext") from None
+        if value is None or field.name in refused:
+            reason = "is not known here" if value is None else "is not taken by this model"
+            warnings.append(f"The parameters have {key}: {text[:40]}, which {reason}; it was left out.")
+        else:
+            fields[field.name] = value
+    model = read.fields.get("Model", "")
+    if model in models:
+        fields["model"] = model
+    elif model and models:
+        warnings.append(f"The picture was painted by {model[:80]}, which is not served here.")
+    if is_enlarged(read) and not has_second_pass:
+        warnings.append("The picture was enlarged in a second pass (hires fix), which only /sdapi/v1/txt2img repeats.")
+    if others := [key for key in read.fields if not _is_known(key)]:
+        warnings.append(f"The parameters have {', '.join(others)[:200]}, which nothing here repeats.")
+    if "ControlNet 0" in read.fields:
+        warnings.append("The picture was painted with a ControlNet, whose picture is not in its parameters.")
+    if "Similarity" in read.fields:
+        warnings.append("The picture began from the latents of a similar prompt, which are not in its parameters.")
+    if read.is_shortened:
+        warnings.append("The prompt in the parameters is shortened; its end is missing.")
+    return Recorded({name: value for name, value in fields.items() if value != ""}, tuple(warnings))
+
+
+def _is_known(key: str) -> bool:
+    return key in REQUEST_FIELDS or key in NOT_REPEATED or key.startswith("Hires ")
+
+
+def is_enlarged(read: Infotext) -> bool:
+    """Return whether the picture was enlarged in a second pass (A1111's hires fix)."""
+    return "Hires upscale" in read.fields or "Hires resize" in read.fields
+
+
+def sampler_text(fields: dict[str, Any]) -> str | None:
+    """Return sampler and sigma schedule of ``fields`` in one text, as people write it: "DPM++ 2M Karras"."""
+    sampler, schedule = fields.get("sampler"), fields.get("sigma_schedule")
+    return f"{sampler} {SCHEDULE_LABELS.get(schedule, schedule)}" if sampler and schedule else sampler

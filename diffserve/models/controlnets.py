@@ -1,0 +1,265 @@
+"""ControlNets as people ask for them: by name, with a picture that says what goes where, from a folder. No torch.
+
+NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]     on the command line
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from diffserve.api.bounds import check, check_chars, is_relative_name
+from diffserve.api.errors import InvalidRequest, ModelLoadError
+from diffserve.models.folder_names import find_below, names_for
+from diffserve.models.model_files import DIFFUSERS_STEM, KNOWN_CONDITIONS, choose_weights, read_json
+from diffserve.models.safetensors_header import file_problem
+
+PARAM: Final = "controlnets"
+MAX_CONTROLNETS: Final = 4
+MAX_SCALE: Final = 2.0
+MAX_NAME_CHARS: Final = 200
+CONFIG: Final = "config.json"
+ALLOWED_CLASS: Final = "ControlNetModel"
+SINGLE_FILES: Final = (".safetensors", ".pth")
+"""Suffixes of ControlNets that other tools keep in one file, which are not served."""
+
+TOLD: Final = 12
+"""Names at most that an error lists."""
+
+WORK_SHARE: Final = 0.4
+"""Work of a ControlNet's row over that of its UNet's: by FLOPs 0.33 for SD 1.5 at 512 pixels, 0.44 for SDXL at 1024."""
+
+PASSED_THROUGH: Final = "none"
+"""The preprocessor of a picture that is a control map already."""
+
+CANNY: Final = "canny"
+CANNY_THRESHOLDS: Final = (100.0, 200.0)
+MAX_THRESHOLD: Final = 2040.0
+"""The largest gradient of 8-bit gray."""
+
+MAX_RESOLUTION: Final = 2048
+ResizeMode = Literal["stretch", "crop", "fill"]
+RESIZE_LABELS: Final[dict[bool | str, str]] = {
+    True: "Just Resize",
+    "stretch": "Just Resize",
+    "crop": "Crop and Resize",
+    "fill": "Resize and Fill",
+}
+"""A1111's names of what brings a picture to the size of the one that is painted."""
+
+RESIZED: Final = "resize"
+_WORD, _SPAN = rf"(?!{RESIZED}$)[a-z]\w*", r"[\d.]+-[\d.]+"
+_TAIL: Final = re.compile(
+    rf"(?P<image>.+?)(?::(?!(?:{_WORD}|{_SPAN}|{RESIZED})(?::|$))(?P<scale>[^:/\\]*))?"
+    rf"(?::(?P<preprocessor>{_WORD}))?(?::(?P<span>{_SPAN}))?(?P<resize>:{RESIZED})?"
+)
+
+
+class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A ControlNet and how it is used, by its path below the folder, or the last part of that where it is unique.
+
+    scale         of what it adds to the UNet: 1 as it was trained
+    start, end    between which shares of the steps it is at work
+    preprocessor  what makes a control map of the picture; "none": it is one
+    image         digest of the picture as it was given (``digest_of``), filled in by the request that holds it
+    resize        bring its picture to the size of the one that is painted: True where it has the same aspect, or with
+                  any aspect by stretching it, cropping it, or repeating its edges; False: it has to have that size
+    thresholds    of the gradient, for "canny": weak and strong
+    resolution    pixels of the shorter side at which "canny" finds edges; 0: those of the picture that is painted
+    """
+
+    name: str
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+    preprocessor: str = PASSED_THROUGH
+    image: str = ""
+    resize: bool | ResizeMode = False
+    thresholds: tuple[float, float] = CANNY_THRESHOLDS
+    resolution: int = 0
+
+    def __post_init__(self) -> None:
+        check_chars(self.name, MAX_NAME_CHARS, PARAM, "the name of a ControlNet")
+        message = f"a ControlNet's name is {self.name!r}; give a path below the folder, as canny or xl/canny."
+        check(is_relative_name(self.name), message, PARAM)
+        check(
+            math.isfinite(self.scale) and 0.0 <= self.scale <= MAX_SCALE,
+            f"the scale of ControlNet {self.name!r} is {self.scale}; it must lie between 0 and {MAX_SCALE:g}.",
+            PARAM,
+        )
+        check(
+            0.0 <= self.start < self.end <= 1.0,
+            f"ControlNet {self.name!r} is at work from {self.start} to {self.end}; give two shares of the steps with "
+            "0 <= start < end <= 1.",
+            PARAM,
+        )
+        check_chars(self.preprocessor, MAX_NAME_CHARS, PARAM, "the name of a preprocessor")
+        weak, strong = self.thresholds
+        check(
+            0.0 <= weak <= strong <= MAX_THRESHOLD,
+            f"the thresholds of ControlNet {self.name!r} are {weak:g} and {strong:g}; give two numbers from 0 to "
+            f"{MAX_THRESHOLD:g}, the smaller first.",
+            PARAM,
+        )
+        check(
+            0 <= self.resolution <= MAX_RESOLUTION,
+            f"the resolution of ControlNet {self.name!r} is {self.resolution}; give 0 to {MAX_RESOLUTION} pixels.",
+            PARAM,
+        )
+
+    def active(self, step: int, num_steps: int) -> bool:
+        """Whether it is at work in ``step`` of ``num_steps`` (0-based): only steps that lie wholly between its ends."""
+        return not (step / num_steps < self.start or (step + 1) / num_steps > self.end)
+
+    @property
+    def label(self) -> str:
+        """The ControlNet as A1111's extension writes one into a picture, and the digest of its image."""
+        scale, start, end, weak, strong = (
+            repr(number + 0.0).removesuffix(".0") for number in (self.scale, self.start, self.end, *self.thresholds)
+        )
+        pairs = {
+            "Module": self.preprocessor,
+            "Model": self.name,
+            "Weight": scale,
+            "Guidance Start": start,
+            "Guidance End": end,
+            "Resize Mode": RESIZE_LABELS.get(self.resize),
+            "Processor Res": self.resolution or None,
+            "Threshold A": None if self.thresholds == CANNY_THRESHOLDS else weak,
+            "Threshold B": None if self.thresholds == CANNY_THRESHOLDS else strong,
+            "Image": self.image,
+        }
+        return ", ".join(f"{name}: {value}" for name, value in pairs.items() if value is not None)
+
+
+def read_control(text: str) -> tuple[Control, str]:
+    """From NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize], the control and where its picture lies. Raises
+    InvalidRequest."""
+    name, _, rest = text.partition(":")
+    found = _TAIL.fullmatch(rest)
+    try:
+        if not found:
+            raise ValueError
+        scale = float(found["scale"] or 1.0)
+        start, end = map(float, (found["span"] or "0-1").split("-"))
+    except ValueError:
+        said = (
+            f"a ControlNet is given as {text[:MAX_NAME_CHARS]!r}; write NAME:IMAGE, and behind it what is "
+            "wanted of :SCALE, :PREPROCESSOR, :START-END and :resize, for example canny:edges.png:0.8:0-0.5."
+        )
+        raise InvalidRequest(said, param=PARAM) from None
+    preprocessor = found["preprocessor"] or PASSED_THROUGH
+    return Control(name, scale, start, end, preprocessor, resize=bool(found["resize"])), found["image"]
+
+
+def check_controls(controls: Sequence[Control]) -> None:
+    """InvalidRequest for more of them than a picture takes."""
+    said = (
+        f"{len(controls)} ControlNets are asked for at once; a picture takes at most {MAX_CONTROLNETS}: leave some out."
+    )
+    check(len(controls) <= MAX_CONTROLNETS, said, PARAM)
+
+
+def digest_of(width_px: int, height_px: int, pixels: bytes) -> str:
+    """Of a picture, the same for the same pixels whatever file they came in: 16 hexadecimal digits."""
+    return hashlib.sha256(b"%dx%d " % (width_px, height_px) + pixels).hexdigest()[:16]
+
+
+class ControlNetFolder:
+    """The ControlNets below the folder ``path``, or that it is itself ("": there is none), read at each call.
+
+    A ControlNet is a directory with a ``config.json``, as diffusers writes it. ``dtype``, as a model's, chooses between
+    variants of weights.
+    """
+
+    def __init__(self, path: str, dtype: str = "") -> None:
+        self.path = path
+        self.dtype = dtype
+
+    def names(self) -> tuple[str, ...]:
+        """List the ControlNets that can be used, by their paths below the folder."""
+        return tuple(self.usable())
+
+    def usable(self) -> dict[str, Path]:
+        """Return the directories of the ControlNets that can be used, by name, in order."""
+        return {name: path for name, path in self._entries().items() if not self._problem(path)}
+
+    def refused(self) -> dict[str, str]:
+        """Return why other directories and files below the folder cannot be used, by their names."""
+        problems = {name: self._problem(path) for name, path in self._entries().items()}
+        return {name: problem for name, problem in problems.items() if problem}
+
+    def find(self, name: str) -> Path:
+        """Return the directory of the ControlNet ``name``.
+
+        Raises:
+            InvalidRequest: there is none, there are several that the name may mean, or it cannot be used.
+        """
+        entries, usable = self._entries(), self.names()
+        meant = names_for(name, usable) or names_for(name, entries)
+        there = ", ".join(usable[:TOLD]) + ", ..." * (len(usable) > TOLD)
+        if not meant:
+            way_out = f"there are {there}." if usable else "none are served here: start with --controlnet-dir DIR."
+            message = f"there is no ControlNet {name!r}; {way_out}"
+            raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
+        if len(meant) > 1:
+            message = f"there are several ControlNets called {name!r}: {', '.join(meant[:TOLD])}; give one of these."
+            raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
+        if problem := self._problem(entries[meant[0]]):
+            raise InvalidRequest(f"ControlNet {name!r} cannot be used: {problem}", param=PARAM)
+        return entries[meant[0]]
+
+    def _entries(self) -> dict[str, Path]:
+        """Return what lies below the folder, by names that a request can give: directories before single files."""
+        if not self.path:
+            return {}
+        folder = Path(self.path).expanduser()
+        if (folder / CONFIG).is_file():
+            return {folder.resolve().name: folder}
+        below = find_below(folder, lambda path: path.suffix in SINGLE_FILES or (path / CONFIG).is_file())
+        files = {name.rpartition(".")[0]: path for name, path in below.items() if path.suffix in SINGLE_FILES}
+        directories = {name: path for name, path in below.items() if path.suffix not in SINGLE_FILES}
+        return {name: path for name, path in sorted((files | directories).items()) if _can_be_asked(name)}
+
+    def _problem(self, path: Path) -> str:
+        """Say why no model can use the ControlNet ``path``; "" where some model can."""
+        if path.suffix in SINGLE_FILES:
+            return f"{path.name} is a single file; diffserve takes a directory with {CONFIG}, as diffusers writes it."
+        try:
+            read_controlnet(path)
+            files, _ = choose_weights(path, DIFFUSERS_STEM, dtype=self.dtype)
+        except ModelLoadError as error:
+            return error.message.replace(f"{path}/", "")
+        problems = ((file, file_problem(file)) for file in files)
+        return next((f"{file.name} {problem}." for file, problem in problems if problem), "")
+
+
+def read_controlnet(directory: Path) -> dict[str, Any]:
+    """Read the configuration of a ControlNet.
+
+    Raises:
+        ModelLoadError: no model can use it.
+    """
+    file = directory / CONFIG
+    config = read_json(file)
+    if config.get("_class_name") != ALLOWED_CLASS:
+        raise ModelLoadError(f"{file} is of a {config.get('_class_name')}; diffserve builds {ALLOWED_CLASS} there.")
+    for name, values in KNOWN_CONDITIONS.items():
+        if config.get(name, values[0]) not in values:
+            raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve serves ControlNets without it.")
+    if config.get("global_pool_conditions"):
+        raise ModelLoadError(f"{file}: it is for conditional rows alone (global_pool_conditions), which is not served.")
+    return config
+
+
+def _can_be_asked(name: str) -> bool:
+    try:
+        return bool(Control(name).name)
+    except InvalidRequest:
+        return False

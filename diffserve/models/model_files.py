@@ -1,0 +1,150 @@
+"""Find and check the files of a model before any tensor is read, without torch: configurations and weight files.
+
+Pickle files are refused by name: reading one can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Any, Final
+
+from diffserve.api.errors import ModelLoadError
+
+DIFFUSERS_STEM: Final = "diffusion_pytorch_model"
+TRANSFORMERS_STEM: Final = "model"
+PICKLE_SUFFIXES: Final = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+VARIANT_OF_DTYPE: Final = {"float16": "fp16", "bfloat16": "bf16"}
+VARIANTS: Final = ("", "fp16", "bf16", "non_ema")
+"""Variants of weights in the order in which they are taken; others come last."""
+
+KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "addition_embed_type": (None, "text_time"),
+    "class_embed_type": (None,),
+    "num_class_embeds": (None,),
+    "encoder_hid_dim_type": (None,),
+    "addition_embed_type_num_heads": (64, None),
+    "class_embeddings_concat": (False, None),
+    "dual_cross_attention": (False, None),
+}
+"""Conditions beyond text in the configuration of a UNet or ControlNet -> the values that are served."""
+
+CONVERT: Final = (
+    "import sys, torch; from safetensors.torch import save_file; "
+    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+    "save_file({k: v.clone().contiguous() for k, v in d.items() if isinstance(v, torch.Tensor)}, sys.argv[2])"
+)
+"""A Python program that converts a pickle file of weights to safetensors and runs no code that lies in it."""
+
+logger = logging.getLogger(__name__)
+
+
+def model_path(name: str | Path) -> Path:
+    """Return the folder or file of the model ``name``.
+
+    ``~`` is the home folder. A folder of the hub's cache (``models--owner--name``) stands for its snapshot: the one
+    that ``refs/main`` names, or else the newest.
+    """
+    path = Path(name).expanduser()
+    snapshots = path / "snapshots"
+    if (path / "model_index.json").is_file() or not snapshots.is_dir():
+        return path
+    main = path / "refs" / "main"
+    commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+    folders = [folder for folder in snapshots.iterdir() if folder.is_dir()]
+    return next((folder for folder in folders if folder.name == commit), max(folders, key=_changed_s, default=path))
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def refuse_pickle(file: Path) -> None:
+    """Raise ModelLoadError when ``file`` is of a kind whose reading can run code; the message has the way out."""
+    if file.suffix in PICKLE_SUFFIXES:
+        converted = file.with_name("model" if file.stem == "pytorch_model" else file.stem).with_suffix(".safetensors")
+        raise ModelLoadError(
+            f"{file} is a pickle file, which can run code when it is read; diffserve loads safetensors only. "
+            "Get the model's .safetensors files, or convert this one on a machine that you can lose: "
+            f'python -c "{CONVERT}" {quote(file.name)} {quote(converted.name)}'
+        )
+
+
+def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
+    """Find the safetensors files of a component: plain or as a variant (fp16, bf16, non_ema, ...), maybe in shards.
+
+    The variant of ``dtype`` is taken first, then the plain file. Where there is a choice, it is logged.
+
+    Raises:
+        ModelLoadError: there is no such file, or only a pickle file.
+    """
+    files, choice = choose_weights(directory, stem, dtype=dtype)
+    if choice:
+        logger.info("%s", choice)
+    return files
+
+
+def choose_weights(directory: Path, stem: str, *, dtype: str) -> tuple[list[Path], str]:
+    """Find weights as :func:`find_weights` does; return also a sentence about the choice, "" without one."""
+    variants = _variants(directory, stem)
+    if not variants:
+        for suffix in PICKLE_SUFFIXES:
+            for pickle in sorted(directory.glob(f"*{suffix}")):
+                refuse_pickle(pickle)
+        plain = directory / f"{stem}.safetensors"
+        raise ModelLoadError(f"{plain} is missing; a diffusers directory holds {stem}.safetensors there.")
+    order = dict.fromkeys([VARIANT_OF_DTYPE.get(dtype, ""), *VARIANTS])
+    choice = next((name for name in order if name in variants), min(variants))
+    file = variants[choice]
+    unused = ", ".join(variants[name].name for name in sorted(variants) if name != choice)
+    sentence = f"of {directory} {file.name} is read" + (f", and not {unused}" if unused else "")
+    files = _shards(file) if file.suffix == ".json" else [file]
+    return files, "" if set(variants) == {""} else sentence
+
+
+def _variants(directory: Path, stem: str) -> dict[str, Path]:
+    """Return the file of each variant ("": plain), or the index of its shards, as any release of diffusers names it."""
+    word = r"(?:\.(\w+))?"
+    weights = re.compile(rf"{re.escape(stem)}{word}\.safetensors")
+    index = re.compile(rf"{re.escape(stem)}{word}\.safetensors{word}\.index{word}\.json")
+    variants: dict[str, Path] = {}
+    for pattern in (index, weights):  # a single file replaces shards
+        for file in sorted(directory.glob(f"{stem}*")):
+            match = pattern.fullmatch(file.name)
+            if match and file.is_file():
+                variants["".join(filter(None, match.groups()))] = file
+    return variants
+
+
+def _shards(index: Path) -> list[Path]:
+    content = read_json(index)
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelLoadError(f"{index} has no weight_map from tensor names to file names.")
+    files = []
+    for name in dict.fromkeys(names.values()):
+        file = index.parent / name
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index} points at {name!r}; shards lie in the directory of their index.")
+        refuse_pickle(file)
+        if not file.is_file():
+            raise ModelLoadError(f"{file} is missing; {index.name} names it.")
+        files.append(file)
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the JSON object in ``file``. Raises ModelLoadError when it is absent or something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ModelLoadError(f"{file} is missing or cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} is not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")
+    return content

@@ -1,0 +1,1 @@
+"""Child processes: signals, messages over a socket, waiting, and places for long work."""

@@ -1,0 +1,1 @@
+"""Configuration: its schema, and how files, environment and command line are combined. No torch."""

@@ -1,0 +1,371 @@
+"""Settings: literal TOML files, layered, each value with its origin.
+
+Four layers, the later one wins::
+
+    built-in file    configs/serve.toml and one of configs/{embedded,embedded-turbo,sd15,sdxl}.toml (complete)
+    user file        --config FILE, any subset of the same tables and keys; or ``edge``, which is built in
+    environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
+    command line     --port 9000
+
+The table ``[models]`` names further models that a server may load: ``NAME = PATH``, or a table ``[models.NAME]`` with a
+path and other keys of ``[model]``.
+
+An unknown key is a :class:`~diffserve.api.errors.ConfigError` that names the nearest known one; a wrong value is quoted
+with the place it came from. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from diffserve.api.errors import ConfigError, InvalidRequest
+from diffserve.api.types import AUTO_SPACING, ModelProfile
+from diffserve.models.profiles import describe_model
+from diffserve.settings.config import (
+    DTYPE_ALIASES,
+    DTYPES,
+    VAE_DTYPES,
+    EngineConfig,
+    ServeConfig,
+    Settings,
+    TextSettings,
+    replace_removed_dtype,
+)
+from schedulers import SPACINGS, resolve_sampler
+
+PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
+OVERLAYS = ("edge",)
+"""Built-in files for ``--config`` that hold some of the keys, for any model."""
+
+ENV_PREFIX = "DIFFSERVE_"
+NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
+"""Variables that are read elsewhere (``diffserve.runtime.faults``)."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class Flag(NamedTuple):
+    """A command-line option: the name to quote in an error, and its value (``None``: not given)."""
+
+    name: str
+    value: Any
+
+
+class _Value(NamedTuple):
+    raw: Any
+    origin: str
+    is_text: bool = False
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "model": ModelProfile,
+    "engine": EngineConfig,
+    "text": TextSettings,
+    "serve": ServeConfig,
+}
+MODELS: Final = "models"
+INHERITED: Final = ("device", "dtype", "lora_dir", "controlnet_dir")
+"""What further models have of the first where it was set on purpose, and they say nothing else."""
+KINDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+}
+"""What msgspec calls them."""
+
+_EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+INTERNAL: Final = ("served_paths", "cross_attention")
+"""Fields that the program sets itself; no file, variable or option can."""
+_FIELDS = {
+    table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
+    for table, struct in TABLES.items()
+}
+REMOVED: Final = {
+    "engine.max_batch_delay_s": "the policies that remain do not wait for full batches, so leave it out.",
+    "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced".',
+    "engine.cross_attention": "keys and values of prompts are kept in pages wherever the UNet allows it.",
+    "engine.trace_ticks": "the latest 256 ticks are kept.",
+    "engine.ageing_rows_per_tick": "waiting always counts 0.5 rows a tick.",
+    "text.trace_ticks": "the latest 256 ticks are kept.",
+    "text.prompt_lookup": "set num_draft_tokens = 0 to turn drafts off.",
+}
+"""Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
+
+REMOVED_VALUES: Final = {"engine.policy": ("serial", "static", "same-key")}
+REMOVED_VALUE_HINTS: Final = {"engine.policy": 'use "latency", the default, "throughput" or "goodput".'}
+"""Values of earlier versions by key, and what to use in their place. They are ignored with a warning."""
+
+KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
+
+
+def configs_dir() -> Path:
+    """The folder of built-in files: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    shipped = package / "configs"
+    return shipped if shipped.is_dir() else package.parent / "configs"
+
+
+def load_settings(
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Flag] | None = None,
+    models: Iterable[str] = (),
+) -> Settings:
+    """Read and layer all settings.
+
+    ``model``: a built-in profile name, a diffusers directory or a safetensors file (the command line's ``--model``).
+    ``models``: further ones that a server may load, each NAME=PATH or a path alone.
+    ``config``: the name of a built-in profile or overlay, or a TOML file. ``env``: the process environment when
+    ``None``. ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
+    """
+    user = {} if config is None or str(config) in PROFILES else dict(_user_layer(config))
+    named_models = {key: user.pop(key) for key in list(user) if key.startswith(f"{MODELS}.")}
+    environment = dict(_env_layer(os.environ if env is None else env))
+    _drop_removed_values(user)
+    _drop_removed_values(environment)
+    named = str(config) if str(config) in PROFILES else None
+    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
+    given = {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
+    values = _model_layer(path, named)
+    own_path = values["model.path"]
+    values |= user | environment
+    if model is not None:
+        values["model.path"] = own_path if model in PROFILES else _Value(model, "--model")
+    settings = _build(values | given)
+    on_purpose = user | environment | given
+    inherited = {key: on_purpose[key] for key in (f"model.{name}" for name in INHERITED) if key in on_purpose}
+    asked: list[tuple[str | None, _Value]] = [(key.partition(".")[2], one) for key, one in named_models.items()]
+    asked += [(name, _Value(one, "--model")) for name, one in map(split_name, models)]
+    others = [_further_model(name, value, inherited) for name, value in asked]
+    names = [settings.model.model_id, *(one.model_id for one in others)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"two models are called {twice!r}; give one of them another name: --model NAME=PATH.")
+    if settings.engine.device_map != "none" and len(settings.serve.devices) > 1:
+        said = "one model cannot be on all GPUs while each has an engine of its own; leave out devices"
+        raise ConfigError(f"device_map: {said}, or device_map.", param="device_map")
+    return msgspec.structs.replace(settings, models=tuple(others))
+
+
+def split_name(text: str) -> tuple[str | None, str]:
+    """(name, path) of NAME=PATH; of a path alone the name is ``None``."""
+    name, sign, path = text.partition("=")
+    is_named = bool(sign) and _NAME.fullmatch(name) is not None and not Path(text).exists()
+    return (name, path) if is_named else (None, text)
+
+
+def _model_layer(path: str, named: str | None = None) -> dict[str, _Value]:
+    """The built-in files, and what the model at ``path`` says of itself; ``named``: the profile to start from."""
+    values = _builtin_layer("serve.toml", ("serve",))
+    described: dict[str, Any] = {}
+    profile = path if path in PROFILES else named
+    if profile is None:
+        profile, described = describe_model(Path(path).expanduser())
+    values |= _builtin_layer(f"{profile}.toml", ("model", "engine", "text"))
+    return values | {f"model.{key}": _Value(value, path) for key, value in described.items()}
+
+
+def _further_model(name: str | None, value: _Value, inherited: dict[str, _Value]) -> ModelProfile:
+    """One of the models beside the first: ``value`` is its path, or a table of keys as ``[model]`` has them."""
+    entries = {"path": value.raw} if isinstance(value.raw, str) else value.raw
+    where = f"{value.origin}: {MODELS}.{name}" if name and value.origin != "--model" else value.origin
+    if name and not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a model's name is of letters, digits, dots, hyphens and underscores.")
+    if not isinstance(entries, dict) or not isinstance(entries.get("path"), str):
+        raise ConfigError(f"{where} is {value.raw!r}; give a path, or a table with a path and other keys of [model].")
+    for key in entries:
+        if key not in _FIELDS["model"]:
+            raise ConfigError(f"{where}: unknown key {key}; {nearest(key, _FIELDS['model'])}")
+    path = entries["path"]
+    values = _model_layer(path) | inherited
+    own = {key: raw for key, raw in entries.items() if key != "path" or path not in PROFILES}
+    values |= {f"model.{key}": _Value(raw, where) for key, raw in own.items()}
+    values |= {"model.model_id": _Value(name, where)} if name else {}
+    profile = _build(values).model
+    if profile.path not in PROFILES and not Path(profile.path).expanduser().exists():
+        raise ConfigError(f"{where}: there is no model at {profile.path!r}; give a directory or a .safetensors file.")
+    return profile
+
+
+def _build(values: dict[str, _Value]) -> Settings:
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    for dotted, value in values.items():
+        table, key = dotted.split(".")
+        tables[table][key] = _convert(dotted, value)
+    built: dict[str, Any] = {}
+    for table, struct in TABLES.items():
+        try:
+            built[table] = struct(**tables[table])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{_blame(f'{table}.{error.param}', values)}: {error.message}", param=error.param
+            ) from None
+    _check_model(cast(ModelProfile, built["model"]), values)
+    return Settings(**built, origins={dotted: values[dotted].origin for dotted in sorted(values)})
+
+
+def _convert(dotted: str, value: _Value) -> Any:
+    """``value`` as the type of its field; environment text is read as TOML would write it without quotes."""
+    table, key = dotted.split(".")
+    raw = value.raw
+    if raw == "auto" and _FIELDS[table][key] in (int | None, float | None):
+        return None
+    if value.is_text and key == "good_sizes":
+        raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
+    if value.is_text and key in ("allowed_hosts", "cors_origins", "devices", "trusted_proxies", "fetch_hosts"):
+        raw = [name.strip() for name in raw.split(",") if name.strip()]
+    if dotted == "model.dtype" and isinstance(raw, str):
+        raw = replace_removed_dtype(raw, _blame(dotted, {dotted: value}))
+    try:
+        return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
+    except msgspec.ValidationError as error:
+        words = list(_words(_FIELDS[table][key]))
+        reason = f"choose one of {', '.join(words)}" if words else _wanted(str(error))
+        raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
+
+
+def _wanted(said: str) -> str:
+    """What to give, where msgspec ``said`` that a value is of another kind; else what it said, of a part of it, say."""
+    expected = _EXPECTED.fullmatch(said)
+    kinds = [KINDS[name] for name in expected[1].split(" | ") if name in KINDS] if expected else []
+    return f"give {' or '.join(kinds)}" if kinds else said[0].lower() + said[1:]
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """All that a field of the type ``hint`` may be, where that is a few words."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    elif any(get_origin(part) is Literal for part in get_args(hint)):
+        for part in get_args(hint):
+            yield from ("true", "false") if part is bool else _words(part)
+
+
+def _blame(dotted: str, values: Mapping[str, _Value]) -> str:
+    """Where a wrong value came from, as its author knows it: an option, a variable, or a key of a file."""
+    origin = values[dotted].origin if dotted in values else "the built-in files"
+    return origin if origin.startswith(("-", ENV_PREFIX)) else f"{origin}: {dotted}"
+
+
+def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
+    def refuse(key: str, why: str) -> ConfigError:
+        return ConfigError(f"{_blame(f'model.{key}', values)}: {why}", param=key)
+
+    choices = {"spacing": (AUTO_SPACING, *SPACINGS), "dtype": DTYPES, "vae_dtype": VAE_DTYPES}
+    for key, known in choices.items():
+        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in known:
+            raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")
+    try:
+        resolve_sampler(model.sampler)
+    except ValueError as error:
+        raise refuse("sampler", str(error)) from None
+    try:
+        _ = model.diffusion
+    except InvalidRequest as error:
+        raise refuse("num_steps" if error.param == "num_inference_steps" else str(error.param), error.message) from None
+    for key, folder in (("lora_dir", model.lora_dir), ("controlnet_dir", model.controlnet_dir)):
+        if folder and not Path(folder).expanduser().is_dir():
+            raise refuse(key, f"{key} is {folder!r}; there is no such folder.")
+    sides = [side for size in model.good_sizes for side in size]
+    if min(sides, default=1) < 1:
+        raise refuse("good_sizes", f"good_sizes holds a side of {min(sides)} px; every side must be 1 px or more.")
+    if model.max_side_px < max(sides, default=1):
+        raise refuse("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes holds a side of {max(sides)} px.")
+
+
+def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
+    """A built-in file, whole: a key that is missing there is an error too."""
+    path = configs_dir() / name
+    values = dict(_file_values(path, f"configs/{name}"))
+    missing = [key for key in KEYS if key.split(".")[0] in tables and key not in values]
+    if missing:
+        raise ConfigError(f"the built-in file {path} lacks {', '.join(missing)}; reinstall diffserve.")
+    return values
+
+
+def _user_layer(config: str | Path) -> Iterator[tuple[str, _Value]]:
+    """A file of the user's, or one of ``OVERLAYS``."""
+    if str(config) in OVERLAYS:
+        return _file_values(configs_dir() / f"{config}.toml", f"configs/{config}.toml")
+    return _file_values(Path(config), str(config))
+
+
+def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        choices = ", ".join((*PROFILES, *OVERLAYS))
+        raise ConfigError(
+            f"cannot read the configuration {str(path)!r}: {error.strerror}; give a TOML file or one of {choices}."
+        ) from None
+    except ValueError as error:  # bad TOML, bad UTF-8, a number of thousands of digits
+        raise ConfigError(f"{origin} is not valid TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
+    for table, entries in tables.items():
+        if table in (*TABLES, MODELS) and not isinstance(entries, dict):
+            raise ConfigError(
+                f"{origin}: {table} is {entries!r}; write it as a table, [{table}], with keys beneath it."
+            )
+        if table not in (*TABLES, MODELS):
+            raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, (*TABLES, MODELS))}")
+        for key, raw in entries.items():
+            if f"{table}.{key}" in REMOVED:
+                _warn_of_removed(f"{table}.{key}", f"{origin}: {table}.{key}")
+                continue
+            if table != MODELS and key not in _FIELDS[table]:
+                raise ConfigError(f"{origin}: unknown key {table}.{key}; {nearest(key, _FIELDS[table])}")
+            yield f"{table}.{key}", _Value(raw, origin)
+
+
+def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
+    known, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
+    for name in sorted(env):
+        if name in known:
+            yield known[name], _Value(env[name], name, is_text=True)
+        elif name in removed:
+            _warn_of_removed(removed[name], name)
+        elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
+            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
+
+
+def _variable(key: str) -> str:
+    """The environment variable of the dotted ``key``."""
+    return f"{ENV_PREFIX}{key.replace('.', '_').upper()}"
+
+
+def _warn_of_removed(key: str, where: str) -> None:
+    logger.warning("%s has no effect: it was removed in 0.2; %s", where, REMOVED[key])
+
+
+def _drop_removed_values(values: dict[str, _Value]) -> None:
+    """Delete the entries of ``values`` whose value was removed, with a warning for each."""
+    for key, removed in REMOVED_VALUES.items():
+        if key in values and values[key].raw in removed:
+            message = "%s is %r, which has no effect: it was removed in 0.2; %s"
+            logger.warning(message, _blame(key, values), values.pop(key).raw, REMOVED_VALUE_HINTS[key])
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What to tell somebody who wrote ``word``: the nearest of ``known``, or all of them."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}."
+
+
+def _text(value: _Value | None) -> str | None:
+    return value.raw if value is not None and isinstance(value.raw, str) else None
