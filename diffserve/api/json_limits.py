@@ -1,6 +1,6 @@
 """Default limits for texts that follow a JSON Schema, so that no value goes on without an end.
 
-Limits are added only where a schema sets none. ``docs/serving.md`` states them.
+Limits are added only where a schema sets none. ``docs/http.md`` states them.
 """
 
 from __future__ import annotations
