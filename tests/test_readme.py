@@ -20,8 +20,9 @@ import pytest
 from PIL import Image
 
 from diffserve.cli import main
-from diffserve.settings.layers import load_settings
+from diffserve.settings.layers import KEYS, load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
+from tests import config_reference
 from tests.readme import DOCS, README, ROOT, Block, blocks, command
 from tests.service.server import RunningServer
 
@@ -231,6 +232,14 @@ def test_pictures_of_the_readme_are_there() -> None:
     for picture in pictures:
         with Image.open(ROOT / picture) as image:
             image.verify()
+
+
+def test_the_configuration_reference_is_that_of_the_built_in_files() -> None:
+    written = config_reference.PAGE.read_text(encoding="utf-8")
+    assert written == config_reference.page(), "run python tests/config_reference.py"
+    assert not [line for line in written.splitlines() if line.endswith("|  |")], "every key has a meaning"
+    missing = [key for key in KEYS if f"| `{key.partition('.')[2]}` |" not in written]
+    assert missing == [], missing
 
 
 def test_the_architecture_page_names_every_package_of_diffserve() -> None:
