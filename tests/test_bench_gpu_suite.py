@@ -168,7 +168,13 @@ def row_of(name: str, function: str, seconds: float = 10.0) -> Row:
 
 def run_for_test(rows: list[Row], folder: Path) -> tuple[int, Report]:
     report = Report(folder / "out", {})
-    options = {"device": "cpu", "quick": True, "out": str(folder / "out"), "work": str(folder)}
+    options = {
+        "device": "cpu",
+        "quick": True,
+        "out": str(folder / "out"),
+        "work": str(folder),
+        "length_s": LENGTH_S,
+    }
     return run_rows(rows, (), options, report), report
 
 
