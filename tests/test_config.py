@@ -193,7 +193,7 @@ def test_auto_becomes_none_for_a_number_and_stays_auto_otherwise() -> None:
         ("[engine]\npolicy = 'fair'\n", "engine.policy: policy is 'fair'; choose one of latency, throughput, goodput"),
         ("[engine]\nslo_scale = 0.5\n", "slo_scale is 0.5; it must lie between 1"),
         ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),
-        ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; the longest is no shorter."),
+        ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; max_ngram must not be smaller."),
         ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe': choose one of true, false, auto."),
         ("[text]\ntime_share = 0\n", "text.time_share: time_share is 0.0; it must lie between 0 and 1"),
         ("[text]\ntime_share = nan\n", "time_share is nan"),
@@ -270,12 +270,16 @@ def test_further_models_have_names_and_inherit_user_set_keys_of_the_first(tmp_pa
         f"[models.photo]\npath = '{path}'\nguidance_scale = 2\n",
     )
     settings = load_settings(config=file, env={}, models=[str(path), "again=embedded"])
-    named = {model.model_id: model for model in settings.models}
-    assert list(named) == ["turbo", "photo", "my-model", "again"]
-    assert {model.dtype for model in named.values()} == {"float32"}
-    assert (settings.model.num_steps, named["again"].num_steps, named["turbo"].num_steps) == (9, 25, 4)
-    assert (named["photo"].path, named["photo"].guidance_scale) == (str(path), 2.0)
-    assert named["photo"].good_sizes[0] == (1024, 1024)
+    models_by_name = {model.model_id: model for model in settings.models}
+    assert list(models_by_name) == ["turbo", "photo", "my-model", "again"]
+    assert {model.dtype for model in models_by_name.values()} == {"float32"}
+    assert (settings.model.num_steps, models_by_name["again"].num_steps, models_by_name["turbo"].num_steps) == (
+        9,
+        25,
+        4,
+    )
+    assert (models_by_name["photo"].path, models_by_name["photo"].guidance_scale) == (str(path), 2.0)
+    assert models_by_name["photo"].good_sizes[0] == (1024, 1024)
 
 
 @pytest.mark.parametrize(

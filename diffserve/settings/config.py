@@ -87,7 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            prompts others have used; requests get a warning about this. 0: off, and such requests are
                            refused
     lora_bytes             memory for loaded LoRAs, in addition to those in use
-    controlnet_bytes       memory for loaded ControlNets, as far as it is free at start
+    controlnet_bytes       memory for loaded ControlNets, limited by the free memory at start
     activation_bytes       memory for one network call in addition to the weights: limits rows, makes the VAE decode in
                            tiles, and refuses sizes that do not fit even then; ``None``: the free memory
     threads                CPU threads of a UNet call; ``None``: the fastest of torch's default and lower counts,

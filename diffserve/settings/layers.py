@@ -169,16 +169,16 @@ def split_name(text: str) -> tuple[str | None, str]:
     return (name, path) if is_named else (None, text)
 
 
-def _model_layer(path: str, named: str | None = None) -> dict[str, _Value]:
+def _model_layer(path: str, base_profile: str | None = None) -> dict[str, _Value]:
     """Return the built-in values and those that the model at ``path`` describes itself.
 
     Args:
         path: A built-in profile, or the path of a model.
-        named: The profile to start from; ``None``: the one of the model's family.
+        base_profile: The profile to start from; ``None``: the one of the model's family.
     """
     values = _builtin_layer("serve.toml", ("serve",))
     described: dict[str, Any] = {}
-    profile = path if path in PROFILES else named
+    profile = path if path in PROFILES else base_profile
     if profile is None:
         profile, described = describe_model(Path(path).expanduser())
     values |= _builtin_layer(f"{profile}.toml", ("model", "engine", "text"))
@@ -280,9 +280,9 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
         return ConfigError(f"{_blame(f'model.{key}', values)}: {reason}", param=key)
 
     choices = {"spacing": (AUTO_SPACING, *SPACINGS), "dtype": DTYPES, "vae_dtype": VAE_DTYPES}
-    for key, known in choices.items():
-        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in known:
-            raise problem(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")
+    for key, allowed in choices.items():
+        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in allowed:
+            raise problem(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(allowed)}.")
     try:
         resolve_sampler(model.sampler)
     except ValueError as error:
@@ -347,14 +347,14 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
 
 
 def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
-    known, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
+    variables, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
     for name in sorted(env):
-        if name in known:
-            yield known[name], _Value(env[name], name, is_text=True)
+        if name in variables:
+            yield variables[name], _Value(env[name], name, is_text=True)
         elif name in removed:
             _warn_of_removed(removed[name], name)
         elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
-            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
+            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, variables)}")
 
 
 def _variable(key: str) -> str:
@@ -374,10 +374,10 @@ def _drop_removed_values(values: dict[str, _Value]) -> None:
             logger.warning(message, _blame(key, values), values.pop(key).raw, REMOVED_VALUE_HINTS[key])
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Suggest the nearest of ``known`` for the misspelled ``word``, or list all of them."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}."
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Suggest the nearest of ``choices`` for the misspelled ``word``, or list all of them."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(choices)}."
 
 
 def _text(value: _Value | None) -> str | None:
