@@ -72,7 +72,7 @@ def check_schema(text: str, param: str) -> None:
     if reason:
         place = _blame(schema, reason)
         raise InvalidRequest(
-            f"{param}{place}: {reason}; say it otherwise, or leave it out.",
+            f"{param}{place}: {reason}; change this part, or leave it out.",
             param=f"{param}{place}",
             code="invalid_json_schema",
         )
@@ -106,7 +106,7 @@ def no_json(model_id: str, param: str) -> InvalidRequest:
             code="unsupported_value",
         )
     return InvalidRequest(
-        f"{param}: the tokenizer of {model_id!r} spells text in a way that cannot be held to JSON token by token; "
+        f"{param}: the tokenizer of {model_id!r} cannot be constrained to JSON token by token; "
         "leave it out, or load a model with a byte-level or byte-fallback tokenizer.",
         param=param,
         code="unsupported_value",
