@@ -282,7 +282,8 @@ class GenerationRequest(
     ``control_images`` are added to it.
 
     Attributes:
-        width_px, height_px: Multiples of the model's VAE factor (checked at submit); ``None``: the native size.
+        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width.
+        height_px: Height, with the same rules.
         num_images: Image i equals a single image with seed + i, or with the same seed and variation_seed + i.
         best_of: Generate this many images and return the ``num_images`` with the highest scores, the best first;
             ``None``: no selection.
@@ -453,11 +454,12 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
         similarity: Similarity of the prompt whose latents were the start; ``None``: started from noise.
         skipped_steps: The number of first steps that were skipped. Such an image can be reproduced only while those
             latents are cached.
-        lora_digests, word_digests: SHA-256 of the LoRA and textual inversion files, by name.
+        lora_digests: SHA-256 of the LoRA files, by name.
+        word_digests: SHA-256 of the textual inversion files, by name.
         refiner: Name and digest of the model that ran the last steps; "": none.
         score: Score of the image if ``best_of`` was set; ``image_index`` is then the rank.
-        num_discarded, discarded_evaluations: Images that ``best_of`` discarded, and their UNet rows; set on the best
-            image only.
+        num_discarded: Number of images that ``best_of`` discarded; set on the best image only.
+        discarded_evaluations: UNet rows of the discarded images; set on the best image only.
         device_s: This image's share of the device time. The shares of all images, including ``discarded_device_s``, add
             up to the engine's busy time.
         interrupted_after: Steps after which the image was interrupted; it then shows the denoised estimate. 0:
