@@ -1,13 +1,9 @@
-"""diffserve: text-to-image diffusion, served by rows.
-
-Three lines paint a picture::
+"""diffserve: a server and library for text-to-image diffusion with continuous batching.
 
     from diffserve import Engine
-    engine = Engine.from_pretrained("embedded")
-    engine.generate("a fox next to a cactus on the beach")[0].image.save("fox.png")
+    Engine.from_pretrained("embedded").generate("a fox on the beach")[0].image.save("fox.png")
 
-Everything a user needs is re-exported here and loaded on first use, so ``import diffserve`` costs nothing and the HTTP
-process and the command line never pull torch in by accident.
+Public names are imported on first use, so that ``import diffserve`` is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
     from diffserve.settings.config import EngineConfig, Settings, TextSettings
     from diffserve.settings.layers import load_settings
 
-_HOMES = (
+_MODULES = (
     "api.errors",
     "api.types",
     "api.sampling_params",
@@ -52,7 +48,7 @@ _HOMES = (
     "settings.config",
     "settings.layers",
     "engine",
-)  # torch comes last
+)  # modules that import torch come last
 
 __all__ = [
     "Accepted",
@@ -93,13 +89,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of ``name`` when it is first asked for."""
+    """Import the module that defines ``name`` on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'diffserve' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    homes = (import_module(f"diffserve.{home}") for home in _HOMES)
-    return next(getattr(home, name) for home in homes if hasattr(home, name))
+    modules = (import_module(f"diffserve.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def __dir__() -> list[str]:

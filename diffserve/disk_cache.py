@@ -1,7 +1,7 @@
-"""Small facts kept on disk between two starts: measured costs, digests of files. Losing them costs time, nothing else.
+"""Cache of small facts on disk, such as measured costs and file digests. Losing entries costs only time.
 
-One JSON file an entry, under ``<folder>/<kind>/<sha256 of the key>.json``, with its key inside. Files are written whole
-or not at all, so processes may share a folder; one that cannot be read, or holds another key, counts as absent.
+Each entry is a JSON file ``<folder>/<kind>/<sha256 of the key>.json`` that contains its key. Files are replaced
+atomically, so processes may share a folder. An unreadable file, or one with another key, counts as missing.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from typing import Any
 
 AUTO = "auto"
 MOST_ENTRIES = 256
-"""Of one kind; the longest unused go first."""
+"""Maximum number of entries of one kind; the least recently used are deleted first."""
 
 MOST_BYTES = 1 << 20
-"""Of one entry."""
+"""Maximum size of an entry."""
 
 log = logging.getLogger("diffserve.cache")
 
 
 class DiskCache:
-    """Entries by kind and key. ``folder``: where they lie; ``None``: nothing is kept.
+    """Entries by kind and key in ``folder``; ``None``: nothing is stored.
 
-    No method raises for what the disk says: a full or read-only one is told once in the log, and nothing is kept.
+    Disk errors are never raised: a full or read-only disk is logged once, and nothing is stored.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._has_complained = False
+        self._has_warned = False
 
     @classmethod
     def at(cls, setting: str) -> DiskCache:
-        """As ``[engine] cache_dir`` says: a folder; ``"auto"``: the user's, ``~/.cache/diffserve``; ``""``: none."""
+        """Create the cache for a value of ``[engine] cache_dir``.
+
+        Args:
+            setting: A folder; ``"auto"``: the user's, ``~/.cache/diffserve``; ``""``: none.
+        """
         if setting == AUTO:
-            named = os.environ.get("XDG_CACHE_HOME", "")
-            base = Path(named) if os.path.isabs(named) else Path("~/.cache").expanduser()
+            cache_home = os.environ.get("XDG_CACHE_HOME", "")
+            base = Path(cache_home) if os.path.isabs(cache_home) else Path("~/.cache").expanduser()
             return cls(base / "diffserve")
         return cls(Path(setting).expanduser() if setting else None)
 
     def read(self, kind: str, key: str) -> Any:
-        """What was written for ``key``, or ``None``."""
+        """Return the value stored for ``key``, or ``None``."""
         path = self._path(kind, key)
         if path is None:
             return None
@@ -56,33 +60,38 @@ class DiskCache:
                 return None
         except (OSError, ValueError, RecursionError):
             return None
-        with contextlib.suppress(OSError):  # used: it is among the last to go
+        with contextlib.suppress(OSError):  # mark as recently used
             os.utime(path)
         return entry.get("value")
 
     def write(self, kind: str, key: str, value: Any) -> None:
-        """Keep ``value``, anything that JSON can say, for ``key``. ValueError beyond ``MOST_BYTES``."""
+        """Store ``value``, which must be serializable as JSON, for ``key``.
+
+        Raises:
+            ValueError: The entry is larger than ``MOST_BYTES``.
+        """
         data = json.dumps({"key": key, "value": value}, allow_nan=False).encode()
         if len(data) > MOST_BYTES:
-            raise ValueError(f"an entry of {len(data)} bytes; at most {MOST_BYTES} are kept.")
+            raise ValueError(f"the entry has {len(data)} bytes; at most {MOST_BYTES} are allowed.")
         path = self._path(kind, key)
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write_whole(path, data)
-            _forget_oldest(path.parent)
+            _write_atomically(path, data)
+            _delete_oldest(path.parent)
         except OSError as error:
-            if not self._has_complained:
-                self._has_complained = True
-                log.warning("nothing is kept on disk", extra={"reason": f"{error.strerror}: {self.folder}"})
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("the disk cache cannot be written", extra={"reason": f"{error.strerror}: {self.folder}"})
 
     def _path(self, kind: str, key: str) -> Path | None:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         return None if self.folder is None else self.folder / kind / f"{name}.json"
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -94,8 +103,8 @@ def _write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _forget_oldest(folder: Path) -> None:
-    """Keep the ``MOST_ENTRIES`` last used; what another process removes meanwhile is gone all the same."""
+def _delete_oldest(folder: Path) -> None:
+    """Delete all but the ``MOST_ENTRIES`` last used files; another process may delete files at the same time."""
     aged: list[tuple[float, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:

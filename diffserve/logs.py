@@ -1,7 +1,7 @@
-"""Logs as one JSON object per line on standard error: ids, counts, times and places in the code, never a prompt.
+"""Logging as one JSON object per line on standard error, without prompts or other text of clients.
 
-What an exception or a library says may quote what a client sent. So of an exception its kind and its way through the
-code are kept, and its words only where the machine is speaking; what stands in quotes is left out everywhere.
+Messages of exceptions and libraries may quote what a client sent. Of an exception only its type and traceback are
+logged, and its message only for trusted types (device errors). Quoted text is removed everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diffserve.api.errors import DiffserveError
 MAX_TEXT_CHARS: Final = 400
 MAX_CAUSES: Final = 4
 MACHINE: Final = frozenset({"RuntimeError", "OutOfMemoryError", "MemoryError", "AcceleratorError"})
-"""Kinds whose words come from torch or the device in an engine process, where no file is named after a prompt."""
+"""Exception types whose messages come from torch or the device and contain no client text in an engine process."""
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _QUOTED: Final = re.compile(r"""(?<!\w)["'`].*["'`]|(?<!\w)["'`].*$""", re.DOTALL)
@@ -36,9 +36,10 @@ _BETWEEN: Final = ("During handling of the above exception", "The above exceptio
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line: ts, level, event, what was given as ``extra``, and where an exception came from.
+    """Formatter of one JSON line: ts, level, event, the fields of ``extra``, and type and traceback of an exception.
 
-    trusted   kinds of exceptions whose words are kept
+    Args:
+        trusted: Names of exception types whose messages are logged.
     """
 
     def __init__(self, trusted: frozenset[str] = frozenset()) -> None:
@@ -46,10 +47,10 @@ class JsonLines(logging.Formatter):
         self._trusted = trusted
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its newline; control characters are escaped by JSON."""
-        finished: str | None = getattr(record, "json_line", None)
-        if finished is not None:
-            return finished
+        """Return the line without its newline. JSON escapes control characters."""
+        json_line: str | None = getattr(record, "json_line", None)
+        if json_line is not None:
+            return json_line
         line: dict[str, object] = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -63,85 +64,98 @@ class JsonLines(logging.Formatter):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             line |= {"error": kind_of(error), "traceback": way_of(error)}
-            words = words_of(error, self._trusted)
-            line |= {} if words is None else {"reason": words}
+            reason = words_of(error, self._trusted)
+            line |= {} if reason is None else {"reason": reason}
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
 class Lines(TextIOBase):
-    """Standard error for everybody who knows of no logs: what is written becomes JSON lines, tracebacks one each."""
+    """Replacement of standard error for code that prints: text becomes JSON lines, a traceback becomes one line."""
 
-    def __init__(self, beneath: TextIO, log: logging.Logger) -> None:
-        self._beneath = beneath
+    def __init__(self, stream: TextIO, log: logging.Logger) -> None:
+        self._stream = stream
         self._log = log
         self._state = threading.local()
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Of the stream beneath, for those who write past Python."""
-        return self._beneath.fileno()
+        """Return the file descriptor of the real stream, for code that bypasses Python."""
+        return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        """Take a piece; whole lines are told at once."""
-        whole = getattr(self._state, "started", "") + text
-        if not whole.endswith("\n") and len(whole) < 64 * MAX_TEXT_CHARS:
-            self._state.started = whole
+        """Buffer ``text`` and log complete lines."""
+        pending = getattr(self._state, "pending", "") + text
+        if not pending.endswith("\n") and len(pending) < 64 * MAX_TEXT_CHARS:
+            self._state.pending = pending
             return len(text)
-        self._state.started = ""
-        self._state.traceback = self._take(whole, getattr(self._state, "traceback", None))
+        self._state.pending = ""
+        self._state.traceback = self._log_lines(pending, getattr(self._state, "traceback", None))
         return len(text)
 
-    def _take(self, text: str, frames: list[str] | None) -> list[str] | None:
-        """Tell what is whole; the lines of a traceback that is not, ``None`` outside of one.
+    def _log_lines(self, text: str, frames: list[str] | None) -> list[str] | None:
+        """Log the complete lines of ``text``.
 
-        The lines after an exception's own are its words: they end with the piece in which they came.
+        The lines after the type of an exception are its message, which is dropped up to the end of this piece of text.
+
+        Args:
+            text: Complete lines.
+            frames: The lines of an unfinished traceback; ``None`` outside of one.
+
+        Returns:
+            The lines of a traceback that is still unfinished, else ``None``.
         """
-        is_words = False
+        is_message = False
         for line in text.splitlines():
             if line == _TRACEBACK:
-                frames, is_words = [], False
+                frames, is_message = [], False
             elif frames is None:
-                if line.strip() and not is_words and not line.startswith(_BETWEEN):
-                    self._log.warning("said on standard error", extra={"text": without_quotes(line)[:MAX_TEXT_CHARS]})
+                if line.strip() and not is_message and not line.startswith(_BETWEEN):
+                    self._log.warning("standard error output", extra={"text": without_quotes(line)[:MAX_TEXT_CHARS]})
             elif line.startswith(" ") or not line.strip():
                 frames.append(line)
             else:
                 kind = line.partition(":")[0][:MAX_TEXT_CHARS]
                 self._log.warning("exception", extra={"error": kind, "traceback": "\n".join(frames)})
-                frames, is_words = None, True
+                frames, is_message = None, True
         return frames
 
 
 def pass_on(line: str, log: logging.Logger) -> None:
-    """Write ``line``, which is a record of another process as JSON already."""
+    """Log ``line``, a JSON record of another process, unchanged."""
     log.warning("a record", extra={"json_line": line})
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A line that cannot be written, for the disk is full or nobody reads, is lost: telling that would be another."""
+    """Handler that drops a line that cannot be written (disk full, reader gone): an error message would fail, too."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's own name
-        """Nothing."""
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # defined by logging
+        """Do nothing."""
 
 
 @contextmanager
 def json_logs(level: str, *, trusted: frozenset[str] = frozenset()) -> Iterator[None]:
-    """For the length of the block, all that Python says on standard error is JSON: our own records from ``level`` up,
-    others' and warnings from warnings up, and what nobody caught, which ends the process where it leaves the block. A
-    DiffserveError or an OSError goes on to whoever tells it to a person."""
-    root, ours, before = logging.getLogger(), logging.getLogger("diffserve"), sys.stderr
-    was = root.handlers, root.level, ours.level
+    """Write everything that Python prints on standard error as JSON while the block runs.
+
+    This includes records of this package from ``level`` up, records of libraries and Python warnings from "warning" up,
+    and uncaught exceptions, which end the process. DiffserveError and OSError pass through to the caller.
+
+    Args:
+        level: Lowest level of this package's records.
+        trusted: Names of exception types whose messages are logged.
+    """
+    root, package, stderr = logging.getLogger(), logging.getLogger("diffserve"), sys.stderr
+    saved = root.handlers, root.level, package.level
     hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-    handler = _Handler(before)
+    handler = _Handler(stderr)
     handler.setFormatter(JsonLines(trusted))
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    ours.setLevel(level.upper())
+    package.setLevel(level.upper())
     logging.captureWarnings(True)
-    sys.stderr = Lines(before, logging.getLogger("stderr"))
+    sys.stderr = Lines(stderr, logging.getLogger("stderr"))
     sys.excepthook = _uncaught
     threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback)
     sys.unraisablehook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback)
@@ -154,36 +168,36 @@ def json_logs(level: str, *, trusted: frozenset[str] = frozenset()) -> Iterator[
         raise SystemExit(1) from None
     finally:
         sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
-        sys.stderr = before
+        sys.stderr = stderr
         logging.captureWarnings(False)
-        root.handlers, root.level, ours.level = was
+        root.handlers, root.level, package.level = saved
 
 
 def without_quotes(text: str) -> str:
-    """``text`` without what stands in quotes, which may be somebody's words; where quotes are mixed, with less."""
+    """Return ``text`` without quoted parts, which may be text of a client. Mixed quotes remove more."""
     return _QUOTED.sub("…", text)
 
 
 def origin_of(warning: str) -> dict[str, str]:
-    """Of a ``warning`` as Python writes it its category, file and line; its words may be anybody's."""
-    found = _WARNED.match(warning)
-    return found.groupdict() if found else {}
+    """Return category, file and line of a formatted Python ``warning``, without its message."""
+    match = _WARNED.match(warning)
+    return match.groupdict() if match else {}
 
 
 def reason_of(message: str) -> str:
-    """The message of a failure that is ours: of an exception in it only the kind, but for the machine's own words."""
-    shown = _RAISED.sub(lambda found: found[0] if found[1] in MACHINE else f"raised {found[1]}", message)
-    return without_quotes(shown)[:MAX_TEXT_CHARS]
+    """Return the failure ``message`` without client text: for most exceptions in it only the type is kept."""
+    cleaned = _RAISED.sub(lambda match: match[0] if match[1] in MACHINE else f"raised {match[1]}", message)
+    return without_quotes(cleaned)[:MAX_TEXT_CHARS]
 
 
 def kind_of(error: BaseException) -> str:
-    """The class of ``error`` with its module, where that says something."""
+    """Return the class name of ``error``, with its module unless that is ``builtins``."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def words_of(error: BaseException, trusted: frozenset[str]) -> str | None:
-    """What may be repeated of what ``error`` says; ``None``: nothing."""
+    """Return the part of the message of ``error`` that may be logged; ``None`` if there is none."""
     if isinstance(error, DiffserveError):
         return error.code
     if isinstance(error, OSError) and error.strerror:
@@ -192,7 +206,7 @@ def words_of(error: BaseException, trusted: frozenset[str]) -> str | None:
 
 
 def way_of(error: BaseException) -> str:
-    """Where ``error`` came from, and the kinds that caused it, the latest first; without words."""
+    """Return the tracebacks and types of ``error`` and its causes, without messages, the latest first."""
     parts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(parts) < MAX_CAUSES:
@@ -203,4 +217,4 @@ def way_of(error: BaseException) -> str:
 
 def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if not issubclass(kind, SystemExit | KeyboardInterrupt):
-        logging.getLogger("diffserve").critical("nobody caught this", exc_info=(kind, error or kind(), trace))
+        logging.getLogger("diffserve").critical("uncaught exception", exc_info=(kind, error or kind(), trace))

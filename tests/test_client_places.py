@@ -1,4 +1,4 @@
-"""Places for long work: a bounded number, one for each client, in order of arrival, and free after a cancellation."""
+"""Slots for long work: limited in total and per client, served in order of arrival, and released on cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffserve.processes.client_places import ClientPlaces
 
 
 class Work:
-    """Work of clients in ``places`` that ends with :meth:`end`."""
+    """Concurrent work of clients in ``places`` that runs until :meth:`end`."""
 
     def __init__(self, num_places: int) -> None:
         self.places = ClientPlaces(num_places)
@@ -19,7 +19,7 @@ class Work:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, *names: str) -> None:
-        """Begin work of each name; its client is the first letter."""
+        """Start work for each name; the client is its first letter."""
         for name in names:
             self.ends[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._work(name))
@@ -46,13 +46,13 @@ class Work:
                 self.inside.remove(name)
 
 
-def test_a_client_holds_one_place_and_others_pass_it() -> None:
+def test_a_client_holds_one_slot_and_others_overtake_its_waiting_work() -> None:
     async def run() -> None:
         work = Work(2)
         await work.begin("a1", "a2", "a3", "b1", "c1")
         assert work.inside == ["a1", "b1"]
         await work.end("b1")
-        assert work.inside == ["a1", "c1"], "a has its place"
+        assert work.inside == ["a1", "c1"], "a holds its slot"
         await work.end("a1")
         assert work.inside == ["c1", "a2"]
         await work.begin("b2")
@@ -65,13 +65,13 @@ def test_a_client_holds_one_place_and_others_pass_it() -> None:
 
 
 @pytest.mark.parametrize("is_at_once", [False, True])
-def test_cancelled_work_leaves_its_place_or_its_turn(is_at_once: bool) -> None:
+def test_cancelled_work_releases_its_slot_or_its_place_in_the_queue(is_at_once: bool) -> None:
     async def run() -> None:
         work = Work(1)
         await work.begin("a1", "b1", "c1", "d1")
         await work.cancel("b1")
         assert work.inside == ["a1"]
-        if is_at_once:  # c1 is given the place and cancelled in the same turn of the loop
+        if is_at_once:  # c1 gets the slot and is cancelled in the same iteration of the event loop
             work.ends["a1"].set()
             await asyncio.sleep(0)
             work.tasks["c1"].cancel()
@@ -83,6 +83,6 @@ def test_cancelled_work_leaves_its_place_or_its_turn(is_at_once: bool) -> None:
         assert work.inside == ["d1"]
         await work.end("d1")
         await work.begin("a2")
-        assert work.inside == ["a2"], "no place is lost"
+        assert work.inside == ["a2"], "no slot is lost"
 
     asyncio.run(run())

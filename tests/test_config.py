@@ -1,4 +1,4 @@
-"""Settings: literal files, four layers, an origin for every value, errors that teach."""
+"""Settings: layered files, the origin of every value, and error messages with a fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_built_in_profile_is_complete_and_every_value_has_an_origin(profile: str
     assert set(settings.origins.values()) == {f"configs/{profile}.toml", "configs/serve.toml"}
 
 
-def test_the_built_in_files_are_all_there() -> None:
+def test_all_built_in_files_exist() -> None:
     assert sorted(path.name for path in configs_dir().glob("*.toml")) == [
         "edge.toml",
         "embedded-turbo.toml",
@@ -48,7 +48,7 @@ def test_config_may_name_a_built_in_profile(profile: str) -> None:
     assert load_settings(config=profile, env={}).model == load_settings(model=profile, env={}).model
 
 
-def test_edge_is_a_layer_over_any_model_and_below_the_environment() -> None:
+def test_edge_overlays_any_model_and_the_environment_overrides_edge() -> None:
     plain, edge = load_settings(model="sd15", env={}), load_settings(model="sd15", config="edge", env={})
     assert (edge.model.dtype, edge.engine.threads, edge.serve.spare_engine, edge.text.model) == ("int8", 1, False, "")
     assert msgspec.structs.replace(edge.model, dtype=plain.model.dtype) == plain.model
@@ -58,7 +58,7 @@ def test_edge_is_a_layer_over_any_model_and_below_the_environment() -> None:
     assert load_settings(config="edge", env={}).model.path == "embedded"
 
 
-def test_model_on_the_command_line_wins_over_every_other_path(tmp_path: Path) -> None:
+def test_model_option_overrides_every_other_path(tmp_path: Path) -> None:
     file = user_file(tmp_path, "[model]\npath = '/somewhere'\n")
     settings = load_settings(model="embedded", config=file, env={"DIFFSERVE_MODEL_PATH": "/elsewhere"})
     assert settings.model.path == "embedded"
@@ -77,7 +77,7 @@ def test_embedded_model_is_the_default() -> None:
     assert settings.serve.host == "127.0.0.1"
 
 
-def test_each_layer_overrides_the_one_below_and_leaves_its_name(tmp_path: Path) -> None:
+def test_each_layer_overrides_the_lower_ones_and_is_recorded_as_origin(tmp_path: Path) -> None:
     file = user_file(tmp_path, "[serve]\nport = 1111\nhost = '127.0.0.2'\nlog_level = 'debug'\n")
     settings = load_settings(
         config=file,
@@ -90,7 +90,7 @@ def test_each_layer_overrides_the_one_below_and_leaves_its_name(tmp_path: Path) 
     assert settings.origins["serve.max_body_bytes"] == "configs/serve.toml"
 
 
-def test_environment_text_is_read_as_the_type_of_its_field() -> None:
+def test_environment_text_is_converted_to_the_type_of_its_field() -> None:
     settings = load_settings(
         env={
             "DIFFSERVE_MODEL_GOOD_SIZES": "96x96, 96x128",
@@ -105,19 +105,19 @@ def test_environment_text_is_read_as_the_type_of_its_field() -> None:
     assert settings.model.guidance_scale == 2.5
 
 
-def test_the_rewriter_that_ships_inside_stands_beside_the_models_that_ship_inside_only() -> None:
+def test_only_the_embedded_models_use_the_embedded_rewriter_by_default() -> None:
     models = {profile: load_settings(model=profile, env={}).text.model for profile in PROFILES}
     assert models == {"embedded": "embedded", "embedded-turbo": "embedded", "sd15": "", "sdxl": ""}
 
 
-def test_language_model_may_have_weights_of_four_bits_and_an_image_model_may_not() -> None:
+def test_int4_is_accepted_for_a_language_model_and_refused_for_an_image_model() -> None:
     assert load_settings(env={"DIFFSERVE_TEXT_DTYPE": "int4"}).text.dtype == "int4"
     with pytest.raises(ConfigError, match="DIFFSERVE_MODEL_DTYPE: dtype is 'int4'"):
         load_settings(env={"DIFFSERVE_MODEL_DTYPE": "int4"})
 
 
 @pytest.mark.parametrize("key", sorted(REMOVED))
-def test_a_removed_key_is_ignored_with_a_warning_that_names_what_to_use(
+def test_a_removed_key_is_ignored_with_a_warning_that_names_its_replacement(
     key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table, name = key.split(".")
@@ -148,7 +148,7 @@ def test_the_removed_dtype_float8_becomes_bfloat16_with_a_warning(
 
 
 @pytest.mark.parametrize("value", ["serial", "static", "same-key"])
-def test_a_removed_value_of_policy_is_ignored_with_a_warning_that_names_what_to_use(
+def test_a_removed_policy_is_ignored_with_a_warning_that_names_its_replacement(
     value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = user_file(tmp_path, f"[engine]\npolicy = '{value}'\n")
@@ -159,7 +159,7 @@ def test_a_removed_value_of_policy_is_ignored_with_a_warning_that_names_what_to_
         assert f"{where} is '{value}', which has no effect: it was removed in 0.2; {hint}" in caplog.messages
 
 
-def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
+def test_auto_becomes_none_for_a_number_and_stays_auto_otherwise() -> None:
     engine = load_settings(env={}).engine
     assert engine.max_rows is None
     assert engine.deterministic == "auto"
@@ -171,7 +171,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[serve]\nprot = 1\n", "unknown key serve.prot; did you mean port?"),
         ("[sevre]\nport = 1\n", r"unknown table [sevre]; did you mean serve?"),
         ("port = 1\n", "unknown table [port]"),
-        ("engine = 3\n", "engine is 3; write it as a table, [engine], with keys beneath it."),
+        ("engine = 3\n", "engine is 3; write it as a table, [engine], with keys below it."),
         ("[serve]\nport = 'high'\n", "serve.port is 'high': give a whole number."),
         ("[model]\ngood_sizes = [['a', 64]]\n", "expected `int`, got `str` - at `$[0][0]`."),
         ("[serve]\nport = 70000\n", "port is 70000; it must lie between 0"),
@@ -193,7 +193,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[engine]\npolicy = 'fair'\n", "engine.policy: policy is 'fair'; choose one of latency, throughput, goodput"),
         ("[engine]\nslo_scale = 0.5\n", "slo_scale is 0.5; it must lie between 1"),
         ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),
-        ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; the longest is no shorter."),
+        ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; max_ngram must not be smaller."),
         ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe': choose one of true, false, auto."),
         ("[text]\ntime_share = 0\n", "text.time_share: time_share is 0.0; it must lie between 0 and 1"),
         ("[text]\ntime_share = nan\n", "time_share is nan"),
@@ -206,7 +206,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         (f"a = {'[' * 5000}", "is not valid TOML: it is nested too deeply"),
     ],
 )
-def test_wrong_file_is_refused_with_its_name_its_key_and_its_value(tmp_path: Path, text: str, message: str) -> None:
+def test_error_about_a_file_names_the_file_the_key_and_the_value(tmp_path: Path, text: str, message: str) -> None:
     file = user_file(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_settings(config=file, env={})
@@ -215,25 +215,25 @@ def test_wrong_file_is_refused_with_its_name_its_key_and_its_value(tmp_path: Pat
     assert not caught.value.message.endswith("?.")
 
 
-def test_wrong_variable_is_refused_with_its_name() -> None:
+def test_error_about_a_variable_names_it() -> None:
     with pytest.raises(ConfigError, match="DIFFSERVE_SERVE_PORT is 'x'"):
         load_settings(env={"DIFFSERVE_SERVE_PORT": "x"})
     with pytest.raises(ConfigError, match=r"did you mean DIFFSERVE_SERVE_PORT"):
         load_settings(env={"DIFFSERVE_SERVER_PORT": "8000"})
 
 
-def test_wrong_option_is_refused_with_its_name() -> None:
+def test_error_about_an_option_names_it() -> None:
     with pytest.raises(ConfigError, match=r"^--sampler: "):
         load_settings(env={}, flags={"model.sampler": Flag("--sampler", "eular")})
 
 
-def test_a_number_of_thousands_of_digits_is_refused_like_any_toml_that_is_none(tmp_path: Path) -> None:
+def test_a_number_of_thousands_of_digits_is_invalid_toml(tmp_path: Path) -> None:
     file = user_file(tmp_path, f"[serve]\nport = {'9' * 5000}\n")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_settings(config=str(file), env={})
 
 
-def test_missing_file_names_the_built_in_choices() -> None:
+def test_error_about_a_missing_file_lists_the_built_in_choices() -> None:
     with pytest.raises(ConfigError, match=r"no-such.toml.*No such file.*embedded, embedded-turbo, sd15, sdxl"):
         load_settings(config="no-such.toml", env={})
 
@@ -252,7 +252,7 @@ def diffusers_directory(root: Path, *, sample_size: int, is_sdxl: bool = False, 
     return root
 
 
-def test_model_given_by_path_starts_from_the_profile_of_its_family(tmp_path: Path) -> None:
+def test_model_path_starts_from_the_profile_of_its_family(tmp_path: Path) -> None:
     path = diffusers_directory(tmp_path / "My Model", sample_size=128, is_sdxl=True)
     settings = load_settings(model=str(path), env={})
     assert settings.model.path == str(path)
@@ -262,7 +262,7 @@ def test_model_given_by_path_starts_from_the_profile_of_its_family(tmp_path: Pat
     assert settings.origins["model.guidance_scale"] == "configs/sdxl.toml"
 
 
-def test_further_models_are_named_and_have_what_the_first_was_given_on_purpose(tmp_path: Path) -> None:
+def test_further_models_have_names_and_inherit_user_set_keys_of_the_first(tmp_path: Path) -> None:
     path = diffusers_directory(tmp_path / "My Model", sample_size=128, is_sdxl=True)
     file = user_file(
         tmp_path,
@@ -270,12 +270,16 @@ def test_further_models_are_named_and_have_what_the_first_was_given_on_purpose(t
         f"[models.photo]\npath = '{path}'\nguidance_scale = 2\n",
     )
     settings = load_settings(config=file, env={}, models=[str(path), "again=embedded"])
-    named = {one.model_id: one for one in settings.models}
-    assert list(named) == ["turbo", "photo", "my-model", "again"]
-    assert {one.dtype for one in named.values()} == {"float32"}
-    assert (settings.model.num_steps, named["again"].num_steps, named["turbo"].num_steps) == (9, 25, 4)
-    assert (named["photo"].path, named["photo"].guidance_scale) == (str(path), 2.0)
-    assert named["photo"].good_sizes[0] == (1024, 1024)
+    models_by_name = {model.model_id: model for model in settings.models}
+    assert list(models_by_name) == ["turbo", "photo", "my-model", "again"]
+    assert {model.dtype for model in models_by_name.values()} == {"float32"}
+    assert (settings.model.num_steps, models_by_name["again"].num_steps, models_by_name["turbo"].num_steps) == (
+        9,
+        25,
+        4,
+    )
+    assert (models_by_name["photo"].path, models_by_name["photo"].guidance_scale) == (str(path), 2.0)
+    assert models_by_name["photo"].good_sizes[0] == (1024, 1024)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +294,13 @@ def test_further_models_are_named_and_have_what_the_first_was_given_on_purpose(t
         ("models = 3\n", "models is 3; write it as a table"),
     ],
 )
-def test_a_wrong_further_model_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_error_about_a_further_model_names_it(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         load_settings(config=user_file(tmp_path, text), env={})
-    assert message in refused.value.message
+    assert message in error.value.message
 
 
-def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:
+def test_size_and_spacing_are_read_from_the_model_directory(tmp_path: Path) -> None:
     path = diffusers_directory(
         tmp_path / "sd2", sample_size=96, timestep_spacing="trailing", rescale_betas_zero_snr=True
     )
@@ -305,15 +309,15 @@ def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:
     assert (model.spacing, model.sampler) == ("trailing", "dpmpp_2m")
 
 
-def test_copy_of_the_embedded_model_has_its_profile_under_its_own_name(tmp_path: Path) -> None:
+def test_copy_of_the_embedded_model_has_the_same_profile_and_its_own_name(tmp_path: Path) -> None:
     copy = shutil.copytree(EMBEDDED_DIRECTORY, tmp_path / "Copy")
-    model, own = load_settings(model=str(copy), env={}).model, load_settings(env={}).model
-    assert model == replace(own, model_id="copy", path=str(copy))
+    model, embedded = load_settings(model=str(copy), env={}).model, load_settings(env={}).model
+    assert model == replace(embedded, model_id="copy", path=str(copy))
     (copy / WORLD_FILE).write_text("{")
-    assert load_settings(model=str(copy), env={}).model.good_sizes == ((128, 128),), "as any other's"
+    assert load_settings(model=str(copy), env={}).model.good_sizes == ((128, 128),), "like any other model"
 
 
-def test_user_file_may_name_the_model_and_still_override_what_the_directory_tells(tmp_path: Path) -> None:
+def test_user_file_overrides_values_of_the_model_directory_that_it_names(tmp_path: Path) -> None:
     path = diffusers_directory(tmp_path / "sd2", sample_size=96, timestep_spacing="trailing")
     file = user_file(tmp_path, f"[model]\npath = {str(path)!r}\nspacing = 'leading'\n")
     settings = load_settings(config=file, env={})
@@ -326,7 +330,7 @@ def test_user_file_may_name_the_model_and_still_override_what_the_directory_tell
     ("tensor", "profile"),
     [("conditioner.embedders.1.model.text_projection", "sdxl"), ("model.diffusion_model.out.0.weight", "sd15")],
 )
-def test_single_file_tells_its_family_by_its_header(tmp_path: Path, tensor: str, profile: str) -> None:
+def test_family_of_a_single_file_is_detected_from_its_header(tmp_path: Path, tensor: str, profile: str) -> None:
     header = json.dumps({tensor: {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode()
     file = tmp_path / "painter.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -335,7 +339,7 @@ def test_single_file_tells_its_family_by_its_header(tmp_path: Path, tensor: str,
     assert settings.model.model_id == "painter"
 
 
-def test_single_file_of_zero_terminal_snr_starts_at_its_last_timestep(tmp_path: Path) -> None:
+def test_single_file_with_zero_terminal_snr_uses_trailing_spacing(tmp_path: Path) -> None:
     header = json.dumps({"ztsnr": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode()
     file = tmp_path / "painter.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -343,7 +347,7 @@ def test_single_file_of_zero_terminal_snr_starts_at_its_last_timestep(tmp_path: 
     assert (model.sampler, model.spacing) == ("dpmpp_2m", "trailing")
 
 
-def test_unreadable_model_is_left_to_the_loader_to_report(tmp_path: Path) -> None:
+def test_unreadable_model_is_reported_only_by_the_loader(tmp_path: Path) -> None:
     file = tmp_path / "broken.safetensors"
     file.write_bytes(b"\xff" * 9)
     assert load_settings(model=str(file), env={}).model.path == str(file)

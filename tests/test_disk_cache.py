@@ -1,4 +1,4 @@
-"""Small facts on disk: whole or absent, bounded, and never a reason to fail."""
+"""Disk cache: complete or missing entries, bounded size, and no errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_what_is_written_is_read_by_the_next_process(tmp_path: Path) -> None:
+def test_entries_persist(tmp_path: Path) -> None:
     DiskCache(tmp_path).write("costs", "embedded on a cpu", {"1": 0.02, "buckets": [1, 2, 4]})
     assert DiskCache(tmp_path).read("costs", "embedded on a cpu") == {"1": 0.02, "buckets": [1, 2, 4]}
 
 
-def test_kinds_and_keys_do_not_meet(tmp_path: Path) -> None:
+def test_kinds_and_keys_are_separate(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path)
     cache.write("costs", "a", 1)
     assert cache.read("digests", "a") is None
@@ -29,7 +29,7 @@ def test_kinds_and_keys_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": "other", "value": 1}', b"\xff\xfe", b"[" * 100_000])
-def test_file_that_says_something_else_counts_as_absent(tmp_path: Path, content: bytes) -> None:
+def test_invalid_file_counts_as_missing(tmp_path: Path, content: bytes) -> None:
     cache = DiskCache(tmp_path)
     cache.write("costs", "a", 1)
     [path] = files_of(tmp_path)
@@ -39,7 +39,7 @@ def test_file_that_says_something_else_counts_as_absent(tmp_path: Path, content:
     assert cache.read("costs", "a") == 2
 
 
-def test_the_longest_unused_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_entries_are_deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MOST_ENTRIES", 2)
     cache = DiskCache(tmp_path)
     for key in ("oldest, but read again", "old"):
@@ -53,7 +53,7 @@ def test_the_longest_unused_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cache.read("costs", "new") == 1
 
 
-def test_folder_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = DiskCache(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
@@ -63,7 +63,7 @@ def test_folder_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pyte
     assert len(caplog.records) == 1
 
 
-def test_disk_that_fills_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path)
     cache.write("costs", "a", 1)
 
@@ -76,18 +76,18 @@ def test_disk_that_fills_while_writing_leaves_nothing_behind(tmp_path: Path, mon
     assert len(files_of(tmp_path)) == 1
 
 
-def test_entry_is_bounded(tmp_path: Path) -> None:
+def test_entry_size_is_limited(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1048576"):
         DiskCache(tmp_path).write("costs", "a", "x" * (1 << 20))
 
 
-def test_setting_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_selects_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert DiskCache.at("auto").folder == tmp_path / "diffserve"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     assert DiskCache.at("auto").folder == Path("~/.cache/diffserve").expanduser()
-    assert DiskCache.at(str(tmp_path / "own")).folder == tmp_path / "own"
-    nothing = DiskCache.at("")
-    nothing.write("costs", "a", 1)
-    assert nothing.folder is None
-    assert nothing.read("costs", "a") is None
+    assert DiskCache.at(str(tmp_path / "other")).folder == tmp_path / "other"
+    disabled = DiskCache.at("")
+    disabled.write("costs", "a", 1)
+    assert disabled.folder is None
+    assert disabled.read("costs", "a") is None

@@ -1,4 +1,4 @@
-"""Frames between the two processes: whole, checked on both sides, and never longer than agreed."""
+"""Frames between the two processes: complete, validated on arrival, and limited in size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ends() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair()
 
 
-def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_commands_are_complete_when_they_arrive_byte_by_byte(ends: tuple[socket.socket, socket.socket]) -> None:
     settings = load_settings(env={}, models=["embedded-turbo"])
     sent: list[ipc.Command] = [
         ipc.Load(model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=60.0),
@@ -43,32 +43,32 @@ def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, s
         ipc.Ping(number=3),
         ipc.ReadTrace(number=4),
     ]
-    ours, theirs = ends
+    http_end, engine_end = ends
 
     def send_byte_by_byte() -> None:
-        with ours:
+        with http_end:
             for byte in b"".join(ipc.frame(command) for command in sent):
-                ours.sendall(bytes([byte]))
+                http_end.sendall(bytes([byte]))
 
     sender = threading.Thread(target=send_byte_by_byte)
     sender.start()
-    with theirs:
-        assert list(ipc.EngineEnd(theirs).commands()) == sent
+    with engine_end:
+        assert list(ipc.EngineEnd(engine_end).commands()) == sent
     sender.join(5)
 
 
-def test_reports_come_back_as_they_were(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_a_report_survives_encoding_and_decoding(ends: tuple[socket.socket, socket.socket]) -> None:
     report = Preview(request_id="img-1", image_index=0, step_index=3, picture=PICTURE)
-    ours, theirs = ends
-    with ours, theirs:
-        ipc.EngineEnd(theirs).send(report)
-        length = ipc.body_length(ours.recv(ipc.HEADER.size))
-        assert ipc.decode_report(ours.recv(length)) == report
+    http_end, engine_end = ends
+    with http_end, engine_end:
+        ipc.EngineEnd(engine_end).send(report)
+        length = ipc.body_length(http_end.recv(ipc.HEADER.size))
+        assert ipc.decode_report(http_end.recv(length)) == report
 
 
-def test_two_threads_never_mix_their_frames(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    end = ipc.EngineEnd(theirs)
+def test_frames_of_several_threads_do_not_mix(ends: tuple[socket.socket, socket.socket]) -> None:
+    http_end, engine_end = ends
+    end = ipc.EngineEnd(engine_end)
     report = Preview(request_id="img-1", image_index=0, step_index=3, picture=PICTURE)
 
     def send_many() -> None:
@@ -79,7 +79,7 @@ def test_two_threads_never_mix_their_frames(ends: tuple[socket.socket, socket.so
     for thread in threads:
         thread.start()
     received = 0
-    with ours, theirs, ours.makefile("rb") as stream:
+    with http_end, engine_end, http_end.makefile("rb") as stream:
         while received < 800:
             body = stream.read(ipc.body_length(stream.read(ipc.HEADER.size)))
             assert ipc.decode_report(body) == report
@@ -96,26 +96,26 @@ def test_every_event_is_a_report() -> None:
     assert ipc.decode_report(ipc.frame(Cancelled(request_id="a"))[ipc.HEADER.size :]) == Cancelled(request_id="a")
 
 
-def test_a_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_an_image_request_is_validated_on_arrival(ends: tuple[socket.socket, socket.socket]) -> None:
     body = msgspec.msgpack.encode({"type": "Submit", "request": {"type": "image", "prompt": "a", "num_images": 10**9}})
-    ours, theirs = ends
-    with ours, theirs:
-        ours.sendall(ipc.HEADER.pack(len(body)) + body)
+    http_end, engine_end = ends
+    with http_end, engine_end:
+        http_end.sendall(ipc.HEADER.pack(len(body)) + body)
         with pytest.raises(InvalidRequest, match="n is 1000000000"):
-            next(ipc.EngineEnd(theirs).commands())
+            next(ipc.EngineEnd(engine_end).commands())
 
 
-def test_a_text_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_a_text_request_is_validated_on_arrival(ends: tuple[socket.socket, socket.socket]) -> None:
     request = {"type": "text", "prompt": "a", "params": {"temperature": -1.0}}
     body = msgspec.msgpack.encode({"type": "Submit", "request": request})
-    ours, theirs = ends
-    with ours, theirs:
-        ours.sendall(ipc.HEADER.pack(len(body)) + body)
+    http_end, engine_end = ends
+    with http_end, engine_end:
+        http_end.sendall(ipc.HEADER.pack(len(body)) + body)
         with pytest.raises(InvalidRequest, match="temperature is -1"):
-            next(ipc.EngineEnd(theirs).commands())
+            next(ipc.EngineEnd(engine_end).commands())
 
 
-def test_a_frame_that_announces_too_much_is_refused() -> None:
+def test_a_frame_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         ipc.body_length(b"\xff\xff\xff\xff")
     with pytest.raises(ValueError, match="at most"):
@@ -123,16 +123,16 @@ def test_a_frame_that_announces_too_much_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 7, 50, 10**6])
-def test_frames_are_whole_in_whatever_pieces_they_come(num_bytes: int) -> None:
+def test_frames_are_complete_however_they_are_split(num_bytes: int) -> None:
     sent = [Cancelled(request_id="a" * length) for length in (0, 1, 40)]
     data, reader = b"".join(map(ipc.frame, sent)), ipc.FrameReader()
     pieces = [data[at : at + num_bytes] for at in range(0, len(data), num_bytes)]
     assert [ipc.decode_report(body) for piece in pieces for body in reader.feed(piece)] == sent
 
 
-def test_a_frame_cut_off_by_a_death_ends_the_commands(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    with theirs:
-        ours.sendall(ipc.frame(ipc.Ping(number=1))[:-1])
-        ours.close()
-        assert list(ipc.EngineEnd(theirs).commands()) == []
+def test_a_truncated_frame_ends_the_commands(ends: tuple[socket.socket, socket.socket]) -> None:
+    http_end, engine_end = ends
+    with engine_end:
+        http_end.sendall(ipc.frame(ipc.Ping(number=1))[:-1])
+        http_end.close()
+        assert list(ipc.EngineEnd(engine_end).commands()) == []

@@ -1,4 +1,4 @@
-"""Log lines: JSON whatever is said, and without anybody's words."""
+"""Log lines are JSON in all cases and contain no text of clients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from diffserve.logs import MACHINE, json_logs, reason_of, without_quotes
 SECRET = "zebrasecret"
 
 
-def said(say: Callable[[], Any], **options: Any) -> list[dict[str, Any]]:
-    """The lines that ``say`` leads to."""
+def logged_lines(action: Callable[[], Any], **options: Any) -> list[dict[str, Any]]:
+    """Return the log lines that ``action`` causes."""
     stream, before = io.StringIO(), sys.stderr
     sys.stderr = stream
     try:
         with json_logs("info", **options):
-            say()
+            action()
         assert sys.stderr is stream
     finally:
         sys.stderr = before
@@ -66,8 +66,8 @@ def write_an_exception() -> None:
         sys.stderr.write(traceback.format_exc())
 
 
-def test_of_an_exception_kind_and_way_are_kept_and_no_words() -> None:
-    [line] = said(log_an_exception)
+def test_an_exception_is_logged_with_type_and_traceback_and_without_message() -> None:
+    [line] = logged_lines(log_an_exception)
     assert (line["level"], line["event"], line["request_id"]) == ("error", "it failed", "img-1")
     assert line["error"] == "ValueError"
     assert "raise_from_another" in line["traceback"]
@@ -75,59 +75,59 @@ def test_of_an_exception_kind_and_way_are_kept_and_no_words() -> None:
     assert "KeyError" in line["traceback"]
 
 
-@pytest.mark.parametrize("say", [print_an_exception, write_an_exception])
-def test_a_printed_traceback_is_one_line_for_each_exception(say: Callable[[], None]) -> None:
-    lines = said(say)
+@pytest.mark.parametrize("action", [print_an_exception, write_an_exception])
+def test_a_printed_traceback_is_one_line_for_each_exception(action: Callable[[], None]) -> None:
+    lines = logged_lines(action)
     assert [line["error"] for line in lines if line["event"] == "exception"] == ["KeyError", "ValueError"]
     assert len(lines) == 2
     assert "raise_from_another" in lines[1]["traceback"]
     assert {line["level"] for line in lines} == {"warning"}
 
 
-def test_what_anybody_prints_on_standard_error_is_json() -> None:
-    def say() -> None:
+def test_text_printed_to_standard_error_becomes_json() -> None:
+    def action() -> None:
         print("loading", 3, "shards", file=sys.stderr)
         print(f"token '{SECRET}' is odd\n\nand so on", file=sys.stderr)
         sys.stderr.write("without its end")
         sys.stderr.write("\n")
 
-    texts = [line["text"] for line in said(say)]
+    texts = [line["text"] for line in logged_lines(action)]
     assert texts == ["loading 3 shards", "token … is odd", "and so on", "without its end"]
 
 
-def test_a_warning_is_told_by_its_kind_and_place_and_without_words() -> None:
-    def say() -> None:
+def test_a_warning_is_logged_with_category_and_place_and_without_message() -> None:
+    def action() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(f"update the choices to include: {SECRET}", UserWarning, stacklevel=1)
 
-    [line] = said(say)
+    [line] = logged_lines(action)
     assert (line["level"], line["event"], line["logger"]) == ("warning", "a warning", "py.warnings")
     assert (line["category"], line["file"]) == ("UserWarning", __file__)
     assert int(line["line"]) > 0
 
 
-def test_other_libraries_are_told_without_quoted_words() -> None:
-    def say() -> None:
+def test_records_of_libraries_are_logged_without_quoted_text() -> None:
+    def action() -> None:
         logging.getLogger("library").warning("the following was cut: ['%s']", SECRET)
         logging.getLogger("library").info("not worth a line")
 
-    [line] = said(say)
+    [line] = logged_lines(action)
     assert line["logger"] == "library"
 
 
-def test_what_nobody_caught_is_a_line() -> None:
-    def say() -> None:
+def test_an_uncaught_exception_is_logged() -> None:
+    def action() -> None:
         thread = threading.Thread(target=raise_from_another)
         thread.start()
         thread.join()
 
-    [line] = said(say)
+    [line] = logged_lines(action)
     assert (line["level"], line["error"]) == ("critical", "ValueError")
 
 
-def test_the_machine_is_quoted_and_nobody_else() -> None:
-    def say() -> None:
+def test_only_messages_of_trusted_exceptions_are_logged() -> None:
+    def action() -> None:
         log = logging.getLogger("diffserve.test")
         for error in (
             RuntimeError(f"CUDA error: out of memory in '{SECRET}'"),
@@ -137,9 +137,12 @@ def test_the_machine_is_quoted_and_nobody_else() -> None:
         ):
             log.error("failed", exc_info=error)
 
-    reasons = [line.get("reason") for line in said(say, trusted=MACHINE)]
+    reasons = [line.get("reason") for line in logged_lines(action, trusted=MACHINE)]
     assert reasons == ["CUDA error: out of memory in …", "No space left on device", "invalid_value", None]
-    assert "reason" not in said(lambda: logging.getLogger("diffserve").error("x", exc_info=RuntimeError(SECRET)))[0]
+    assert (
+        "reason"
+        not in logged_lines(lambda: logging.getLogger("diffserve").error("x", exc_info=RuntimeError(SECRET)))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,25 +155,25 @@ def test_the_machine_is_quoted_and_nobody_else() -> None:
         (f"first 'a' {SECRET} then 'b' end", "first … end"),
     ],
 )
-def test_what_stands_in_quotes_is_left_out(text: str, shown: str) -> None:
+def test_quoted_text_is_removed(text: str, shown: str) -> None:
     assert without_quotes(text) == shown
 
 
-def test_of_a_failure_that_is_ours_the_reason_is_kept_where_it_is_the_machines() -> None:
-    ours = f"painting this image raised ValueError: {SECRET}\n{SECRET}"
-    assert reason_of(ours) == "painting this image raised ValueError"
-    machine = "painting this image raised RuntimeError: CUDA error: device-side assert triggered"
-    assert reason_of(machine) == machine
+def test_reason_of_a_failure_keeps_only_device_messages() -> None:
+    client_text = f"painting this image raised ValueError: {SECRET}\n{SECRET}"
+    assert reason_of(client_text) == "painting this image raised ValueError"
+    device_message = "painting this image raised RuntimeError: CUDA error: device-side assert triggered"
+    assert reason_of(device_message) == device_message
 
 
-def test_our_own_level_holds_for_our_own_records_and_all_is_as_before_afterwards() -> None:
+def test_the_level_applies_to_this_package_and_is_restored() -> None:
     before = logging.getLogger("diffserve").level, logging.getLogger().level, sys.excepthook
     with json_logs("error"):
         assert not logging.getLogger("diffserve.http").isEnabledFor(logging.WARNING)
     assert (logging.getLogger("diffserve").level, logging.getLogger().level, sys.excepthook) == before
 
 
-def test_a_process_that_dies_of_an_exception_says_so_in_json() -> None:
+def test_a_fatal_exception_is_logged_as_json() -> None:
     code = f"from diffserve.logs import json_logs\nwith json_logs('info'):\n    raise SystemError('{SECRET}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
@@ -180,7 +183,7 @@ def test_a_process_that_dies_of_an_exception_says_so_in_json() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_lines_that_nobody_can_take_are_lost_and_nothing_else() -> None:
+def test_lines_that_cannot_be_written_are_dropped_without_failing() -> None:
     program = """
 import logging, sys, warnings
 from diffserve.logs import json_logs

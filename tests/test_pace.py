@@ -1,4 +1,4 @@
-"""A pace is measured over work: a pause of the process is forgotten, and work that became slower is learned."""
+"""Speed measurement ignores a pause of the process and adapts to slower work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diffserve.api.pace import Pace, TokenCost
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A manually set clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,7 +18,7 @@ class Clock:
 
 
 def working(step_s: float = 0.02, num_steps: int = 200, *, num_images: int = 1) -> tuple[Pace, Clock]:
-    """A pace after ``num_steps`` steps of ``num_images`` images, each image of one unit of work a step."""
+    """Return a measurement after ``num_steps`` steps of ``num_images`` images with one unit of work each."""
     clock = Clock()
     pace = Pace(clock)
     pace.begin()
@@ -35,7 +35,7 @@ def work(pace: Pace, clock: Clock, step_s: float, num_steps: int, *, num_images:
 
 
 @pytest.mark.parametrize("pause_s", [5.0, 20.0, 600.0])
-def test_a_pause_of_the_engine_is_forgotten(pause_s: float) -> None:
+def test_a_pause_of_the_engine_is_ignored(pause_s: float) -> None:
     pace, clock = working()
     before = pace.per_s
     for _ in range(10):  # requests arrive and leave meanwhile
@@ -50,7 +50,7 @@ def test_a_pause_of_the_engine_is_forgotten(pause_s: float) -> None:
     assert pace.per_s == pytest.approx(before, rel=0.02), "a second pause after some work, too"
 
 
-def test_a_pause_that_ends_in_rest_is_forgotten() -> None:
+def test_a_pause_before_idle_time_is_ignored() -> None:
     pace, clock = working()
     before = pace.per_s
     clock.now_s += 60.0
@@ -61,7 +61,7 @@ def test_a_pause_that_ends_in_rest_is_forgotten() -> None:
     assert pace.per_s == pytest.approx(before, rel=0.02)
 
 
-def test_work_that_became_slower_is_learned_from_the_second_step() -> None:
+def test_slower_work_is_measured_from_the_second_step() -> None:
     pace, clock = working()
     work(pace, clock, 4.0, 2)
     assert pace.per_s is not None
@@ -70,7 +70,7 @@ def test_work_that_became_slower_is_learned_from_the_second_step() -> None:
     assert pace.per_s == pytest.approx(0.25, rel=0.1)
 
 
-def test_long_steps_of_many_images_are_no_pauses() -> None:
+def test_long_steps_of_many_images_are_not_pauses() -> None:
     pace, clock = working(step_s=3.0, num_steps=20, num_images=64)
     assert pace.per_s == pytest.approx(64 / 3, rel=0.02)
     clock.now_s += 300.0
@@ -89,7 +89,7 @@ def test_several_workers_share_the_time() -> None:
     assert pace.per_s == pytest.approx(50.0, rel=0.02)
 
 
-def test_a_pause_in_a_call_of_the_language_model_is_forgotten() -> None:
+def test_a_pause_in_a_call_of_the_language_model_is_ignored() -> None:
     cost = TokenCost()
     for num_tokens in [1, 64] * 20:
         cost.learn(num_tokens, 0.004 + 0.0005 * num_tokens)

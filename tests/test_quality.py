@@ -1,4 +1,4 @@
-"""One word for quality, and the same steps behind it at every door."""
+"""Quality names: the same number of steps in the API, the page and the command line."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def painting(**fields: Any) -> CheckedImages:
         ("hd", 60), ("xhigh", 60), ("max", 60),
     ],
 )  # fmt: skip
-def test_a_word_means_the_same_steps_in_the_api_as_in_what_the_page_is_told(word: str, steps: int) -> None:
+def test_a_quality_means_the_same_steps_in_the_api_and_in_the_capabilities(word: str, steps: int) -> None:
     assert is_quality(word)
     assert steps_of(word, INFO) == steps
-    asked = painting(quality=word)
-    assert asked.request.diffusion.num_steps == (None if word == "auto" else steps)
-    assert (asked.quality, asked.warnings) == (word, ())
-    told = image_capabilities(INFO, CONFIG)["quality_steps"]
-    assert told == quality_steps(INFO)
+    planned = painting(quality=word)
+    assert planned.request.diffusion.num_steps == (None if word == "auto" else steps)
+    assert (planned.quality, planned.warnings) == (word, ())
+    reported = image_capabilities(INFO, CONFIG)["quality_steps"]
+    assert reported == quality_steps(INFO)
     if word in QUALITIES:
-        assert told[word] == steps
+        assert reported[word] == steps
 
 
-def test_steps_that_are_given_win() -> None:
+def test_explicit_steps_override_quality() -> None:
     assert painting(quality="high", num_inference_steps=7).request.diffusion.num_steps == 7
 
 
-def test_an_unknown_word_is_named_with_the_choices() -> None:
+def test_warning_about_an_unknown_quality_lists_the_choices() -> None:
     (warning,) = painting(quality="ultra").warnings
     assert '"ultra"' in warning
     assert "draft, standard, fine" in warning

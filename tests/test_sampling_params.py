@@ -1,4 +1,4 @@
-"""SamplingParams: what is wrong cannot be built, and the message says the value and the way out."""
+"""SamplingParams refuses wrong values with a message that has the value and a fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.sampling_params import MAX_STOPS, SamplingParams
 
-WRONG: tuple[tuple[str, Any, str], ...] = (
+INVALID_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("temperature", -1, "temperature is -1; give a number between 0 and 100"),
     ("temperature", math.nan, "temperature is nan"),
     ("temperature", math.inf, "temperature is inf"),
@@ -46,36 +46,36 @@ WRONG: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("field", "value", "message"), WRONG)
-def test_a_wrong_value_is_refused_with_its_name_and_the_way_out(field: str, value: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message) as refused:
+@pytest.mark.parametrize(("field", "value", "message"), INVALID_VALUES)
+def test_error_names_the_field_the_value_and_a_fix(field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as error:
         SamplingParams(**{field: value})
-    assert refused.value.param == field
+    assert error.value.param == field
 
 
-def test_the_limits_themselves_are_taken() -> None:
+def test_values_at_the_limits_are_accepted() -> None:
     SamplingParams(temperature=100, top_p=0, top_k=2**31 - 1, min_p=1, max_tokens=1, min_tokens=1, logprobs=20)
     SamplingParams(temperature=1e-4, seed=2**63 - 1, repetition_penalty=100, presence_penalty=-2, stop=("x" * 256,))
     SamplingParams(temperature=0, num_beams=64, length_penalty=-10, early_stopping="never")
 
 
-def test_parameters_survive_the_wire() -> None:
+def test_parameters_survive_encoding_and_decoding() -> None:
     params = SamplingParams(temperature=0, num_beams=3, early_stopping="never", stop=("\n", "end"), stop_token_ids=(5,))
     sent = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(sent, type=SamplingParams) == params
 
 
-def test_an_unknown_field_does_not_pass_the_wire() -> None:
+def test_decoding_refuses_an_unknown_field() -> None:
     with pytest.raises(msgspec.ValidationError, match="temprature"):
         msgspec.json.decode(b'{"temprature": 1}', type=SamplingParams)
 
 
-def test_a_wrong_value_does_not_pass_the_wire() -> None:
+def test_decoding_refuses_an_invalid_value() -> None:
     with pytest.raises(InvalidRequest, match="max_tokens is 0"):
         msgspec.json.decode(b'{"max_tokens": 0}', type=SamplingParams)
 
 
-def test_greedy_and_penalties_are_seen() -> None:
+def test_greedy_sampling_and_penalties_are_detected() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams().is_greedy
     assert not SamplingParams().has_penalties

@@ -1,4 +1,4 @@
-"""Sizes: what is painted is what the model does well; what comes back is what was asked."""
+"""Size planning: images are generated at a size that suits the model and delivered at the requested size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EMBEDDED = ModelInfo(
 
 
 @pytest.mark.parametrize(
-    ("asked", "painted"),
+    ("requested", "generated"),
     [
         (None, (128, 128)),
         ((128, 128), (128, 128)),
@@ -52,16 +52,16 @@ EMBEDDED = ModelInfo(
         ((480, 640), (96, 128)),
     ],
 )
-def test_size_is_painted_at_the_nearest_the_model_does_well(
-    asked: tuple[int, int] | None, painted: tuple[int, int]
+def test_image_is_generated_at_the_nearest_suitable_size(
+    requested: tuple[int, int] | None, generated: tuple[int, int]
 ) -> None:
-    plan = plan_size(EMBEDDED, asked)
-    assert (plan.paint_width_px, plan.paint_height_px) == painted
-    assert (plan.width_px, plan.height_px) == (asked or (128, 128))
-    assert (plan.warning is None) == (asked is None or asked == painted)
+    plan = plan_size(EMBEDDED, requested)
+    assert (plan.paint_width_px, plan.paint_height_px) == generated
+    assert (plan.width_px, plan.height_px) == (requested or (128, 128))
+    assert (plan.warning is None) == (requested is None or requested == generated)
 
 
-def test_warning_names_both_sizes_and_praises_only_what_was_trained() -> None:
+def test_warning_names_both_sizes_and_mentions_only_trained_sizes_as_good() -> None:
     assert plan_size(EMBEDDED, (512, 512)).warning == (
         "painted at 128x128, which this model does well, and resized to 512x512."
     )
@@ -72,7 +72,7 @@ PADDING = msgspec.structs.replace(EMBEDDED, other_aspects="pad")
 
 
 @pytest.mark.parametrize(
-    ("asked", "painted"),
+    ("requested", "generated"),
     [
         ((256, 128), (192, 128)),
         ((1920, 1080), (192, 128)),
@@ -82,16 +82,18 @@ PADDING = msgspec.structs.replace(EMBEDDED, other_aspects="pad")
         ((600, 512), (128, 128)),
     ],
 )
-def test_model_of_few_aspects_paints_the_nearest_and_pads(asked: tuple[int, int], painted: tuple[int, int]) -> None:
-    plan = plan_size(PADDING, asked)
-    assert (plan.paint_width_px, plan.paint_height_px) == painted
+def test_model_of_few_aspect_ratios_generates_the_nearest_one_and_pads(
+    requested: tuple[int, int], generated: tuple[int, int]
+) -> None:
+    plan = plan_size(PADDING, requested)
+    assert (plan.paint_width_px, plan.paint_height_px) == generated
     assert plan.is_trained
-    assert plan.is_padded == (asked != (144, 144))
+    assert plan.is_padded == (requested != (144, 144))
     assert plan.warning is not None
     assert ("padded at its edges and resized" in plan.warning) == plan.is_padded
 
 
-def test_padding_keeps_all_of_the_picture_and_continues_its_edges() -> None:
+def test_padding_keeps_the_complete_image_and_extends_its_edges() -> None:
     plan = plan_size(PADDING, (256, 128))
     pixels = np.random.default_rng(1).integers(0, 256, (128, 192, 3), dtype=np.uint8)
     delivered = plan.deliver(Picture.from_array(pixels)).array
@@ -103,13 +105,13 @@ def test_padding_keeps_all_of_the_picture_and_continues_its_edges() -> None:
     assert np.array_equal(tall[0], tall[100])
 
 
-def test_what_is_repainted_is_not_padded() -> None:
+def test_padding_can_be_disabled() -> None:
     plan = plan_size(PADDING, (256, 128), may_pad=False)
     assert (plan.paint_width_px, plan.paint_height_px, plan.is_padded) == (192, 96, False)
 
 
 @given(st.integers(64, 2048), st.integers(64, 2048))
-def test_every_legal_size_has_a_plan_on_the_grid_and_near_its_aspect(width: int, height: int) -> None:
+def test_every_valid_size_has_a_plan_on_the_grid_near_its_aspect_ratio(width: int, height: int) -> None:
     plan = plan_size(EMBEDDED, (width, height))
     sides = (plan.paint_width_px, plan.paint_height_px)
     assert all(side % 16 == 0 and 16 <= side <= 192 for side in sides)
@@ -119,19 +121,21 @@ def test_every_legal_size_has_a_plan_on_the_grid_and_near_its_aspect(width: int,
 
 
 @given(st.integers(64, 2048), st.integers(64, 2048))
-def test_a_size_on_its_side_is_painted_on_its_side(width: int, height: int) -> None:
+def test_swapped_sides_give_the_same_area(width: int, height: int) -> None:
     plan, turned = plan_size(EMBEDDED, (width, height)), plan_size(EMBEDDED, (height, width))
     area, turned_area = plan.paint_width_px * plan.paint_height_px, turned.paint_width_px * turned.paint_height_px
     assert area == turned_area
 
 
-@pytest.mark.parametrize("asked", [(0, 512), (100_000, 8), (63, 64), (64, 2049)])
-def test_size_outside_the_limits_is_refused_with_its_value(asked: tuple[int, int]) -> None:
-    with pytest.raises(InvalidRequest, match=f"size is {asked[0]}x{asked[1]}; each side must lie between 64 and 2048"):
-        plan_size(EMBEDDED, asked)
+@pytest.mark.parametrize("requested", [(0, 512), (100_000, 8), (63, 64), (64, 2049)])
+def test_error_about_a_size_out_of_range_names_it(requested: tuple[int, int]) -> None:
+    with pytest.raises(
+        InvalidRequest, match=f"size is {requested[0]}x{requested[1]}; each side must lie between 64 and 2048"
+    ):
+        plan_size(EMBEDDED, requested)
 
 
-def test_size_text_is_read_or_refused() -> None:
+def test_size_text_is_parsed_or_refused() -> None:
     assert parse_size("512x768") == (512, 768)
     assert parse_size(" 512 X 768 ") == (512, 768)
     assert parse_size("auto") is None

@@ -1,1 +1,1 @@
-"""Shared types: requests, results, errors, messages between processes, and the checks of their values. No torch."""
+"""Shared types without torch: requests, results, errors, messages between processes, and validation."""

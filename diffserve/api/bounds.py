@@ -1,4 +1,4 @@
-"""One sentence for what is out of bounds, a setting or a field of a request, before anything is allocated."""
+"""Checks of settings and request fields, with error messages that name the value and the limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_SHARE: Final = 100.0
 
 
 class Between(NamedTuple):
-    """The least and the most a setting may be, and what to say of one that is not ("" says nothing more)."""
+    """The allowed range of a setting, and an optional reason for the error message."""
 
     low: float
     high: float
@@ -22,7 +22,11 @@ class Between(NamedTuple):
 
 
 def check_bounds(settings: Any, bounds: Mapping[str, Between]) -> None:
-    """ConfigError for the first of ``settings``' fields in ``bounds`` that lies outside; ``None`` passes."""
+    """Check that the fields of ``settings`` named in ``bounds`` are in range; ``None`` is allowed.
+
+    Raises:
+        ConfigError: A field is out of range.
+    """
     for name, (low, high, why) in bounds.items():
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and low <= value <= high):
@@ -31,13 +35,17 @@ def check_bounds(settings: Any, bounds: Mapping[str, Between]) -> None:
 
 
 def check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
-    """InvalidRequest with ``message``, blaming the field ``param``, unless ``ok``."""
+    """Check a condition of a request field.
+
+    Raises:
+        InvalidRequest: ``ok`` is false; with ``message``, about the field ``param``.
+    """
     if not ok:
         raise InvalidRequest(message, param=param, code=code)
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` is that of one thing in a folder, and leads nowhere else."""
+    """Return whether ``name`` is a single file name that cannot leave its folder."""
     return bool(name.strip()) and not re.search(r"[/\\<>:\x00-\x1f\x7f]", name) and name not in (".", "..")
 
 
@@ -46,13 +54,20 @@ def is_relative_name(name: str) -> bool:
     return all(map(is_plain_name, name.split("/")))
 
 
-def check_chars(text: str, most: int, param: str, what: str = "") -> None:
-    """InvalidRequest where ``text``, called ``what`` or else ``param``, has more than ``most`` characters or half ones.
+def check_chars(text: str, limit: int, param: str, what: str = "") -> None:
+    """Check the length and encoding of ``text``.
 
-    Halves come of bytes that are no UTF-8 and were read as text all the same, as a shell's are.
+    Args:
+        text: The text.
+        limit: Maximum number of characters.
+        param: The request field.
+        what: Name of the text in the error message; "": ``param``.
+
+    Raises:
+        InvalidRequest: The text is too long, or has lone surrogates (from bytes that are not UTF-8).
     """
-    message = f"{what or param} has {len(text)} characters; at most {most} are taken."
-    check(len(text) <= most, message, param, "string_above_max_length")
+    message = f"{what or param} has {len(text)} characters; at most {limit} are allowed."
+    check(len(text) <= limit, message, param, "string_above_max_length")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -60,18 +75,30 @@ def check_chars(text: str, most: int, param: str, what: str = "") -> None:
         raise InvalidRequest(message, param=param) from None
 
 
-def check_num(count: int, most: int, what: str) -> None:
-    """InvalidRequest unless 1 to ``most`` of ``what`` are asked for."""
-    check(1 <= count <= most, f"n is {count}; ask for 1 to {most} {what} in one request.", "n")
+def check_num(count: int, limit: int, what: str) -> None:
+    """Check that 1 to ``limit`` results are requested.
+
+    Raises:
+        InvalidRequest: ``count`` is out of range.
+    """
+    check(1 <= count <= limit, f"n is {count}; ask for 1 to {limit} {what} in one request.", "n")
 
 
 def check_share(share: float) -> None:
-    """InvalidRequest for a share of the engine that is none."""
+    """Check the weight of a client in fair sharing.
+
+    Raises:
+        InvalidRequest: ``share`` is out of range.
+    """
     ok = LEAST_SHARE <= share <= MOST_SHARE
-    check(ok, f"share is {share}; give {LEAST_SHARE:g} to {MOST_SHARE:g}, 1 being everybody's.", "share")
+    check(ok, f"share is {share}; give {LEAST_SHARE:g} to {MOST_SHARE:g}, the default is 1.", "share")
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """InvalidRequest for a deadline that is no positive number of seconds."""
+    """Check that a deadline is ``None`` or a positive number of seconds.
+
+    Raises:
+        InvalidRequest: It is not.
+    """
     ok = deadline_s is None or (math.isfinite(deadline_s) and deadline_s > 0)
     check(ok, f"deadline_s is {deadline_s}; it must be a positive number of seconds.", "deadline_s")

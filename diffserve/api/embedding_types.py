@@ -1,4 +1,4 @@
-"""The words of text embeddings: what is asked, and what comes back. No torch."""
+"""Request and result types of text embeddings. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ MAX_INPUT_TOKENS = 8192
 class EmbeddingRequest(
     msgspec.Struct, Asks["EmbeddingEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="embedding"
 ):
-    """Texts, or token ids of the model's own tokenizer, each to become a vector.
+    """A request for one vector for each text, or for each list of token ids of the model's own tokenizer.
 
-    model       the name of the image model whose text encoder reads them; "": the first
-    deadline_s  seconds after submit at which the work is given up
-    priority    batch: it gets what interactive work leaves, and of its turns every eighth
+    Attributes:
+        model: Name of the image model whose text encoder is used; "": the first.
+        deadline_s: Seconds after submit at which the request is abandoned.
+        priority: "batch" gets what interactive work leaves, and every eighth of its turns.
 
-    Raises InvalidRequest, ``param`` naming the field.
+    Raises:
+        InvalidRequest: A field is wrong; ``param`` names it.
     """
 
     texts: tuple[str, ...] = ()
@@ -39,32 +41,34 @@ class EmbeddingRequest(
             "input",
             "empty_input",
         )
-        many = f"input has {self.num_inputs} texts; at most {MAX_INPUTS} are taken."
-        check(self.num_inputs <= MAX_INPUTS, many, "input", "array_above_max_length")
+        message = f"input has {self.num_inputs} texts; at most {MAX_INPUTS} are allowed."
+        check(self.num_inputs <= MAX_INPUTS, message, "input", "array_above_max_length")
         for text in self.texts:
             check_chars(text, MAX_PROMPT_CHARS, "input")
         for ids in self.token_ids:
-            said = f"input has a text of {len(ids)} tokens; at most {MAX_INPUT_TOKENS} are taken."
-            check(len(ids) <= MAX_INPUT_TOKENS, said, "input", "array_above_max_length")
+            message = f"input has a text of {len(ids)} tokens; at most {MAX_INPUT_TOKENS} are allowed."
+            check(len(ids) <= MAX_INPUT_TOKENS, message, "input", "array_above_max_length")
         check_deadline(self.deadline_s)
         check_priority(self.priority)
 
     @property
     def inputs(self) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
-        """Texts or token ids, whichever there are."""
+        """The texts or the lists of token ids, whichever the request has."""
         return self.texts or self.token_ids
 
     @property
     def num_inputs(self) -> int:
-        """How many vectors are asked for."""
+        """Number of requested vectors."""
         return len(self.inputs)
 
 
 class Embedded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: every vector, of length 1.
+    """Terminal: the vectors, each normalized to length 1.
 
-    data        little-endian float32, ``dimensions`` for each input in turn
-    num_tokens  of all inputs, marks and padding left out
+    Attributes:
+        dimensions: Length of each vector.
+        data: Little-endian float32 vectors, one after the other.
+        num_tokens: Tokens of all inputs, without special tokens and padding.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""What the engine process tells the metrics: numbers only, never a word of anybody's. No torch.
+"""Statistics of the engine process, sent to the metrics endpoint. Numbers only, no text of clients.
 
-Counters are since the engine's birth, so that rates can be taken; the rest is as of now.
+Counters start when the engine starts; the other values are current. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from msgspec.structs import replace
 from diffserve.api.text_types import TextStats
 
 STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Bounds by which steps are told apart, in seconds; the last kind is beyond them all."""
+"""Upper bounds of the step duration buckets in seconds; one more bucket is unbounded."""
 
 BATCH_ROWS: Final = (1, 2, 4, 8, 16, 32)
-"""Bounds by which batches are, in rows; here too."""
+"""Upper bounds of the batch size buckets in rows; one more bucket is unbounded."""
 
 
 class TenantPages(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant of the page pool: "unet", "text1", "text2" (text encoders), "llm", "llm_draft".
+    """Page usage of one tenant of the page pool: "unet", "text1", "text2" (text encoders), "llm" or "llm_draft".
 
-    held_pages     in use; a shared page counts once
-    idle_pages     kept for whoever says the same again
-    evicted_pages  given to somebody else meanwhile
-    asked_tokens   tokens of the sequences opened
-    found_tokens   of them, those whose keys and values were there already
+    Attributes:
+        held_pages: Pages in use; a shared page counts once.
+        idle_pages: Pages not in use that are kept as a prefix cache.
+        evicted_pages: Cached pages that were reused for other content.
+        asked_tokens: Tokens of all sequences opened.
+        found_tokens: Tokens of these whose keys and values were cached.
     """
 
     tenant: str
@@ -40,12 +41,12 @@ class TenantPages(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens asked for that were found, 0 when none were asked."""
+        """Share of looked-up tokens that were cached; 0 if there were none."""
         return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 class PageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The page pool: ``free + held + idle == num_pages``."""
+    """Page pool usage: ``free + held + idle == num_pages``."""
 
     num_pages: int
     page_bytes: int
@@ -54,13 +55,14 @@ class PageStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache of pictures or of latents; all 0 where there is none.
+    """Counters of an image or latent cache; all 0 if the cache is off.
 
-    num_hits     images that found what they asked for
-    num_misses   images that did not
-    num_shared   images for which it was being painted for somebody else
-    num_evicted  dropped for newer ones
-    num_bytes    kept now
+    Attributes:
+        num_hits: Images served from the cache.
+        num_misses: Images not in the cache.
+        num_shared: Images that shared the result of an equal request in progress.
+        num_evicted: Entries evicted to make room.
+        num_bytes: Current size.
     """
 
     num_hits: int = 0
@@ -71,11 +73,12 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps, which are ticks in which images got on, by the rows that they had.
+    """Histogram of denoising steps (ticks in which images advanced), by batch size and duration.
 
-    num_steps  by ``BATCH_ROWS``
-    counts     of those that did nothing beside, by ``BATCH_ROWS`` and ``STEP_S``
-    seconds    that these took, by ``BATCH_ROWS``
+    Attributes:
+        num_steps: All steps, by ``BATCH_ROWS``.
+        counts: Steps without other work in the tick, by ``BATCH_ROWS`` and ``STEP_S``.
+        seconds: Total duration of the steps in ``counts``, by ``BATCH_ROWS``.
     """
 
     num_steps: tuple[int, ...] = (0,) * (len(BATCH_ROWS) + 1)
@@ -84,7 +87,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTally:
-    """Counts steps as they are done."""
+    """Counter that accumulates :class:`StepStats`."""
 
     def __init__(self) -> None:
         self._num_steps = list(StepStats().num_steps)
@@ -92,7 +95,7 @@ class StepTally:
         self._seconds = list(StepStats().seconds)
 
     def add(self, num_rows: int, seconds: float | None) -> None:
-        """One of ``num_rows``; ``seconds`` where nothing was done beside."""
+        """Add a step of ``num_rows`` rows; ``seconds`` is ``None`` if the tick did other work, too."""
         batch = bisect_left(BATCH_ROWS, num_rows)
         self._num_steps[batch] += 1
         if seconds is not None:
@@ -101,24 +104,25 @@ class StepTally:
 
     @property
     def stats(self) -> StepStats:
-        """All that were added."""
+        """The statistics of all steps added so far."""
         counts = tuple(map(tuple, self._counts))
         return StepStats(num_steps=tuple(self._num_steps), counts=counts, seconds=tuple(self._seconds))
 
 
 class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The image side.
+    """Statistics of image generation.
 
-    num_running  images that hold a lane
-    num_waiting  requests none of whose images has one
-    num_steps    steps: ticks in which images got on
-    num_rows     UNet rows that mattered, padding left out
-    busy_s       seconds of work, encoding and decoding included
-    results      the result cache: images with a seed
-    latents      the semantic cache: images with a ``similarity_threshold``
-    num_lanes    images that there is room for
-    num_loras    sets of adapters that are kept in memory, and ``lora_bytes`` of them
-    steps        by rows and by time
+    Attributes:
+        num_running: Images that hold a lane.
+        num_waiting: Requests without a lane.
+        num_steps: Ticks in which images advanced.
+        num_rows: UNet rows without padding.
+        busy_s: Seconds of work, including encoding and decoding.
+        results: The result cache (images with a seed).
+        latents: The latent cache (images with a ``similarity_threshold``).
+        num_lanes: Number of lanes.
+        num_loras, lora_bytes: Sets of LoRAs in memory, and their size.
+        steps: Steps by batch size and duration.
     """
 
     num_running: int
@@ -137,7 +141,7 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the image models: what it has done since the engine began, over all times that it was loaded."""
+    """Statistics of one image model since the engine started, over all times that it was loaded."""
 
     name: str
     is_loaded: bool
@@ -145,7 +149,7 @@ class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How both sides share the time: ``share`` as configured, and the seconds each had while the other wanted some."""
+    """Time sharing: the configured ``share`` of texts, and the seconds of images and texts while both had work."""
 
     share: float
     image_s: float
@@ -153,17 +157,20 @@ class ShareStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_share(self) -> float:
-        """What the texts got of the time that both wanted, 0 when there was none."""
+        """Share of the texts in the time in which both had work; 0 if there was none."""
         total_s = self.image_s + self.text_s
         return self.text_s / total_s if total_s else 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. ``texts`` and ``pages`` are None where there is no language model, and no pool.
+    """Snapshot of the statistics of an engine process.
 
-    num_live    requests accepted and not yet over, of all kinds
-    num_wishes  images whose prompt is being rewritten
-    images      of all models
+    Attributes:
+        num_live: Requests of all kinds that are accepted and not finished.
+        num_wishes: Images whose prompt is being rewritten.
+        images: Sum over all models.
+        texts: ``None`` without a language model.
+        pages: ``None`` without a page pool.
     """
 
     num_live: int
@@ -176,86 +183,92 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sum_of(stats: Iterable[ImageStats]) -> ImageStats:
-    """What several engines did, as one."""
-    counted = list(stats)
+    """Return the sum of the image statistics of several engines."""
+    engines = list(stats)
 
-    def caches(name: str) -> CacheStats:
-        return CacheStats(**_sums([getattr(one, name) for one in counted], CacheStats.__struct_fields__))
+    def sum_caches(name: str) -> CacheStats:
+        return CacheStats(**_sums([getattr(images, name) for images in engines], CacheStats.__struct_fields__))
 
-    own = [name for name in ImageStats.__struct_fields__ if name not in ("results", "latents", "steps")]
-    steps = _steps([one.steps for one in counted])
-    return ImageStats(**_sums(counted, own), results=caches("results"), latents=caches("latents"), steps=steps)
+    counters = [name for name in ImageStats.__struct_fields__ if name not in ("results", "latents", "steps")]
+    steps = _sum_steps([images.steps for images in engines])
+    return ImageStats(
+        **_sums(engines, counters), results=sum_caches("results"), latents=sum_caches("latents"), steps=steps
+    )
 
 
 def merged(stats: Sequence[EngineStats]) -> EngineStats:
-    """What several engine processes did, as one; of one at least. Models and tenants of a name are added up."""
-    texts = [one.texts for one in stats if one.texts is not None]
-    pages = [one.pages for one in stats if one.pages is not None]
+    """Return the sum of the statistics of one or more engine processes.
+
+    Models and tenants with the same name are added up.
+    """
+    texts = [engine.texts for engine in stats if engine.texts is not None]
+    pages = [engine.pages for engine in stats if engine.pages is not None]
     return EngineStats(
-        num_live=sum(one.num_live for one in stats),
-        num_wishes=sum(one.num_wishes for one in stats),
-        images=sum_of(one.images for one in stats),
-        share=ShareStats(share=stats[0].share.share, **_sums([one.share for one in stats], ("image_s", "text_s"))),
-        models=tuple(_models([model for one in stats for model in one.models])),
+        num_live=sum(engine.num_live for engine in stats),
+        num_wishes=sum(engine.num_wishes for engine in stats),
+        images=sum_of(engine.images for engine in stats),
+        share=ShareStats(
+            share=stats[0].share.share, **_sums([engine.share for engine in stats], ("image_s", "text_s"))
+        ),
+        models=tuple(_sum_models([model for engine in stats for model in engine.models])),
         texts=TextStats(**_sums(texts, TextStats.__struct_fields__)) if texts else None,
-        pages=_pages(pages) if pages else None,
+        pages=_sum_pages(pages) if pages else None,
     )
 
 
 def gone(stats: EngineStats) -> EngineStats:
-    """What an engine did that is there no more: its counters, and of the rest nothing."""
+    """Return the statistics of an engine that has stopped: its counters, and zero for all current values."""
     images, texts, pages = stats.images, stats.texts, stats.pages
-    no_texts = {"num_running": 0, "num_waiting": 0}
     return replace(
         stats,
         num_live=0,
         num_wishes=0,
-        images=_gone(images),
-        models=tuple(replace(one, is_loaded=False, images=_gone(one.images)) for one in stats.models),
-        texts=None if texts is None else replace(texts, **no_texts),
-        pages=None if pages is None else _no_pages(pages),
+        images=_stopped_images(images),
+        models=tuple(replace(model, is_loaded=False, images=_stopped_images(model.images)) for model in stats.models),
+        texts=None if texts is None else replace(texts, num_running=0, num_waiting=0),
+        pages=None if pages is None else _stopped_pages(pages),
     )
 
 
-def _gone(images: ImageStats) -> ImageStats:
+def _stopped_images(images: ImageStats) -> ImageStats:
     caches = {name: replace(getattr(images, name), num_bytes=0) for name in ("results", "latents")}
     return replace(images, num_running=0, num_waiting=0, num_lanes=0, num_loras=0, lora_bytes=0, **caches)
 
 
-def _no_pages(pages: PageStats) -> PageStats:
-    tenants = tuple(replace(one, held_pages=0, idle_pages=0) for one in pages.tenants)
+def _stopped_pages(pages: PageStats) -> PageStats:
+    tenants = tuple(replace(tenant, held_pages=0, idle_pages=0) for tenant in pages.tenants)
     return replace(pages, num_pages=0, free_pages=0, tenants=tenants)
 
 
-def _models(models: Sequence[ModelStats]) -> Iterator[ModelStats]:
-    for name in dict.fromkeys(one.name for one in models):
-        own = [one for one in models if one.name == name]
-        is_loaded = any(one.is_loaded for one in own)
-        yield ModelStats(name=name, is_loaded=is_loaded, images=sum_of(one.images for one in own))
+def _sum_models(models: Sequence[ModelStats]) -> Iterator[ModelStats]:
+    for name in dict.fromkeys(model.name for model in models):
+        same_name = [model for model in models if model.name == name]
+        is_loaded = any(model.is_loaded for model in same_name)
+        yield ModelStats(name=name, is_loaded=is_loaded, images=sum_of(model.images for model in same_name))
 
 
-def _pages(pages: Sequence[PageStats]) -> PageStats:
-    every = [tenant for one in pages for tenant in one.tenants]
+def _sum_pages(pools: Sequence[PageStats]) -> PageStats:
+    all_tenants = [tenant for pool in pools for tenant in pool.tenants]
     counts = [name for name in TenantPages.__struct_fields__ if name != "tenant"]
     tenants = tuple(
-        TenantPages(tenant=name, **_sums([one for one in every if one.tenant == name], counts))
-        for name in dict.fromkeys(one.tenant for one in every)
+        TenantPages(tenant=name, **_sums([pages for pages in all_tenants if pages.tenant == name], counts))
+        for name in dict.fromkeys(pages.tenant for pages in all_tenants)
     )
-    return PageStats(page_bytes=pages[0].page_bytes, tenants=tenants, **_sums(pages, ("num_pages", "free_pages")))
+    return PageStats(page_bytes=pools[0].page_bytes, tenants=tenants, **_sums(pools, ("num_pages", "free_pages")))
 
 
-def _steps(stats: Sequence[StepStats]) -> StepStats:
-    every = (StepStats(), *stats)
+def _sum_steps(stats: Sequence[StepStats]) -> StepStats:
+    terms = (StepStats(), *stats)
 
-    def added(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    def sum_columns(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
         return tuple(map(sum, zip(*rows, strict=True)))
 
     return StepStats(
-        num_steps=added(one.num_steps for one in every),
-        counts=tuple(map(added, zip(*(one.counts for one in every), strict=True))),
-        seconds=added(one.seconds for one in every),
+        num_steps=sum_columns(steps.num_steps for steps in terms),
+        counts=tuple(map(sum_columns, zip(*(steps.counts for steps in terms), strict=True))),
+        seconds=sum_columns(steps.seconds for steps in terms),
     )
 
 
 def _sums(stats: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: sum(getattr(one, name) for one in stats) for name in names}
+    return {name: sum(getattr(item, name) for item in stats) for name in names}

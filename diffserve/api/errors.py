@@ -1,19 +1,7 @@
-"""Every error diffserve raises on purpose, as one tree. The message names the value and the way out.
+"""All errors that diffserve raises on purpose. Each message names the wrong value and the fix.
 
-DiffserveError
-  InvalidRequest        the caller asked for something that cannot be painted (400)
-    ModerationBlocked   a safety filter does not allow what was asked for, or what came of it (400)
-  ModelNotFound         no such model (404)
-  ModelLoadError        the weights on disk cannot be used
-  InsufficientMemory    there is no room for another model (507)
-  ConfigError           a configuration file or setting is wrong
-  QueueFull             try again later (429)
-  DeadlineExceeded      the request's own deadline passed (504)
-  DeadlineUnreachable   the request could not be done by its deadline, and nothing of it was begun (429)
-  NumericalError        the network gave a non-finite picture (500)
-  EngineUnavailable     the engine is starting, draining or gone (503)
-
-Beside it stands DeviceLost, which nobody may catch and go on.
+HTTP status codes: InvalidRequest and ModerationBlocked 400, ModelNotFound 404, QueueFull and DeadlineUnreachable 429,
+NumericalError 500, EngineUnavailable 503, DeadlineExceeded 504, InsufficientMemory 507.
 """
 
 from __future__ import annotations
@@ -22,7 +10,12 @@ from typing import Final
 
 
 class DiffserveError(Exception):
-    """Base of the tree. ``code`` is a stable machine word, ``param`` the request field to blame, if one is."""
+    """Base class of all errors except DeviceLost.
+
+    Attributes:
+        code: Stable machine-readable code.
+        param: The request field that is wrong, if there is one.
+    """
 
     default_code = "internal_error"
 
@@ -34,31 +27,31 @@ class DiffserveError(Exception):
 
 
 class InvalidRequest(DiffserveError):
-    """The request cannot be painted as it stands."""
+    """The request is invalid or cannot be served by this model."""
 
     default_code = "invalid_value"
 
 
 class ModerationBlocked(InvalidRequest):
-    """A safety filter does not allow it."""
+    """A safety filter blocked the request or its result."""
 
     default_code = "moderation_blocked"
 
 
 class ModelNotFound(DiffserveError):
-    """No model of that name, or no directory at that path."""
+    """There is no model with this name or at this path."""
 
     default_code = "model_not_found"
 
 
 class ModelLoadError(DiffserveError):
-    """The files are there but are not weights that diffserve can or will load."""
+    """The files exist, but diffserve cannot or will not load them as weights."""
 
     default_code = "model_load_error"
 
 
 class InsufficientMemory(DiffserveError):
-    """A model finds no room beside those that are painting."""
+    """There is not enough memory to load a model next to those in use."""
 
     default_code = "insufficient_memory"
 
@@ -70,7 +63,7 @@ class ConfigError(DiffserveError):
 
 
 class QueueFull(DiffserveError):
-    """The queue is full; ``retry_after_s`` says when to come back."""
+    """The queue is full; retry after ``retry_after_s``."""
 
     default_code = "queue_full"
 
@@ -80,14 +73,18 @@ class QueueFull(DiffserveError):
 
 
 class DeadlineExceeded(DiffserveError):
-    """The request's own deadline passed before it was finished."""
+    """The request's deadline passed before it was finished."""
 
     default_code = "deadline_exceeded"
 
 
 class DeadlineUnreachable(DiffserveError):
-    """The request would be done in ``predicted_s``, which is later than its deadline. ``retry_after_s``: when it might
-    be done in time, None where it never is, or where nobody knows."""
+    """The forecast says that the request would miss its deadline, so it was refused before any work.
+
+    Attributes:
+        predicted_s: Forecast until the request would be done.
+        retry_after_s: Seconds after which it might be done in time; ``None`` if it never can be, or if unknown.
+    """
 
     default_code = "deadline_unreachable"
 
@@ -98,26 +95,26 @@ class DeadlineUnreachable(DiffserveError):
 
     @classmethod
     def of(cls, deadline_s: float, predicted_s: float, least_s: float) -> DeadlineUnreachable:
-        """The error for what takes ``least_s`` alone."""
+        """Return the error for a request that takes at least ``least_s`` on an idle engine."""
         is_hopeless = least_s > deadline_s
-        advice = "ask for less, or give it more time" if is_hopeless else "try again when there is less to do"
-        said = f"deadline_s is {deadline_s:g}, and this would be done in about {predicted_s:.1f} s; {advice}."
+        advice = "ask for less, or give it more time" if is_hopeless else "try again when the server is less busy"
+        message = f"deadline_s is {deadline_s:g}, and this would be done in about {predicted_s:.1f} s; {advice}."
         retry_after_s = None if is_hopeless else predicted_s - deadline_s
-        return cls(said, predicted_s=predicted_s, retry_after_s=retry_after_s)
+        return cls(message, predicted_s=predicted_s, retry_after_s=retry_after_s)
 
 
 NOT_FINITE: Final = {"denoise": "the latents are not finite", "vae_decode": "the VAE gave a picture that is not finite"}
-"""How its message begins, by where it was seen."""
+"""Beginning of the message of a NumericalError, by the phase that found it."""
 
 
 class NumericalError(DiffserveError):
-    """A latent or a picture was not finite."""
+    """Latents or an image are not finite."""
 
     default_code = "numerical_error"
 
 
 class EngineUnavailable(DiffserveError):
-    """The engine is not there to take work; ``retry_after_s`` says when it should be, None where nobody knows."""
+    """The engine is starting, draining or stopped; ``retry_after_s`` is ``None`` if unknown."""
 
     default_code = "engine_unavailable"
 
@@ -127,4 +124,4 @@ class EngineUnavailable(DiffserveError):
 
 
 class DeviceLost(BaseException):
-    """The device computes nothing more in this process, which has to end. No Exception: nobody goes on after it."""
+    """The device no longer works in this process, which must exit. Not an Exception, so that no handler continues."""

@@ -1,8 +1,8 @@
-"""What the HTTP process and the engine process say to each other: msgpack frames over one private socket, no pickle.
+"""Messages between the HTTP process and the engine process: msgpack frames over a private socket, without pickle.
 
-A frame is the length of its body (4 bytes, big endian) and the body: one tagged :mod:`msgspec` struct. The HTTP process
-sends commands, the engine process sends reports, and every event (of images, texts and rewritten prompts) is a report.
-A request is built again, hence checked again, on the engine's side. Neither torch nor asyncio is imported here.
+A frame is the length of its body (4 bytes, big endian) and the body, one tagged :mod:`msgspec` struct. The HTTP process
+sends commands, the engine process sends reports; every event is a report. Requests are validated again on arrival. This
+module imports neither torch nor asyncio.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ AnyEvent = Event | TextEvent | RewriteEvent | EmbeddingEvent | EncodingEvent | D
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command: which models to load and how to batch. ``models`` beside ``model`` are loaded when they are
-    asked for; ``hang_after_s``, ``unload_after_s``: see ``config.ServeConfig``."""
+    """The first command: the models to load and the engine's configuration.
+
+    Attributes:
+        model: Loaded at once.
+        models: Loaded when requests name them.
+        hang_after_s, unload_after_s: See ``config.ServeConfig``.
+    """
 
     model: ModelProfile
     engine: EngineConfig
@@ -43,50 +48,55 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Paint, continue, rewrite, embed, encode or decode this; answered by its events or Rejected."""
+    """Submit a request. The engine answers with its events, or with Rejected."""
 
     request: AnyRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Give a request up; it takes effect at the next step. An unknown or finished id is ignored."""
+    """Cancel a request at the next step. An unknown or finished id is ignored."""
 
     request_id: str
 
 
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request early: images that are being painted come unfinished. An unknown or finished id is ignored."""
+    """End a request early and return its unfinished images. An unknown or finished id is ignored."""
 
     request_id: str
 
 
 class LookAgain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Somebody asks for a model whose files could not be read when the engine began. NewModels answers, if any."""
+    """Retry a model whose files could not be read at start. The engine answers with NewModels if that changes it."""
 
     name: str
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Are you there? Answered by a Pong at once, also in the middle of a tick."""
+    """Liveness check. Answered at once by a Pong, also in the middle of a tick."""
 
     number: int
 
 
 class ReadTrace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Which requests shared the recent UNet calls? Answered by a Trace with the same number."""
+    """Ask which requests shared the recent UNet calls. Answered by a Trace with the same number."""
 
     number: int
 
 
 class ReadStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How is it going? Answered by a Stats with the same number at once, also in the middle of a tick."""
+    """Ask for statistics. Answered at once by a Stats with the same number, also in the middle of a tick."""
 
     number: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded and has painted a trial image. ``language``: the language model beside it, if any;
-    ``models``: all that requests may name, this one first."""
+    """The model is loaded and has generated a trial image.
+
+    Attributes:
+        info: The model.
+        language: The language model, if there is one.
+        models: All models that requests may name, the loaded one first.
+    """
 
     info: ModelInfo
     language: LanguageModelInfo | None = None
@@ -94,20 +104,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NewModels(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something has changed about the models that requests may name: one was loaded or unloaded, or could not be."""
+    """The models that requests may name have changed: one was loaded, was unloaded, or failed to load."""
 
     models: tuple[ServedModel, ...]
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model cannot be loaded; ``message`` is one line for the person who started the server."""
+    """The model cannot be loaded; ``message`` is one line for the operator."""
 
     code: str
     message: str
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine did not take a request: an error of :mod:`diffserve.api.errors`, flattened."""
+    """The engine refused a request with an error of :mod:`diffserve.api.errors`."""
 
     request_id: str
     code: str
@@ -118,12 +128,13 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to the Ping of the same number.
+    """The answer to the Ping with the same number.
 
-    num_requests  are waiting or being painted
-    num_ticks     ticks that ended
-    tick_s        seconds that the running one has taken, 0 between two
-    patience_s    seconds that it may take
+    Attributes:
+        num_requests: Requests waiting or running.
+        num_ticks: Completed ticks.
+        tick_s: Duration of the running tick so far; 0 between ticks.
+        patience_s: Duration above which a tick counts as hanging.
     """
 
     number: int
@@ -134,31 +145,31 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def hangs(self) -> bool:
-        """Whether the running tick will not end any more."""
+        """Whether the running tick counts as hanging."""
         return self.tick_s > self.patience_s
 
 
 class Building(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine compiles its UNet before it can be ready, which takes at most ``timeout_s`` seconds more."""
+    """The engine compiles its UNet before it is ready, which takes at most ``timeout_s`` more seconds."""
 
     timeout_s: float
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine's last word: it ends because of ``reason``, and nothing that it holds will be finished."""
+    """The last report: the engine exits because of ``reason``, and all its requests are lost."""
 
     reason: str
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Per recent UNet call, the request id of every row (a guided image has two)."""
+    """The request id of every row of each recent UNet call (a guided image has two rows)."""
 
     number: int
     unet_calls: list[list[str]]
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The numbers as of a moment ago; ``None`` before the first tick."""
+    """The current statistics; ``None`` before the first tick."""
 
     number: int
     stats: EngineStats | None
@@ -173,7 +184,12 @@ _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def frame(message: Command | Report) -> bytes:
-    """``message`` as one frame. InvalidRequest where it holds a number that no frame can."""
+    """Encode ``message`` as one frame.
+
+    Raises:
+        InvalidRequest: A number is too large for msgpack.
+        ValueError: The frame would be longer than ``MAX_FRAME_BYTES``.
+    """
     try:
         body = _encoder.encode(message)
     except OverflowError:
@@ -184,7 +200,11 @@ def frame(message: Command | Report) -> bytes:
 
 
 def body_length(header: bytes | memoryview) -> int:
-    """The length that a frame's 4-byte ``header`` announces; ValueError where it is longer than any frame may be."""
+    """Return the body length in the 4-byte ``header`` of a frame.
+
+    Raises:
+        ValueError: It is larger than ``MAX_FRAME_BYTES``.
+    """
     (num_bytes,) = HEADER.unpack(header)
     if num_bytes > MAX_FRAME_BYTES:
         raise ValueError(f"a frame announces {num_bytes} bytes; at most {MAX_FRAME_BYTES} are taken.")
@@ -192,7 +212,11 @@ def body_length(header: bytes | memoryview) -> int:
 
 
 def bodies(frames: bytes) -> Iterator[bytes]:
-    """The bodies of whole ``frames``, one after the other; ValueError where the last is cut short."""
+    """Yield the bodies of complete ``frames``.
+
+    Raises:
+        ValueError: The last frame is truncated.
+    """
     at = 0
     while at < len(frames):
         begin = at + HEADER.size
@@ -203,50 +227,58 @@ def bodies(frames: bytes) -> Iterator[bytes]:
 
 
 class FrameReader:
-    """Bytes as they come, given out as the bodies of whole frames."""
+    """Incremental parser that turns received bytes into the bodies of complete frames."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies of the frames that ``data`` completes. ValueError where one is longer than any may be."""
-        self._rest += data
-        at, end = 0, len(self._rest)
-        with memoryview(self._rest) as view:
+        """Yield the bodies of the frames that ``data`` completes.
+
+        Raises:
+            ValueError: A frame is longer than ``MAX_FRAME_BYTES``.
+        """
+        self._buffer += data
+        at, end = 0, len(self._buffer)
+        with memoryview(self._buffer) as view:
             while (begin := at + HEADER.size) <= end:
                 after = begin + body_length(view[at:begin])
                 if after > end:
                     break
                 yield bytes(view[begin:after])
                 at = after
-        del self._rest[:at]
+        del self._buffer[:at]
 
 
 def decode_command(body: bytes) -> Command:
-    """The command in a frame's body."""
+    """Decode the command in a frame's body."""
     return _commands.decode(body)
 
 
 def decode_report(body: bytes) -> Report:
-    """The report in a frame's body."""
+    """Decode the report in a frame's body."""
     return _reports.decode(body)
 
 
 class EngineEnd:
-    """The engine's end of the socket: blocking reads for one thread, whole-frame writes for any."""
+    """The engine's end of the socket: one thread reads, any thread may write complete frames."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._write_lock = threading.Lock()
 
     def send(self, report: Report) -> None:
-        """Write one report; OSError where the other side is gone."""
+        """Write one report.
+
+        Raises:
+            OSError: The connection is closed.
+        """
         data = frame(report)
         with self._write_lock:
             self._connection.sendall(data)
 
     def commands(self) -> Iterator[Command]:
-        """Every command as it arrives, until the other side closes or dies."""
+        """Yield commands as they arrive, until the connection closes."""
         while (header := self._read(HEADER.size)) is not None:
             body = self._read(body_length(header))
             if body is None:

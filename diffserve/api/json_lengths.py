@@ -1,4 +1,4 @@
-"""How long JSON texts of a schema are: at least, at most, and what is missing where one is broken off."""
+"""Length of the JSON texts that match a schema: shortest, longest, and what may be missing from a truncated one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, Final, NamedTuple
 from diffserve.api.json_limits import BOUNDED_DECIMALS, DECIMALS, Schema, bounds_of, types_of
 
 BYTES_PER_CHAR: Final = 6
-"""A character of a JSON string takes at most so many bytes, as in ``\\u00e9``."""
+"""Maximum length of one character in a JSON string, as in ``\\u00e9``."""
 
 
 class Length(NamedTuple):
-    """How long texts of a schema are, in the unit of ``measure``.
+    """Length of the texts that match a schema, in the unit of ``measure``.
 
-    shortest  the shortest text
-    longest   the longest text; infinite where there is none
-    closing   what may be missing, at most, in a text that is broken off and then ends as soon as it can
+    Attributes:
+        shortest: Length of the shortest text.
+        longest: Length of the longest text; infinite if there is none.
+        closing: Upper bound of what a truncated text lacks if it is then closed as soon as possible.
     """
 
     shortest: float
@@ -31,11 +32,11 @@ RECURSIVE: Final = Length(math.inf, math.inf, 0)
 
 
 def length_of(schema: Schema, measure: Callable[[str], int] = len) -> Length:
-    """Return how long texts of ``schema`` are, which can be followed. A part that contains itself counts as endless.
+    """Return the length of the texts that match ``schema``. A part that contains itself counts as endless.
 
     Args:
-        schema: What ``limited`` returned.
-        measure: The length of a piece of text; tokens of one byte are counted where none is given.
+        schema: A schema returned by ``limited``.
+        measure: The length of a piece of text; the default counts characters.
     """
     known_lengths: dict[str, Length] = {}
 
@@ -117,8 +118,8 @@ def length_of(schema: Schema, measure: Callable[[str], int] = len) -> Length:
 
 
 def _either(lengths: Iterable[Length]) -> Length:
-    each = list(lengths)
-    if not each:
+    alternatives = list(lengths)
+    if not alternatives:
         return UNKNOWN
-    shortest, longest, closing = zip(*each, strict=True)
+    shortest, longest, closing = zip(*alternatives, strict=True)
     return Length(min(shortest), max(longest), max(closing))

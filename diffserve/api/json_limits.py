@@ -1,6 +1,6 @@
-"""Default limits for texts that follow a JSON Schema, so that no value goes on without an end.
+"""Default limits for texts that follow a JSON Schema, so that every value ends.
 
-Limits are added only where a schema sets none. ``docs/http.md`` states them.
+Limits are added only if the schema sets none. ``docs/http.md`` states them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 MAX_CHARS: Final = 1024
-"""Characters of a string."""
+"""Maximum number of characters of a string."""
 
 MAX_ITEMS: Final = 64
-"""Items of an array, and entries of an object with free keys."""
+"""Maximum number of items of an array, and of entries of an object with free keys."""
 
 MAX_CHOICES: Final = 32
-"""Members of a union to which limits are added; of more with limits the parser would keep too many states."""
+"""Maximum number of members of a union that get limits; with more the parser would need too many states."""
 
 MAX_INTEGER: Final = 999_999_999_999_999_872
-"""The largest number of 18 digits that a double holds."""
+"""The largest number of 18 digits that a double can represent."""
 
 MAX_NUMBER, DECIMALS, BOUNDED_DECIMALS = 10**15, 7, 9
-"""A number has at most 24 characters. With bounds of its own it has more decimals."""
+"""A number has at most 24 characters; it has more decimals if the schema sets bounds."""
 
 ANY_VALUE: Final = "any-value"
 COMBINED: Final = ("$ref", "anyOf", "oneOf", "allOf")
@@ -33,7 +33,7 @@ KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
 }
-"""The keywords that say what type is meant where a schema names none."""
+"""Keywords that imply a type if the schema names none."""
 
 ANNOTATIONS: Final = frozenset(
     {
@@ -41,23 +41,23 @@ ANNOTATIONS: Final = frozenset(
         *("id", "readOnly", "title", "writeOnly"),
     }
 )
-"""Keywords that say nothing about values."""
+"""Keywords that do not restrict values."""
 
 UNBOUNDED: Final = re.compile(r"[*+]|\{\d+,\}")
-"""What a regular expression repeats without a limit."""
+"""Unbounded repetition in a regular expression."""
 
 Schema = dict[str, Any]
 
 
 def limited(schema: Schema) -> Schema:
-    """Return ``schema`` with default limits, and without keys that it does not name."""
+    """Return ``schema`` with default limits and without additional properties."""
     changed: Schema = _limited(schema, is_member=False)
     definitions = {name: _limited(part, is_member=False) for name, part in changed.get("$defs", {}).items()}
     return changed | {"$defs": definitions | {ANY_VALUE: _any_value()}}
 
 
 def _limited(node: Any, *, is_member: bool) -> Any:
-    """Limit ``node`` and the schemas in it; as a member of a combination it only restricts what another one says."""
+    """Limit ``node`` and the schemas in it. A member of a combination only restricts the other members."""
     if node is True or (isinstance(node, dict) and not is_member and node.keys() <= ANNOTATIONS):
         return {"$ref": f"#/$defs/{ANY_VALUE}"}
     if not isinstance(node, dict) or "enum" in node or "const" in node:
@@ -88,6 +88,7 @@ def _limited(node: Any, *, is_member: bool) -> Any:
 
 
 def types_of(node: Schema) -> tuple[str, ...]:
+    """Return the types that ``node`` names."""
     kinds = node.get("type", ())
     return (kinds,) if isinstance(kinds, str) else tuple(kinds)
 
@@ -124,7 +125,7 @@ def _limit_number(node: Schema) -> None:
 
 
 def _limit_range(node: Schema, limit: int) -> None:
-    """Add the bounds that are missing; beyond ``limit`` only where the other bound is."""
+    """Add missing bounds; a bound exceeds ``limit`` only if the given bound does."""
     smallest, largest = bounds_of(node)
     if math.isinf(largest):
         node["maximum"] = smallest + limit if smallest >= limit else limit
@@ -133,7 +134,7 @@ def _limit_range(node: Schema, limit: int) -> None:
 
 
 def bounds_of(node: Schema) -> tuple[float, float]:
-    """Return the smallest and the largest number that ``node`` allows, infinite where it says nothing."""
+    """Return the smallest and the largest number that ``node`` allows, infinite if it sets no bound."""
     smallest = [node[name] for name in ("minimum", "exclusiveMinimum") if isinstance(node.get(name), int | float)]
     largest = [node[name] for name in ("maximum", "exclusiveMaximum") if isinstance(node.get(name), int | float)]
     return max(smallest, default=-math.inf), min(largest, default=math.inf)

@@ -1,6 +1,6 @@
-"""Schemas that a text must follow: JSON Schema as llguidance reads it, within bounds, and where one of them is wrong.
+"""Validation of JSON Schemas for structured output, which llguidance enforces token by token.
 
-Texts are written without white space between their parts, as OpenAI's are: a model that may indent may do so for ever.
+Texts contain no optional white space: a model that may indent could do so without end.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ MAX_SCHEMA_CHARS: Final = 65_536
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_LEXER_STATES: Final = 20_000
 MAX_PROBES, MAX_PROBED_CHARS = 2000, 1_000_000
-"""How long the place of a mistake is looked for: so many parts, of so many characters together."""
+"""Limits of the search for the place of an error: number of parts, and characters of all parts."""
 
 MAX_REASON_CHARS: Final = 200
 MAX_CACHED_SCHEMAS: Final = 32
 
 ANY_OBJECT: Final = '{"type":"object"}'
-"""The schema of whoever asks for any JSON object."""
+"""The schema of a request for any JSON object."""
 
 MAPS: Final = ("$defs", "definitions", "properties", "patternProperties")
 LISTS: Final = ("prefixItems", "anyOf", "oneOf", "allOf")
 SINGLE: Final = ("items", "additionalProperties")
-"""Where in a schema further ones stand."""
+"""Keywords that contain subschemas."""
 
 
 def check_text(text: str, param: str) -> dict[str, Any]:
-    """The schema in ``text``. InvalidRequest about ``param`` for what is too long, too deep, or no object of JSON."""
-    check(isinstance(text, str), f"{param} is no text; give the schema as JSON.", param)
+    """Parse the schema ``text`` and check its size.
+
+    Raises:
+        InvalidRequest: It is too long, too deep, or not a JSON object; about the field ``param``.
+    """
+    check(isinstance(text, str), f"{param} is not a string; give the schema as JSON.", param)
     check_chars(text, MAX_SCHEMA_CHARS, param)
     try:
         schema = json.loads(text)
@@ -47,35 +51,37 @@ def check_text(text: str, param: str) -> dict[str, Any]:
     except RecursionError:
         is_deep = True
     except ValueError as error:
-        raise InvalidRequest(f"{param} is no JSON ({error}).", param=param) from None
+        raise InvalidRequest(f"{param} is not valid JSON ({error}).", param=param) from None
     check(not is_deep, f"{param} is nested more than {MAX_SCHEMA_DEPTH} deep; flatten it.", param, "schema_too_deep")
     check(isinstance(schema, dict), f'{param} must be an object, such as {{"type": "object"}}.', param)
-    check("x-guidance" not in schema, f"{param} has the key x-guidance, which is nobody's to set; leave it out.", param)
-    found: dict[str, Any] = schema
-    return found
+    check("x-guidance" not in schema, f"{param} has the key x-guidance, which is reserved; leave it out.", param)
+    checked_schema: dict[str, Any] = schema
+    return checked_schema
 
 
 def check_schema(text: str, param: str) -> None:
-    """InvalidRequest for a schema that no text can be held to, naming the place in it; a few ms, bounded.
+    """Check that texts can be constrained to the schema ``text``. Takes a few milliseconds; the time is bounded.
 
-    Held to every token a schema must be simple to follow: ``not``, ``uniqueItems``, ``if`` and other keys that look
-    at a whole value are refused by name.
+    Keywords that depend on a complete value, such as ``not``, ``uniqueItems`` and ``if``, are not supported.
+
+    Raises:
+        InvalidRequest: The schema cannot be enforced; the message names the place in it.
     """
     schema = check_text(text, param)
     _, reason = _checked(text)
     if reason:
         place = _blame(schema, reason)
         raise InvalidRequest(
-            f"{param}{place}: {reason}; say it otherwise, or leave it out.",
+            f"{param}{place}: {reason}; change this part, or leave it out.",
             param=f"{param}{place}",
             code="invalid_json_schema",
         )
     for place, node in _walk(schema):
         required = node.get("required", [])
-        least, named = node.get("minProperties", 0), len(required) if isinstance(required, list) else 0
-        if isinstance(least, int) and least > named:  # a name said twice counts once
+        minimum, num_required = node.get("minProperties", 0), len(required) if isinstance(required, list) else 0
+        if isinstance(minimum, int) and minimum > num_required:
             raise InvalidRequest(
-                f"{param}{place}: minProperties is {least} and {named} are required; name as many in required.",
+                f"{param}{place}: minProperties is {minimum} and {num_required} are required; name as many there.",
                 param=f"{param}{place}.minProperties",
                 code="invalid_json_schema",
             )
@@ -91,7 +97,7 @@ def has_llguidance() -> bool:
 
 
 def no_json(model_id: str, param: str) -> InvalidRequest:
-    """Return the error for a schema that this installation or this model's tokenizer cannot follow."""
+    """Return the error for a schema that this installation or this model's tokenizer cannot enforce."""
     if not has_llguidance():
         return InvalidRequest(
             f"{param}: structured output needs the package llguidance, which cannot be imported here; install it with "
@@ -100,7 +106,7 @@ def no_json(model_id: str, param: str) -> InvalidRequest:
             code="unsupported_value",
         )
     return InvalidRequest(
-        f"{param}: the tokenizer of {model_id!r} spells text in a way that cannot be held to JSON token by token; "
+        f"{param}: the tokenizer of {model_id!r} cannot be constrained to JSON token by token; "
         "leave it out, or load a model with a byte-level or byte-fallback tokenizer.",
         param=param,
         code="unsupported_value",
@@ -108,10 +114,10 @@ def no_json(model_id: str, param: str) -> InvalidRequest:
 
 
 def grammar(schema: Schema) -> str:
-    """Write ``schema`` as a grammar of llguidance.
+    """Convert ``schema`` to a grammar of llguidance.
 
     Raises:
-        ValueError: llguidance cannot read it at all.
+        ValueError: llguidance cannot read it.
     """
     from llguidance import LLMatcher
 
@@ -120,24 +126,24 @@ def grammar(schema: Schema) -> str:
 
 @lru_cache(maxsize=MAX_CACHED_SCHEMAS)
 def _checked(text: str) -> tuple[Schema, str]:
-    """Return the schema that texts of the schema ``text`` are held to, and why there is none where that is so."""
+    """Return the schema to enforce for the schema ``text``, and the reason if it cannot be enforced, else ""."""
     schema: Schema = json.loads(text)
     try:
         with_limits = limited(schema)
-    except (AttributeError, OverflowError, StopIteration, TypeError, ValueError):  # llguidance says what is wrong
-        return schema, _problem(schema)
+    except (AttributeError, OverflowError, StopIteration, TypeError, ValueError):
+        return schema, _problem(schema)  # the message of llguidance
     if not _problem(with_limits):
         return with_limits, ""
     return schema, _problem(schema)
 
 
 def followed(text: str) -> Schema:
-    """Return the schema that texts of the schema ``text`` are held to: with default limits, where it has texts then."""
+    """Return the schema to enforce for the schema ``text``: with default limits, if it can be satisfied with them."""
     return _checked(text)[0]
 
 
 def max_tokens_of(text: str | None, max_tokens: int) -> int:
-    """Return how many tokens a text of the schema ``text`` takes at most; ``max_tokens`` where that is less."""
+    """Return the maximum number of tokens of a text that follows the schema ``text``, at most ``max_tokens``."""
     if text is None:
         return max_tokens
     longest = length_of(followed(text)).longest
@@ -145,7 +151,10 @@ def max_tokens_of(text: str | None, max_tokens: int) -> int:
 
 
 def matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """What follows a text of the schema ``text`` token by token. ``is_error`` says where it cannot; the GIL is free."""
+    """Return a matcher that tracks a text of the schema ``text`` token by token.
+
+    Its ``is_error`` tells whether the schema cannot be enforced. llguidance releases the GIL.
+    """
     from llguidance import LLMatcher
 
     return LLMatcher(tokenizer, grammar(followed(text)), log_level=0, limits=_limits())
@@ -159,19 +168,19 @@ def _limits() -> LLParserLimits:
 
 
 @cache
-def _bytes_alone() -> LLTokenizer:
-    """A vocabulary of single bytes."""
+def _byte_tokenizer() -> LLTokenizer:
+    """Return a tokenizer of single bytes."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
 
 
 def _problem(schema: Schema) -> str:
-    """Return why no text can be held to ``schema``, empty where one can."""
+    """Return the reason why no text can follow ``schema``; "" if one can."""
     from llguidance import LLMatcher
 
     try:
-        trial = LLMatcher(_bytes_alone(), grammar(schema), log_level=0, limits=_limits())
+        trial = LLMatcher(_byte_tokenizer(), grammar(schema), log_level=0, limits=_limits())
     except ValueError as error:
         return _shown(str(error))
     if trial.is_error():
@@ -182,11 +191,11 @@ def _problem(schema: Schema) -> str:
 
 
 def _blame(schema: dict[str, Any], reason: str) -> str:
-    """The innermost part that fails for the same reason by itself, as a path; looked for in a bounded time."""
+    """Return the path of the innermost part that fails by itself for the same reason; the search is bounded."""
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     place, parts, num_left, chars_left = "", _parts(schema), MAX_PROBES, MAX_PROBED_CHARS
-    while num_left > 0 and chars_left > 0 and (found := next(parts, None)) is not None:
-        step, part = found
+    while num_left > 0 and chars_left > 0 and (candidate := next(parts, None)) is not None:
+        step, part = candidate
         probe = {**shared, **part}
         num_left, chars_left = num_left - 1, chars_left - len(json.dumps(probe))
         if _problem(probe) == reason:
@@ -195,6 +204,7 @@ def _blame(schema: dict[str, Any], reason: str) -> str:
 
 
 def _walk(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ``schema`` and all schemas in it, each with its path."""
     pending = [("", schema)]
     while pending:
         place, node = pending.pop()
@@ -203,7 +213,7 @@ def _walk(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parts(node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas that stand in ``node``, each with the way there."""
+    """Yield the direct subschemas of ``node``, each with its path."""
     for key in MAPS:
         if isinstance(node.get(key), dict):
             yield from ((f".{key}.{name}", part) for name, part in node[key].items() if isinstance(part, dict))
@@ -222,5 +232,6 @@ def _depth(value: Any) -> int:
 
 
 def _shown(reason: str) -> str:
+    """Return ``reason`` on one line, truncated to ``MAX_REASON_CHARS``."""
     line = " ".join(reason.split()).rstrip(".")
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."

@@ -1,15 +1,8 @@
-"""How prompts are written. No torch.
+"""Prompt syntax: A1111's weights, BREAK and LoRA tags, or plain text.
 
-    a1111  brackets weigh words, BREAK begins a new chunk, <lora:ink> names an adapter
-    plain  all of that is text: brackets are brackets
-
-    a (red) hat        weight 1.1        a (red:1.3) hat     weight 1.3
-    a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
-    a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK, but not \\BREAK
-
-Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
-opening bracket with no partner weighs everything after it, as in A1111. A plain prompt becomes the same text in A1111's
-syntax, with a backslash before what would mean something there; metadata has it in this form.
+A1111: (red) weighs 1.1, (red:1.3) 1.3, [red] 1 / 1.1; nested weights multiply; BREAK starts a new chunk; a backslash
+escapes. Malformed input is text, never an error, as in A1111: an unclosed bracket weighs everything after it. Plain
+prompts are converted to this syntax by escaping; metadata contains the escaped form. No torch import.
 """
 
 from __future__ import annotations
@@ -31,9 +24,9 @@ SQUARE_WEIGHT = 1 / 1.1
 MAX_WEIGHT = 100.0
 MOST_NAMED: Final = 3
 MOST_NAMED_CHARS: Final = 60
-"""How many parts of a prompt a warning names, and how much of each."""
+"""Number of parts of a prompt that a warning quotes, and characters of each."""
 
-_MEANT: Final = re.compile(r"[()\[\]\\]|<(?=\w+:)|\b(?:BREAK|AND)\b")
+_SPECIAL: Final = re.compile(r"[()\[\]\\]|<(?=\w+:)|\b(?:BREAK|AND)\b")
 _TOKEN: Final = re.compile(
     r"\\(?:[()\[\]\\<]|(?:BREAK|AND)\b)|<\w+:[^<>]+>|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)"
     r"|[^\\()\[\]:<]+|[\\:<]"
@@ -47,10 +40,14 @@ _STEP_NUMBER: Final = re.compile(r":\s{0,9}[+-]?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,
 
 
 def in_a1111(text: str, syntax: str) -> str:
-    """Return ``text``, written in ``syntax``, in A1111's. Raises InvalidRequest for another name of a syntax."""
+    """Convert ``text`` from ``syntax`` to A1111's syntax.
+
+    Raises:
+        InvalidRequest: ``syntax`` is unknown.
+    """
     message = f"prompt_syntax is {syntax[:40]!r}; give {' or '.join(SYNTAXES)}."
     check(syntax in SYNTAXES, message, "prompt_syntax")
-    return _MEANT.sub(r"\\\g<0>", text) if syntax == "plain" else text
+    return _SPECIAL.sub(r"\\\g<0>", text) if syntax == "plain" else text
 
 
 class Piece(NamedTuple):
@@ -62,7 +59,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Brackets:
-    """One family of brackets as a forest: node 0 is the root; a child's factor is known when it closes."""
+    """The forest of one kind of bracket. Node 0 is the root; a factor is final when its bracket closes."""
 
     default: float
     parents: list[int] = field(default_factory=lambda: [0])
@@ -80,7 +77,7 @@ class _Brackets:
         self.current = self.parents[self.current]
 
     def weights(self) -> list[float]:
-        """Weight of each node: its factor times its ancestors' (parents come before their children)."""
+        """Return the weight of each node: its factor times those of its ancestors."""
         totals = [1.0]
         for parent, factor in zip(self.parents[1:], self.factors[1:], strict=True):
             totals.append(totals[parent] * factor)
@@ -88,9 +85,10 @@ class _Brackets:
 
 
 def parse_prompt(prompt: str) -> list[list[Piece]]:
-    """The sections of ``prompt`` between BREAKs, each a list of pieces with neighbours of equal weight joined.
+    """Split ``prompt`` at BREAKs into sections of pieces; neighbors with equal weight are joined.
 
-    Raises InvalidRequest for a weight beyond +-100.
+    Raises:
+        InvalidRequest: A weight is beyond +-100.
     """
     runs, rounds, squares = _read(prompt)
     round_weights, square_weights = rounds.weights(), squares.weights()
@@ -103,12 +101,12 @@ def parse_prompt(prompt: str) -> list[list[Piece]]:
                 param="prompt",
             )
         parts = _BREAK.split(text)
-        for index, part in enumerate(parts):  # the blanks around a BREAK go with it
+        for index, part in enumerate(parts):  # the white space around a BREAK is removed
             part = _ESCAPED_WORD.sub(r"\1", part)
-            before = part if index == len(parts) - 1 else part.rstrip()
+            trimmed = part if index == len(parts) - 1 else part.rstrip()
             if index:
                 sections.append([])
-            _append(sections[-1], before.lstrip() if index else before, weight)
+            _append(sections[-1], trimmed.lstrip() if index else trimmed, weight)
     return [section or [Piece("", 1.0)] for section in sections]
 
 
@@ -122,7 +120,11 @@ def _append(section: list[Piece], text: str, weight: float) -> None:
 
 
 def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets]:
-    """(text, innermost round bracket, innermost square bracket) runs and the two forests of brackets."""
+    """Tokenize ``prompt``.
+
+    Returns:
+        The runs (text, innermost round bracket, innermost square bracket), and both forests of brackets.
+    """
     rounds, squares = _Brackets(ROUND_WEIGHT), _Brackets(SQUARE_WEIGHT)
     runs: list[tuple[str, int, int]] = []
     for token in _TOKEN.findall(prompt):
@@ -143,7 +145,7 @@ def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets
 
 
 def encoded_text(prompt: str) -> str:
-    """Return the words of ``prompt`` that the text encoder gets: without brackets, weights, BREAK and tags.
+    """Return the words of ``prompt`` for the text encoder: without brackets, weights, BREAK and tags.
 
     Raises:
         InvalidRequest: A weight is beyond +-100.
@@ -152,7 +154,7 @@ def encoded_text(prompt: str) -> str:
 
 
 def unserved_constructs(prompt: str, *, is_negative: bool = False) -> list[str]:
-    """Return a sentence for each kind of A1111's constructs in ``prompt`` that is not applied.
+    """Return a warning for each kind of A1111 construct in ``prompt`` that is not supported.
 
     ``AND`` in a negative prompt is a word in A1111 as well.
     """
@@ -167,7 +169,7 @@ def unserved_constructs(prompt: str, *, is_negative: bool = False) -> list[str]:
 
 
 def _step_brackets(prompt: str) -> list[str]:
-    """Return the beginnings of the parts such as ``[cat:dog:0.5]`` and ``[cat|dog]``, the innermost first."""
+    """Return the beginnings of prompt-editing parts such as ``[cat:dog:0.5]`` and ``[cat|dog]``, innermost first."""
     frames: list[_OpenBracket] = []
     parts: list[str] = []
     for match in _STEP_MARK.finditer(prompt):
@@ -195,6 +197,7 @@ class _OpenBracket:
 
 
 def _quoted(parts: Iterable[str]) -> str:
+    """Return the first ``MOST_NAMED`` distinct parts, quoted, and the number of the others."""
     parts = list(dict.fromkeys(parts))
     texts = ", ".join(repr(part[:MOST_NAMED_CHARS]) for part in parts[:MOST_NAMED])
     return texts + (f" and {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else "")

@@ -1,4 +1,4 @@
-"""The words of prompt rewriting: what is asked, what comes back, and why a wish was left as it was. No torch."""
+"""Request, result and event types of prompt rewriting. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", 
 class RewriteRequest(
     msgspec.Struct, Asks["RewriteEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rewrite"
 ):
-    """A wish to be turned into prompts.
+    """A short prompt (wish) to be expanded into detailed prompts.
 
-    num_prompts  how many; the first is the likeliest, the others are drawn with seed + i
-    options      style, seed, system text, and whether a doubtful answer is taken
-    deltas       whether RewriteDelta events are wanted
-    cache_salt   as in :class:`~diffserve.api.text_types.TextRequest`
-    deadline_s   seconds after submit at which the work is given up
-    priority, client, share  as in :class:`~diffserve.api.text_types.TextRequest`
+    Attributes:
+        num_prompts: Number of prompts; the first is the most likely one, prompt i is sampled with seed + i.
+        options: Style, seed, system prompt, and whether unsure answers are accepted.
+        deltas: Whether to send RewriteDelta events.
+        cache_salt: See :class:`~diffserve.api.text_types.TextRequest`.
+        deadline_s: Seconds after submit at which the request is abandoned.
+        priority, client, share: See :class:`~diffserve.api.text_types.TextRequest`.
 
-    Raises InvalidRequest, ``param`` naming the field.
+    Raises:
+        InvalidRequest: A field is wrong; ``param`` names it.
     """
 
     wish: str
@@ -50,11 +52,14 @@ class RewriteRequest(
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt for a wish. ``prompt`` is the wish itself where ``fallback`` says why the answer was not taken.
+    """One rewritten prompt.
 
-    mean_entropy  of the tokens said, in nats: how unsure the model was
-    warning       one sentence for the person who asked, with every fallback
-    answer        what the model said, also where it was not taken
+    Attributes:
+        prompt: The prompt to use: the answer, or the wish if there is a ``fallback``.
+        answer: The answer of the model, accepted or not.
+        mean_entropy: Mean entropy of the answer in nats per token, a measure of the model's uncertainty.
+        fallback: The reason why the answer was not accepted; ``None`` if it was.
+        warning: One sentence for the user; set with every fallback.
     """
 
     prompt: str
@@ -65,7 +70,7 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewriteDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What is new of prompt ``index``. Words may still be taken back: RewriteFinished has the last say."""
+    """New text of prompt ``index``. It may still change: RewriteFinished has the final text."""
 
     request_id: str
     index: int
@@ -73,7 +78,7 @@ class RewriteDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RewriteFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: every prompt, in order. ``style`` is the one that was used."""
+    """Terminal: every prompt in order, and the ``style`` that was used."""
 
     request_id: str
     rewrites: tuple[Rewrite, ...]

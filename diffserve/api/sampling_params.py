@@ -1,7 +1,7 @@
-"""SamplingParams: how a language model's next token is chosen. No torch: the HTTP process builds it too.
+"""SamplingParams: how a language model chooses each next token.
 
-As in ``diffserve.api.types`` a value that would be wrong cannot be built: ``__post_init__`` raises
-:class:`diffserve.api.errors.InvalidRequest` with the value, the field and the way out.
+``__post_init__`` validates values and raises :class:`diffserve.api.errors.InvalidRequest`. This module does not import
+torch, because the HTTP process uses it, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COUNTS = {
     "min_tokens": (0, MAX_TOKENS, ""),
     "num_beams": (1, MAX_BEAMS, "; 1 is no beam search"),
 }
-"""Least, most, and what to say beside."""
+"""Minimum, maximum, and a hint for the error message, by field."""
 
 
 def _shown(value: object) -> str:
@@ -51,40 +51,42 @@ def _shown(value: object) -> str:
 
 
 def _check_count(value: object, param: str, low: int, high: int, hint: str = "") -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
     check(
-        whole and low <= value <= high,  # type: ignore[operator] # an int by then
+        is_integer and low <= value <= high,  # type: ignore[operator]  # is_integer comes first
         f"{param} is {_shown(value)}; give a whole number between {low} and {high}{hint}.",
         param,
     )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose each next token of one text, and when to stop.
+    """Parameters of token sampling, and the conditions that end a text.
 
-    temperature         0: the most likely token (greedy); 1: the model's own distribution; from 0.0001 to 100
-    top_p               keep the most likely tokens that together hold this probability; 1: all
-    top_k               keep this many of the most likely tokens; 0: all
-    min_p               keep tokens at least this many times as likely as the most likely one; 0: all
-    repetition_penalty  logits of tokens already in prompt or output are divided (positive) or multiplied
-                        (negative) by it; 1: none (Keskar et al. 2019, as in transformers)
-    presence_penalty    taken off the logit of every token already in the output (as in OpenAI's API)
-    frequency_penalty   taken off it once for each time that the token is in the output (as in OpenAI's API)
-    logit_bias          pairs of a token and what is added to its logit, from -100 to 100 (as in OpenAI's API)
-    max_tokens          at most so many tokens of output, a stop token counted
-    min_tokens          no stop token before so many tokens
-    stop                texts that end the output when they appear; they are not part of it
-    stop_token_ids      tokens that end the output, beside the model's own
-    seed                of the draws; ``None``: a fresh one each time
-    logprobs            report so many of the most likely tokens at each step; 0: the chosen one's only; ``None``: none
-    num_beams           beam search with so many beams; more than one needs temperature 0
-    length_penalty      beam search: scores are divided by length ** length_penalty
-    early_stopping      beam search: True stops at ``num_beams`` finished texts, False when a better one is unlikely,
-                        "never" when a better one is impossible (as in transformers)
-    json_schema         the text is JSON that follows this JSON Schema (as JSON); cut by ``max_tokens`` or a stop, only
-                        the beginning of such a text; ``None``: any text
+    Attributes:
+        temperature: 0: the most likely token (greedy); 1: the unchanged distribution; from 0.0001 to 100.
+        top_p: Keep the most likely tokens that together have this probability; 1: all.
+        top_k: Keep this many of the most likely tokens; 0: all.
+        min_p: Keep tokens at least this many times as likely as the most likely one; 0: all.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or output; 1: none
+            (Keskar et al. 2019, as in transformers).
+        presence_penalty: Subtracted from the logit of every token in the output (as in OpenAI's API).
+        frequency_penalty: Subtracted once for each occurrence of the token in the output (as in OpenAI's API).
+        logit_bias: Pairs of a token id and a number from -100 to 100 added to its logit (as in OpenAI's API).
+        max_tokens: Maximum number of output tokens, including the stop token.
+        min_tokens: Minimum number of output tokens before a stop token.
+        stop: Texts that end the output when they appear; they are not part of it.
+        stop_token_ids: Token ids that end the output, in addition to the model's end tokens.
+        seed: Seed of sampling; ``None``: a new one each time.
+        logprobs: Report this many of the most likely tokens at each step; 0: only the chosen one; ``None``: none.
+        num_beams: Beam search with this many beams; more than 1 needs temperature 0.
+        length_penalty: Beam search: scores are divided by length ** length_penalty.
+        early_stopping: Beam search: True stops at ``num_beams`` finished texts, False when a better one is unlikely,
+            "never" when a better one is impossible (as in transformers).
+        json_schema: The text is JSON that follows this JSON Schema, given as JSON; ``None``: any text. If
+            ``max_tokens`` or a stop ends it, it is only the beginning of such a text.
 
-    Raises InvalidRequest, ``param`` naming the field.
+    Raises:
+        InvalidRequest: A field is wrong; ``param`` names it.
     """
 
     temperature: float = 1.0
@@ -109,9 +111,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         for name, (low, high, hint) in NUMBERS.items():
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             message = f"{name} is {_shown(value)}; give a number between {low:g} and {high:g}{hint}."
-            check(number and low <= value <= high, message, name)  # NaN lies between nothing
+            check(is_number and low <= value <= high, message, name)  # false for NaN
         for name, bounds in COUNTS.items():
             if getattr(self, name) is not None or name not in ("seed", "logprobs"):
                 _check_count(getattr(self, name), name, *bounds)
@@ -144,7 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -154,9 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_stops(self) -> None:
         check(isinstance(self.stop, tuple), f"stop is {_shown(self.stop)}; give a tuple of texts.", "stop")
-        check(
-            len(self.stop) <= MAX_STOPS, f"stop has {len(self.stop)} texts; at most {MAX_STOPS} are looked for.", "stop"
-        )
+        check(len(self.stop) <= MAX_STOPS, f"stop has {len(self.stop)} texts; at most {MAX_STOPS} are allowed.", "stop")
         for text in self.stop:
             check(
                 isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS,
@@ -179,9 +179,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(len(bias) <= MAX_BIASES, f"{name} has {len(bias)} tokens; at most {MAX_BIASES} are taken.", name)
         for token_id, value in bias:
             _check_count(token_id, name, 0, MAX_TOP_K)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             message = (
                 f"{name} of token {token_id} is {_shown(value)}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}."
             )
-            check(number and -MAX_BIAS <= value <= MAX_BIAS, message, name)
+            check(is_number and -MAX_BIAS <= value <= MAX_BIAS, message, name)
         check(len({token_id for token_id, _ in bias}) == len(bias), f"{name} names a token twice; name it once.", name)

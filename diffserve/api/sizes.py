@@ -1,10 +1,8 @@
-"""From the size somebody asks for to the size the model paints well, and back. For every door.
+"""Mapping from the requested size to a size that the model generates well, and back.
 
-Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the
-model does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to
-exactly what was asked. A small model may know its own aspects alone: then the nearest of them is painted, and its edges
-go on to the sides of another (of 36 captions at 2:1 the embedded model has 28 right so, 15 painted at 176x88, and 19
-cut out of 192x128).
+Clients hard-code 512x512 and 1024x1024, but a model works well only near its training size. Other sizes are generated
+at the nearest good size of the same aspect ratio and resized. A small model may know only a few aspect ratios: the
+nearest one is generated and its edges are extended, which keeps more captions correct than cropping.
 """
 
 from __future__ import annotations
@@ -25,16 +23,17 @@ from diffserve.models.controlnets import PARAM, Control
 MIN_SIDE_PX = 64
 MAX_SIDE_PX = 2048
 SAME_ASPECT = 0.02
-"""Two aspects count as the same when their ratio is within 2 %."""
+"""Two aspect ratios count as equal if they differ by at most 2 %."""
 ASPECT_WEIGHT = 8.0
-"""How much more a wrong aspect counts than a wrong area, both as logarithms of ratios."""
+"""Weight of a wrong aspect ratio relative to a wrong area, both as logarithms of ratios."""
 
 
 class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``paint_*``: what the engine paints; ``width_px``, ``height_px``: what the caller gets (``deliver``).
+    """The size to generate (``paint_*``) and the size to deliver (``width_px``, ``height_px``).
 
-    is_trained  whether what is painted is a size that the model was trained at
-    is_padded   whether the edges go on where the aspects differ; they are cropped else
+    Attributes:
+        is_trained: Whether the generated size is one that the model was trained at.
+        is_padded: Whether the edges are extended if the aspect ratios differ; otherwise the image is cropped.
     """
 
     paint_width_px: int
@@ -46,29 +45,33 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str | None:
-        """One sentence for the caller when the picture is resized."""
+        """A sentence for the caller if the image is resized, else ``None``."""
         if (self.paint_width_px, self.paint_height_px) == (self.width_px, self.height_px):
             return None
-        well = ", which this model does well," if self.is_trained else ""
-        sides = "padded at its edges and " if self.is_padded else ""
+        quality = ", which this model does well," if self.is_trained else ""
+        padding = "padded at its edges and " if self.is_padded else ""
         return (
-            f"painted at {self.paint_width_px}x{self.paint_height_px}{well} "
-            f"and {sides}resized to {self.width_px}x{self.height_px}."
+            f"painted at {self.paint_width_px}x{self.paint_height_px}{quality} "
+            f"and {padding}resized to {self.width_px}x{self.height_px}."
         )
 
     def deliver(self, picture: Picture) -> Picture:
-        """What was painted, as the caller gets it."""
+        """Resize a generated image to the delivered size."""
         return resize(picture, self.width_px, self.height_px, is_padded=self.is_padded)
 
 
 def row_cost(info: ModelInfo, width_px: int, height_px: int) -> float:
-    """Work of a UNet row of that size, in rows of the native size: pixels over pixels."""
+    """Return the work of a UNet row of this size, relative to a row of the native size (a ratio of pixels)."""
     native_width_px, native_height_px = info.good_sizes[0]
     return width_px * height_px / (native_width_px * native_height_px)
 
 
 def parse_size(text: str) -> tuple[int, int] | None:
-    """ "512x768" as (width, height) in pixels; "auto" (the model's native size) as ``None``. Raises InvalidRequest."""
+    """Parse "512x768" as (width, height) in pixels, and "auto" (the native size of the model) as ``None``.
+
+    Raises:
+        InvalidRequest: The text is neither.
+    """
     if text.strip().lower() == "auto":
         return None
     match = re.fullmatch(r"\s*(\d{1,9})\s*[xX×]\s*(\d{1,9})\s*", text)
@@ -89,12 +92,17 @@ def plan_size(
     max_side_px: int = MAX_SIDE_PX,
     may_pad: bool = True,
 ) -> SizePlan:
-    """Where the model of ``info`` paints a picture of ``size`` (width, height); ``None`` is its native size.
+    """Choose the size at which the model generates an image of ``size``.
 
-    ``may_pad``: False where what is painted has to fill all of what is delivered, as a picture that is repainted does.
+    Args:
+        info: The model.
+        size: (width, height); ``None``: the native size.
+        min_side_px: Smallest side; the good sizes of the model are always allowed.
+        max_side_px: Largest side; the good sizes of the model are always allowed.
+        may_pad: Whether the edges may be extended; False if the image must fill the delivered size, as in inpainting.
 
-    Raises InvalidRequest when a side lies outside ``min_side_px`` .. ``max_side_px``; the model's good sizes are always
-    taken.
+    Raises:
+        InvalidRequest: A side is out of range.
     """
     width, height = info.good_sizes[0] if size is None else size
     check(
@@ -120,14 +128,14 @@ def plan_size(
 
 
 def _does_well(info: ModelInfo, width: int, height: int) -> bool:
-    """Whether width x height is painted as it is: on the grid with an area between the good ones'."""
+    """Return whether width x height is generated directly: on the grid, with an area in the range of the good ones."""
     areas = [w * h for w, h in info.good_sizes]
     on_grid = width % info.size_multiple_px == 0 and height % info.size_multiple_px == 0
     return on_grid and max(width, height) <= info.max_side_px and min(areas) <= width * height <= max(areas)
 
 
 def _nearest_good(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
-    """The good size nearest in aspect, and among several of one aspect nearest in area."""
+    """Return the good size with the nearest aspect ratio, and among equal ones the nearest area."""
 
     def misfit(size: tuple[int, int]) -> tuple[float, float]:
         w, h = size
@@ -137,11 +145,14 @@ def _nearest_good(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
 
 
 def _nearest(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
-    """The good size of the same aspect nearest in area, else the grid size of that aspect at the native area."""
+    """Return the good size of the same aspect ratio with the nearest area.
+
+    If there is none, return the grid size near that aspect ratio and the native area.
+    """
     aspect = math.log(width / height)
-    same = [(w, h) for w, h in info.good_sizes if abs(math.log(w / h) - aspect) <= SAME_ASPECT]
-    if same:
-        return min(same, key=lambda size: abs(math.log(size[0] * size[1] / (width * height))))
+    same_aspect = [(w, h) for w, h in info.good_sizes if abs(math.log(w / h) - aspect) <= SAME_ASPECT]
+    if same_aspect:
+        return min(same_aspect, key=lambda size: abs(math.log(size[0] * size[1] / (width * height))))
     native_area = info.good_sizes[0][0] * info.good_sizes[0][1]
 
     def misfit(size: tuple[int, int]) -> float:
@@ -152,7 +163,10 @@ def _nearest(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
 
 
 def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]:
-    """Grid sizes next to the aspect of width x height, from half the smallest good area up to the longest side."""
+    """Yield grid sizes near the aspect ratio of width x height.
+
+    Their areas start at half the smallest good area, their sides end at the largest side of the model.
+    """
     step = info.size_multiple_px
     smallest = min(w * h for w, h in info.good_sizes) / 2
     ratio = min(width, height) / max(width, height)
@@ -163,51 +177,62 @@ def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]
 
 
 def fit_controls(
-    controls: Sequence[Control], images: Sequence[Picture], asked: tuple[int, int], painted: tuple[int, int]
+    controls: Sequence[Control], images: Sequence[Picture], requested: tuple[int, int], generated: tuple[int, int]
 ) -> tuple[Picture, ...]:
-    """Return the pictures of ``controls`` at the size that is ``painted`` (width, height).
+    """Resize the input images of ControlNets to the generated size.
 
-    Each is first brought to the size that was ``asked`` for, as its control says.
+    Args:
+        controls: The ControlNets; ``resize`` says how an image of another size is fitted to the requested size.
+        images: One image for each of ``controls``.
+        requested: The requested size (width, height).
+        generated: The generated size (width, height).
 
     Raises:
-        InvalidRequest: a picture has another size and is not to be resized, or another aspect and no way is given to
-            resize it: what it shows would lie elsewhere.
+        InvalidRequest: An image has another size and resizing is off, or has another aspect ratio without a resize mode
+            for it, so that its content would be displaced.
     """
-    images = tuple(_in_aspect(control, image, asked) for control, image in zip(controls, images, strict=True))
+    images = tuple(_in_aspect(control, image, requested) for control, image in zip(controls, images, strict=True))
     for control, image in zip(controls, images, strict=True):
-        own, size = f"{image.width_px}x{image.height_px}", f"{asked[0]}x{asked[1]}"
-        said = f"the image of ControlNet {control.name!r} is {own} px, the picture {size} px; "
-        has_aspect = abs(math.log(image.width_px / image.height_px * asked[1] / asked[0])) <= SAME_ASPECT
-        way_out = "give one of that aspect: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        image_size, size = f"{image.width_px}x{image.height_px}", f"{requested[0]}x{requested[1]}"
+        message = f"the image of ControlNet {control.name!r} is {image_size} px, the picture {size} px; "
+        has_aspect = abs(math.log(image.width_px / image.height_px * requested[1] / requested[0])) <= SAME_ASPECT
+        advice = "give one of that aspect: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
         if not control.resize:
-            way_out += f"for size {own}, or for it to be resized (resize)." if has_aspect else f"for size {own}."
-        check((own == size or control.resize) and has_aspect, said + way_out, PARAM, "invalid_image")
-    return tuple(resize(image, *painted) for image in images)
+            advice += f"for size {image_size}"
+            advice += ", or for it to be resized (resize)." if has_aspect else "."
+        fits = (image_size == size or bool(control.resize)) and has_aspect
+        check(fits, message + advice, PARAM, "invalid_image")
+    return tuple(resize(image, *generated) for image in images)
 
 
 def _in_aspect(control: Control, image: Picture, size: tuple[int, int]) -> Picture:
-    """Return ``image`` at ``size`` (width, height), by the resize mode of ``control`` where it has one."""
+    """Return ``image`` at ``size`` (width, height) by the resize mode of ``control``, if it has one."""
     if control.resize == "stretch":
         return stretch(image, *size)
     return resize(image, *size, is_padded=control.resize == "fill") if control.resize in ("crop", "fill") else image
 
 
 class Sized(NamedTuple):
-    """A request at a size that the model paints; ``plan`` is None where that is the size that was asked for."""
+    """A request at a size that the model generates; ``plan`` is ``None`` if that is the requested size."""
 
     request: GenerationRequest
     plan: SizePlan | None
 
     @classmethod
     def of(cls, request: GenerationRequest, info: ModelInfo) -> Sized:
-        """A size on the model's grid and within its longest side is painted as it is, and so is one that goes with a
-        picture to start from; pictures for ControlNets are of it, or brought to it. Raises InvalidRequest for a size
-        that no door takes."""
-        asked, init = (request.width_px, request.height_px), request.init_image
+        """Return ``request`` at a size that the model of ``info`` generates.
+
+        The requested size is kept if it is on the model's grid and within its largest side, or if there is an init
+        image.
+
+        Raises:
+            InvalidRequest: The size is out of range, or the image of a ControlNet does not fit.
+        """
+        requested, init = (request.width_px, request.height_px), request.init_image
         native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
-        size = (asked[0] or native[0], asked[1] or native[1])
+        size = (requested[0] or native[0], requested[1] or native[1])
         on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
-        if asked == (None, None) or on_grid or init is not None:
+        if requested == (None, None) or on_grid or init is not None:
             images = fit_controls(request.diffusion.controlnets, request.control_images, size, size)
             return cls(msgspec.structs.replace(request, control_images=images) if images else request, None)
         plan = plan_size(info, size)
@@ -217,15 +242,15 @@ class Sized(NamedTuple):
         return cls(msgspec.structs.replace(request, **changed), plan)
 
     def deliver(self, event: Event) -> Event:
-        """``event`` with the picture at the size that was asked for, and a warning that it was painted at another."""
+        """Return ``event`` with its image at the requested size, and with a warning if that was resized."""
         if self.plan is None or self.plan.warning is None:
             return event
         if isinstance(event, Accepted):
             return msgspec.structs.replace(event, warnings=(*event.warnings, self.plan.warning))
         if isinstance(event, Painted):
             result = event.result
-            told = msgspec.structs.replace(
+            delivered = msgspec.structs.replace(
                 result, picture=self.plan.deliver(result.picture), warnings=(*result.warnings, self.plan.warning)
             )
-            return msgspec.structs.replace(event, result=told)
+            return msgspec.structs.replace(event, result=delivered)
         return event

@@ -1,12 +1,7 @@
-"""The words between stages of a picture that stand apart: what is encoded, denoised and decoded in different processes.
+"""Messages between processes that encode, denoise and decode an image separately.
 
-::
-
-    GenerationRequest ─► EncodeRequest ─► TextsEncoded
-                                               ▼
-    DecodeRequest ◄─ Painted, with ``latents`` ◄─ GenerationRequest with ``encodings``
-         ▼
-    PictureDecoded
+GenerationRequest -> EncodeRequest -> TextsEncoded -> GenerationRequest with ``encodings`` -> Painted with ``latents``
+-> DecodeRequest -> PictureDecoded.
 """
 
 from __future__ import annotations
@@ -18,27 +13,31 @@ from diffserve.api.types import Asks, Cancelled, Failed, GenerationRequest, Late
 
 
 class EncodeRequest(msgspec.Struct, Asks["EncodingEvent"], frozen=True, kw_only=True, tag="encoding"):
-    """Have the prompt of ``generation`` rewritten, where it asks for that, and its texts encoded."""
+    """A request to encode the texts of ``generation``, after rewriting its prompt if it asks for that."""
 
     generation: GenerationRequest
 
     @property
     def request_id(self) -> str:  # type: ignore[override]
-        """That of ``generation``."""
+        """The id of ``generation``."""
         return self.generation.request_id
 
     @property
     def deadline_s(self) -> float | None:
-        """That of ``generation``."""
+        """The deadline of ``generation``."""
         return self.generation.deadline_s
 
 
 class TextsEncoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: the texts of a request, ready for whoever denoises.
+    """Terminal: the encoded texts of a request, for denoising.
 
-    prompt           as it is painted, rewritten or not; ``original_prompt``: as it was asked, where that is another
-    warnings         of rewriting
-    encode_s         seconds that encoding took, ``rewriting_s`` that the device took for rewriting, ``waited_s`` in all
+    Attributes:
+        prompt: The prompt to use, rewritten or not.
+        original_prompt: The prompt before rewriting; ``None`` if it was not rewritten.
+        warnings: Warnings of the rewriter.
+        encode_s: Seconds of encoding.
+        rewriting_s: Device seconds of rewriting.
+        waited_s: Seconds in all.
     """
 
     request_id: str
@@ -52,7 +51,10 @@ class TextsEncoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class DecodeRequest(msgspec.Struct, Asks["DecodingEvent"], frozen=True, kw_only=True, tag="decoding"):
-    """Have finished ``latents`` of the model named ``model`` decoded; outside a mask the init image is put back."""
+    """A request to decode finished ``latents`` of the model named ``model``.
+
+    Outside of ``mask_image`` the pixels of ``init_image`` are restored.
+    """
 
     request_id: str
     latents: LatentArray
@@ -64,7 +66,7 @@ class DecodeRequest(msgspec.Struct, Asks["DecodingEvent"], frozen=True, kw_only=
 
 
 class PictureDecoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: the picture, which took ``decode_s`` seconds of ``waited_s`` in all."""
+    """Terminal: the image; decoding took ``decode_s`` of ``waited_s`` seconds in all."""
 
     request_id: str
     picture: Picture

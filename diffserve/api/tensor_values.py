@@ -1,6 +1,6 @@
-"""Tensors as values, which travel from who computes them to who goes on: what they are, and their bytes.
+"""Tensors as serializable values, sent between processes.
 
-No torch here: who computes wraps and unwraps them (``runtime.text.handover``).
+This module does not import torch; ``runtime.text.handover`` converts to and from torch tensors.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from diffserve.api.bounds import check
 
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 MOST_TENSORS: Final = 256
-"""Of the texts of one request: of every window of a long prompt there are two."""
+"""Maximum number of tensors of a request; each window of a long prompt has two."""
 
 
 class TensorValue(msgspec.Struct, frozen=True, array_like=True):
-    """``data``: the numbers of a tensor of ``shape``, the last axis first, little-endian, as torch calls ``dtype``."""
+    """A tensor: its torch ``dtype``, its ``shape``, and little-endian ``data`` with the last axis contiguous."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -26,16 +26,17 @@ class TensorValue(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         expected = prod(self.shape) * ITEM_BYTES.get(self.dtype, -1)
-        is_whole = min(self.shape, default=0) >= 0 and len(self.data) == expected
-        said = f"{len(self.data)} bytes are no {self.dtype} tensor of {list(self.shape)}."
-        check(is_whole, said, "encodings", "invalid_value")
+        has_size = min(self.shape, default=0) >= 0 and len(self.data) == expected
+        message = f"{len(self.data)} bytes are no {self.dtype} tensor of {list(self.shape)}."
+        check(has_size, message, "encodings", "invalid_value")
 
 
 class Encodings(msgspec.Struct, frozen=True, kw_only=True):
-    """What text encoders made of the texts of one request, by names that both sides work out.
+    """Text encodings of one request, by keys that both processes compute.
 
-    base     for the model's own UNet
-    refiner  for that of its refiner, where that goes on with it
+    Attributes:
+        base: Encodings for the UNet of the model.
+        refiner: Encodings for the UNet of the refiner, if it is used.
     """
 
     base: dict[bytes, TensorValue]
@@ -47,5 +48,5 @@ class Encodings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of all numbers."""
+        """Size of all tensors in bytes."""
         return sum(len(value.data) for part in (self.base, self.refiner) for value in part.values())

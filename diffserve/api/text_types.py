@@ -1,7 +1,7 @@
-"""The words of text generation: requests, what comes back token by token, usage, timings, settings, metrics.
+"""Shared types of text generation: requests, results, events, settings and statistics.
 
-Every type is a frozen ``msgspec.Struct`` and raises :class:`diffserve.api.errors.InvalidRequest` for a wrong value.
-``diffserve.api.sampling_params`` says how tokens are chosen. No torch.
+Every type is a frozen ``msgspec.Struct`` that raises :class:`diffserve.api.errors.InvalidRequest` for a wrong value.
+``diffserve.api.sampling_params`` has the sampling parameters. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ Speculation = Literal["auto", "off", "prompt_lookup", "draft"]
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation, for the model's own chat template."""
+    """One message of a conversation, for the model's chat template."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
 
 
 class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
-    """What somebody wants continued: ``prompt`` as a text, ``token_ids``, or ``messages`` for the model's chat
-    template, one of the three.
+    """A request for text: one of ``prompt``, ``token_ids``, or ``messages`` for the model's chat template.
 
-    num_texts          answers to one prompt; text i is drawn with seed + i. With beams: the best so many
-    add_special_tokens whether the tokenizer puts its own marks around ``prompt``; a chat template has put them already
-    speculation        "auto": a draft model where the engine has one, else prompt lookup where that is on
-    deltas             whether TextDelta events are wanted; without them only the end is told
-    cache_salt         only requests with the same salt share kept pages; empty: shared by all
-    deadline_s         seconds after submit at which the work is given up; refused where not even the prompt could be
-                       read by then
-    priority, client, share  as in :class:`~diffserve.api.types.GenerationRequest`, but batch work ages: it is passed by
-                       those who come soon after it
+    Attributes:
+        num_texts: Number of texts; text i is sampled with seed + i. With beam search: the best this many.
+        add_special_tokens: Whether the tokenizer adds its special tokens to ``prompt``; chat templates contain them.
+        speculation: "auto": a draft model if there is one, else prompt lookup if it is on.
+        deltas: Whether to send TextDelta events.
+        cache_salt: Only requests with the same salt share cached prefixes; empty: shared by all.
+        deadline_s: Seconds after submit at which the request is abandoned. It is refused if not even the prompt can be
+            processed in time.
+        priority, client, share: See :class:`~diffserve.api.types.GenerationRequest`; batch requests age, so that only
+            requests that arrive soon after them can overtake them.
 
-    Raises InvalidRequest, ``param`` naming the field.
+    Raises:
+        InvalidRequest: A field is wrong; ``param`` names it.
     """
 
     prompt: str = ""
@@ -68,28 +69,28 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
     def __post_init__(self) -> None:
         check(
             sum(map(bool, (self.prompt, self.token_ids, self.messages))) == 1,
-            "give a prompt, token_ids or messages, one of them, and not an empty one.",
+            "give one of prompt, token_ids and messages, and not an empty one.",
             "prompt",
             "invalid_value" if self.prompt or self.token_ids else "empty_prompt",
         )
         check(
             len(self.messages) <= MAX_MESSAGES,
-            f"messages are {len(self.messages)}; at most {MAX_MESSAGES} are taken.",
+            f"messages has {len(self.messages)} entries; at most {MAX_MESSAGES} are allowed.",
             "messages",
             "array_above_max_length",
         )
-        said = "".join([self.prompt, *(message.content for message in self.messages)])
-        check_chars(said, MAX_TEXT_CHARS, "messages" if self.messages else "prompt", "the prompt")
+        text = "".join([self.prompt, *(message.content for message in self.messages)])
+        check_chars(text, MAX_TEXT_CHARS, "messages" if self.messages else "prompt", "the prompt")
         check(
             len(self.token_ids) <= MAX_PROMPT_TOKENS
             and all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids),
-            f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 to {MAX_TOKEN_ID}.",
+            f"token_ids has {len(self.token_ids)} entries; give at most {MAX_PROMPT_TOKENS}, each 0 to {MAX_TOKEN_ID}.",
             "prompt",
         )
         check_num(self.num_texts, MAX_TEXTS, "texts")
         check(
             self.params.num_beams == 1 or self.num_texts <= self.params.num_beams,
-            f"n is {self.num_texts} and num_beams {self.params.num_beams}; a search gives at most as many as beams.",
+            f"n is {self.num_texts} and num_beams {self.params.num_beams}; n must not exceed num_beams.",
             "n",
         )
         check_deadline(self.deadline_s)
@@ -98,9 +99,12 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
 
 
 class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of an answer, in the model's own distribution: natural logarithms, entropy in nats.
+    """One output token under the model's unmodified distribution.
 
-    ``top`` holds (token text, token id, logprob) of the most likely ones, best first, when they were asked for.
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        entropy: Entropy of the distribution in nats.
+        top: (token text, token id, logprob) of the most likely tokens, best first, if requested.
     """
 
     token_id: int
@@ -111,10 +115,13 @@ class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. ``cached_tokens``: of the prompt's, those whose keys and values were there already.
+    """Token counts of one request.
 
-    ``device_s``: its share, by tokens, of the seconds of the ticks that it took part in; those of all requests add up
-    to the time in which the engine was busy.
+    Attributes:
+        cached_tokens: Prompt tokens whose keys and values were cached.
+        draft_tokens, accepted_tokens: Tokens proposed and accepted by speculative decoding.
+        device_s: This request's share, by tokens, of the device time. The shares of all requests add up to the engine's
+            busy time.
     """
 
     prompt_tokens: int
@@ -126,9 +133,13 @@ class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. ``ttft_s``: from submit to the first token; ``tpot_s``: mean time of each later one (0: there is none).
+    """Times of one request in seconds.
 
-    queue_s  from submit until the first piece of the prompt was computed
+    Attributes:
+        queue_s: From submit until the first chunk of the prompt was processed.
+        ttft_s: Time to first token, from submit.
+        tpot_s: Mean time per further output token; 0 if there is none.
+        total_s: From submit until the end.
     """
 
     queue_s: float
@@ -140,12 +151,13 @@ class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
 class TextResult(msgspec.Struct, frozen=True, kw_only=True):
     """One finished text.
 
-    token_ids     all that was said, the token that ended it included
-    finish_reason "stop": an end token or a stop text; "length": max_tokens, or the context, was used up
-    stop_text     the stop text that ended it, if one did
-    tokens        one entry for each of ``token_ids``, when logprobs were asked for
-    mean_entropy  over the tokens said, in nats: how unsure the model was
-    score         beam search: what the text was ranked by
+    Attributes:
+        token_ids: All output tokens, including the one that ended the text.
+        finish_reason: "stop": an end token or a stop text; "length": ``max_tokens`` or the context was reached.
+        stop_text: The stop text that ended the text, if one did.
+        tokens: One entry for each of ``token_ids``, if logprobs were requested.
+        mean_entropy: Mean entropy in nats per token, a measure of the model's uncertainty.
+        score: Beam search: the score by which the text was ranked.
     """
 
     text_index: int
@@ -159,7 +171,7 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request is in the queue; ``seed`` is the one that will be used for text 0."""
+    """The request is queued; ``seed`` is the seed of text 0."""
 
     request_id: str
     seed: int
@@ -169,9 +181,9 @@ class TextAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What is new of text ``text_index``. ``text`` may be empty: a character, or a stop text, may not be whole yet.
+    """New tokens of text ``text_index``; ``finish_reason`` is set in the last delta of each text.
 
-    ``finish_reason`` is set with the last one of each text.
+    ``text`` may be empty while a character or a possible stop text is incomplete.
     """
 
     request_id: str
@@ -192,7 +204,7 @@ class TextFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def text(self) -> str:
-        """The first (with beams: the best) text."""
+        """The first text (with beam search: the best)."""
         return self.results[0].text
 
 
@@ -201,9 +213,10 @@ TEXT_TERMINAL = (TextFinished, Failed, Cancelled)
 
 
 class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded language model can do; the HTTP process and the command line read it, no torch needed.
+    """Capabilities of a loaded language model, for the HTTP process and the CLI.
 
-    ``speaks_json``: whether its texts can be held to a schema, token by token.
+    Attributes:
+        speaks_json: Whether its texts can be constrained to a JSON Schema.
     """
 
     model_id: str
@@ -233,16 +246,16 @@ TEXT_BOUNDS = {
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How texts are batched.
+    """Batching of texts; the keys are part of the ``[text]`` table.
 
-    max_batch_tokens   tokens that one call of the network may take; a long prompt is cut into chunks that fit
+    max_batch_tokens   tokens in one call of the language model; a long prompt is split into chunks that fit
     max_sequences      sequences (texts and beams) that run at once
-    max_waiting        requests that may wait before :class:`~diffserve.api.errors.QueueFull`
-    num_draft_tokens   tokens of a draft that are checked in one call; 0 switches speculation off. Without a draft model
-                       drafts are copied from prompt and output
-    max_ngram          the longest ending that prompt lookup looks for
-    min_ngram          the shortest
-    page_tokens        tokens on a page: what is shared between prompts is a multiple of it
+    max_waiting        requests that may wait; more raise :class:`~diffserve.api.errors.QueueFull`
+    num_draft_tokens   draft tokens that one call verifies; 0: no speculation. Without a draft model drafts are copied
+                       from the prompt and the output (prompt lookup)
+    max_ngram          longest n-gram that prompt lookup searches for
+    min_ngram          shortest n-gram that prompt lookup searches for
+    page_tokens        tokens per page of the pool; prompts share whole pages
     """
 
     max_batch_tokens: int = 512
@@ -257,13 +270,13 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_bounds(self, TEXT_BOUNDS)
         if self.max_ngram < self.min_ngram:
             raise ConfigError(
-                f"max_ngram is {self.max_ngram} and min_ngram {self.min_ngram}; the longest is no shorter.",
+                f"max_ngram is {self.max_ngram} and min_ngram {self.min_ngram}; max_ngram must not be smaller.",
                 param="max_ngram",
             )
 
 
 class TextStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since birth, and what is there now. Pages and prefix hits by tenant are in ``PagePool.stats``."""
+    """Counters since the start of the engine, and current values. ``PagePool.stats`` has prefix hits by tenant."""
 
     num_running: int
     num_waiting: int
@@ -279,20 +292,20 @@ class TextStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def acceptance(self) -> float:
-        """Share of draft tokens that were right, 0 when there were none."""
+        """Share of draft tokens that were accepted; 0 if there were none."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that had not to be computed."""
+        """Share of prompt tokens that were cached; 0 if there were none."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def mean_entropy(self) -> float:
-        """Nats per token said."""
+        """Mean entropy of output tokens in nats."""
         return self.entropy_sum / self.output_tokens if self.output_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens said per second of work."""
+        """Output tokens per second of work."""
         return self.output_tokens / self.busy_s if self.busy_s else 0.0

@@ -1,8 +1,7 @@
-"""The words every floor of the house speaks: requests, parameters, pictures, results, events.
+"""Shared types of image generation: requests, parameters, images, results and events.
 
-Nothing here imports torch. Every type is a frozen ``msgspec.Struct``, so the same object travels from the HTTP process
-to the engine process as msgpack, with no pickle. A value that would be wrong cannot be built: ``__post_init__`` raises
-:class:`diffserve.api.errors.InvalidRequest` with the value and the way out.
+Every type is a frozen ``msgspec.Struct`` that is sent between processes as msgpack. ``__post_init__`` validates values
+and raises :class:`diffserve.api.errors.InvalidRequest`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
 SWITCH_AT: Final = 0.8
-"""Where a refiner takes over of whose request no more is said."""
+"""Default ``switch_at`` of requests that ask for a refiner."""
 CHECKER: Final = "checker"
-"""The scorer of the embedded model's world, which is no file."""
+"""Name of the built-in scorer, which checks images of the embedded model."""
 MAX_STEPS = 1_000_000
 MAX_MERGING = 0.75
-"""One token of every 2 x 2 stays."""
+"""One of every 2 x 2 tokens remains."""
 MAX_CLIP_SKIP = 100
-"""More than any model takes; its own bound are its text encoders' layers."""
+"""Upper limit for any model; each model is limited by the layers of its text encoders."""
 MAX_CACHE_INTERVAL = 1000
-"""More than any model takes; its own bound is its training length."""
+"""Upper limit for any model; each model is limited by its training length."""
 
 E = TypeVar("E")
 FULL_INTERVAL = (0.0, 1.0)
-"""Guidance in all steps."""
+"""Guidance applies to all steps."""
 
 AUTO_SPACING: Final = "auto"
 
@@ -62,9 +61,9 @@ def _check_number(value: float | None, name: str, low: float, high: float, hint:
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """An 8-bit picture: ``data`` holds ``height_px * width_px * channels`` bytes, rows first.
+    """An 8-bit image: ``height_px * width_px * channels`` bytes of ``data``, row by row.
 
-    ``channels`` is 3 (RGB) for pictures, 1 for masks (255 = paint here).
+    ``channels`` is 3 (RGB) for images and 1 for masks (255: inpaint this pixel).
     """
 
     width_px: int
@@ -76,7 +75,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
         expected = self.width_px * self.height_px * self.channels
         check(
             self.width_px > 0 and self.height_px > 0 and self.channels in (1, 3) and len(self.data) == expected,
-            f"a picture of {self.width_px}x{self.height_px} with {self.channels} channel(s) needs {expected} bytes, "
+            f"an image of {self.width_px}x{self.height_px} with {self.channels} channel(s) needs {expected} bytes, "
             f"not {len(self.data)}.",
             "image",
             "invalid_image",
@@ -84,7 +83,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_array(cls, pixels: NDArray[np.uint8]) -> Picture:
-        """Wrap ``pixels`` of shape (height, width, 3) or (height, width) for a mask."""
+        """Wrap ``pixels`` of shape (height, width, 3), or (height, width) for a mask."""
         height, width = pixels.shape[:2]
         channels = pixels.shape[2] if pixels.ndim == 3 else 1
         return cls(width_px=width, height_px=height, channels=channels, data=np.ascontiguousarray(pixels).tobytes())
@@ -97,13 +96,14 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatentArray(msgspec.Struct, frozen=True, kw_only=True):
-    """Final latents as little-endian float32 bytes of ``shape`` (channels, height / f, width / f)."""
+    """Final latents as little-endian float32 bytes of ``shape`` (channels, height / factor, width / factor)."""
 
     shape: tuple[int, int, int]
     data: bytes
 
     @classmethod
     def from_array(cls, latents: NDArray[np.float32]) -> LatentArray:
+        """Wrap ``latents`` of shape (channels, height, width)."""
         channels, height, width = latents.shape
         return cls(shape=(channels, height, width), data=latents.astype("<f4").tobytes())
 
@@ -114,34 +114,36 @@ class LatentArray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to denoise. ``None`` means: as the model's profile says.
+    """Denoising parameters. ``None`` means the default of the model's profile.
 
-    sampler            canonical name, A1111 label or diffusers class name (see ``schedulers.SAMPLERS``)
-    num_steps          denoising steps, 1 up to the training length (checked against the model at submit)
-    spacing            "leading" | "trailing" | "linspace" | "quadratic"
-    sigma_schedule     "karras" | "exponential" | "sgm_uniform" | "simple" | "beta"
-    eta                share of fresh noise, 0 (none) to 1 (as much as ddpm): default 0 (ddim), 1 (euler_a) or
-                       0.3 (tcd, its gamma); with other samplers it has no effect and causes a warning
-    guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
-    guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
-    clip_skip          which layer of the text encoders the UNet reads, counted from the one it was trained with: 1;
-                       of the negative prompt as well, as in A1111 (diffusers: of the prompt alone)
-    guidance_rescale   how far the guided output is brought back to the spread of the unguided, 0 (off) to 1
-    cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
-                       the features that it left; 1: always the whole
-    token_merging      without effect and with a warning: it was removed in 0.2
-    similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
-                       and leave out the more steps the more similar it is; ``None``: always from noise
-    micro_conditioning the sizes that SDXL is told of, the picture's own unless given
-    noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
-    variation_strength how far all noise of a picture is turned towards that of another seed, 0 (off) to 1 (its
-                       picture); the images of a request then have one seed and these others
-    variation_seed     that of image 0, which image i adds i to; ``None``: drawn at submit and reported back
-    strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
-    loras              adapters of the server's folder that change the model for this picture alone
-    controlnets        of the server's folder, each with a picture among the request's ``control_images``
-    switch_at          the refiner takes over after this share of the noise levels, 0 to 1 (diffusers' denoising_end
-                       and denoising_start; 0.8 is SDXL's); ``None``: it does not
+    Attributes:
+        sampler: Canonical name, A1111 label or diffusers class name (see ``schedulers.SAMPLERS``).
+        num_steps: Denoising steps, from 1 to the training length (checked against the model at submit).
+        spacing: "leading", "trailing", "linspace" or "quadratic".
+        sigma_schedule: "karras", "exponential", "sgm_uniform", "simple" or "beta".
+        eta: Share of fresh noise, 0 (none) to 1 (as much as ddpm). Default 0 (ddim), 1 (euler_a) or 0.3 (tcd, its
+            gamma). With other samplers it has no effect and causes a warning.
+        guidance_scale: Classifier-free guidance weight; at 1 and below there is no unconditional row.
+        guidance_interval: (from, to) as fractions of the steps; outside it the unconditional row is skipped.
+        clip_skip: Layer of the text encoders that the UNet reads, counted from the one that it was trained with, which
+            is 1. Applies to the negative prompt as well, as in A1111 (in diffusers only to the prompt).
+        guidance_rescale: Strength of rescaling the guided output to the standard deviation of the conditional one, 0
+            (off) to 1.
+        cache_interval: DeepCache: the full UNet runs once in this many evaluations, the others run its shallow part on
+            cached deep features; 1: off.
+        token_merging: Removed in 0.2; has no effect and causes a warning.
+        similarity_threshold: Start from the latents of the most similar prompt if its similarity is at least this,
+            above 0 to 1, and skip more steps the more similar it is; ``None``: always start from noise.
+        micro_conditioning: SDXL's size conditioning; unset sizes are the image's own.
+        noise_source: "cpu" or "device", see ``EngineConfig``; ``None``: the configured one.
+        variation_strength: Interpolation of all noise toward that of the variation seed, 0 (off) to 1 (only that seed).
+            The images of a request then share the seed and differ in the variation seed.
+        variation_seed: Variation seed of image 0; image i adds i; ``None``: drawn at submit and reported.
+        strength: Strength of image-to-image, 0 (init image unchanged) to 1 (init image ignored).
+        loras: LoRAs from the server's folder, applied to this request only.
+        controlnets: ControlNets from the server's folder, each with one of the request's ``control_images``.
+        switch_at: Share of the noise levels, 0 to 1, after which the refiner takes over (``denoising_end`` and
+            ``denoising_start`` in diffusers; 0.8 is usual for SDXL); ``None``: no refiner.
     """
 
     sampler: str | None = None
@@ -180,7 +182,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
         _check_number(self.strength, "strength", 0.0, 1.0)
         skip = self.clip_skip
-        check(skip >= 1, f"clip_skip is {skip}; give 1, the layer that is read anyway, or more.", "clip_skip")
+        check(skip >= 1, f"clip_skip is {skip}; give 1, the default layer, or more.", "clip_skip")
         _check_number(self.guidance_rescale, "guidance_rescale", 0.0, 1.0)
         _check_number(self.switch_at, "switch_at", 0.0, 1.0)
         start, stop = self.guidance_interval
@@ -219,12 +221,14 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a wish is rewritten into a prompt.
+    """Options of prompt rewriting.
 
-    style   whose prompts the image model reads best: file name in ``configs/rewriter/``; ``None``: the model's own
-    seed    of the second prompt and those after it, and of models that draw; ``None``: 0
-    system  a system text in place of the style's own
-    force   take an answer although the model was unsure of it; empty, refusing and endless ones are never taken
+    Attributes:
+        style: Name of a file in ``configs/rewriter/``; ``None``: the style that suits the image model.
+        seed: Seed of all prompts but the first, and of models that sample; ``None``: 0.
+        system: System prompt that replaces the one of the style.
+        force: Accept the answer even if the model was unsure. Empty answers, refusals and endless answers are never
+            accepted.
     """
 
     style: str | None = None
@@ -242,18 +246,22 @@ class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check_priority(priority: str) -> None:
-    """InvalidRequest for a priority that is none."""
-    said = f"priority is {priority[:40]!r}; give {' or '.join(PRIORITIES)}, or leave it out."
-    check(priority in PRIORITIES, said, "priority")
+    """Check that ``priority`` is known.
+
+    Raises:
+        InvalidRequest: It is not one of ``PRIORITIES``.
+    """
+    message = f"priority is {priority[:40]!r}; give {' or '.join(PRIORITIES)}, or leave it out."
+    check(priority in PRIORITIES, message, "priority")
 
 
 def new_request_id(kind: str = "img") -> str:
-    """A fresh request id: ``kind``, which is img, txt or rwt, and 24 hexadecimal digits."""
+    """Return a new request id: ``kind`` (img, txt, rwt or emb) and 24 hexadecimal digits."""
     return f"{kind}-{uuid.uuid4().hex[:24]}"
 
 
 class Asks(Generic[E]):
-    """A request that is answered by events ``E``."""
+    """Base of all requests; ``E`` is the type of the events that answer the request."""
 
     __slots__ = ()
 
@@ -261,36 +269,37 @@ class Asks(Generic[E]):
 
     @property
     def kind(self) -> str:
-        """The tag with which it travels, and by which metrics name it: "image", "text", "rewrite" or "embedding"."""
-        return str(type(self).__struct_config__.tag)  # type: ignore[attr-defined]  # a Struct's
+        """The tag in messages and metrics, for example "image", "text", "rewrite" or "embedding"."""
+        return str(type(self).__struct_config__.tag)  # type: ignore[attr-defined]  # defined by Struct
 
 
 class GenerationRequest(
     msgspec.Struct, Asks["Event"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="image"
 ):
-    """What somebody wants painted.
+    """A request for images.
 
-    width_px, height_px   multiples of the model's VAE factor (checked at submit); ``None``: the model's native size
-    num_images            image i is the picture that seed + i gives alone, or the same seed and variation_seed + i
-    best_of               so many are painted, and the ``num_images`` with the highest scores are delivered, the best
-                          first; ``None``: none are chosen from
-    seed                  ``None``: drawn at submit and reported back
-    init_image            start from this picture (image-to-image), resized by the caller to width x height
-    mask_image            one channel, 255 = repaint here (inpainting); needs ``init_image``
-    control_images        of the ControlNets of ``diffusion``, in turn: what each goes by, of the picture's size or
-                          to be resized
-    preview_every         a Preview event each so many steps; 0: none
-    rewriting             have the prompt rewritten first; ``None``: paint it as it is
-    deadline_s            seconds after submit at which the work is given up
-    refuses_late          whether it is refused at once where it is foreseen to be done later than that
-    priority              "batch" gets what "interactive" leaves, and a tenth of the work whatever that leaves
-    model                 the name of the model that paints, where several are served; "": the first of them
-    client                whose request it is, by any name: clients share the engine fairly; told to nobody
-    share                 how many times as much its client gets as others do, while they all want some
-    encodings             of its texts, where another process has encoded them (see ``stage_types``)
+    LoRA tags in the prompt (``loras.read_tags``) are moved to ``diffusion`` at construction, and digests of
+    ``control_images`` are added to it.
 
-    Adapters that the prompt asks for (``loras.read_tags``) are moved from there to ``diffusion``, and digests of
-    ``control_images`` are put there.
+    Attributes:
+        width_px: Width, a multiple of the model's VAE factor (checked at submit); ``None``: the native width.
+        height_px: Height, with the same rules.
+        num_images: Image i equals a single image with seed + i, or with the same seed and variation_seed + i.
+        best_of: Generate this many images and return the ``num_images`` with the highest scores, the best first;
+            ``None``: no selection.
+        seed: ``None``: drawn at submit and reported.
+        init_image: Start image (image-to-image), already resized to width x height by the caller.
+        mask_image: Inpainting mask with one channel, 255: inpaint; needs ``init_image``.
+        control_images: One input image for each ControlNet of ``diffusion``, at the size of the image or to be resized.
+        preview_every: Number of steps between Preview events; 0: no previews.
+        rewriting: Rewrite the prompt first; ``None``: use it unchanged.
+        deadline_s: Seconds after submit at which the request is abandoned.
+        refuses_late: Refuse the request at once if the forecast says that it would miss its deadline.
+        priority: "batch" gets what "interactive" leaves, and at least a tenth of the work.
+        model: Name of the model if several are served; "": the first.
+        client: Identifier of the client, for fair sharing of the engine; never reported.
+        share: Weight of the client: its part of the engine relative to other clients while all have work.
+        encodings: Text encodings computed by another process (see ``stage_types``).
     """
 
     prompt: str
@@ -320,70 +329,75 @@ class GenerationRequest(
         prompt, loras = read_tags(self.prompt)
         if loras:
             msgspec.structs.force_setattr(self, "prompt", prompt)
-            asked = msgspec.structs.replace(self.diffusion, loras=(*self.diffusion.loras, *loras))
-            msgspec.structs.force_setattr(self, "diffusion", asked)
+            diffusion = msgspec.structs.replace(self.diffusion, loras=(*self.diffusion.loras, *loras))
+            msgspec.structs.force_setattr(self, "diffusion", diffusion)
         self._digest_control_images()
-        has_any = bool(self.prompt.strip()) or self.init_image is not None
-        check(has_any, "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        has_input = bool(self.prompt.strip()) or self.init_image is not None
+        check(has_input, "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
         for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
             check_chars(text, MAX_PROMPT_CHARS, name)
         for name, size in (("width", self.width_px), ("height", self.height_px)):
             check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
         check_num(self.num_images, MAX_IMAGES, "images")
-        best = f"best_of is {str(self.best_of)[:40]}; paint at least the {self.num_images} that are kept, at most "
-        is_fine = self.best_of is None or self.num_images <= self.best_of <= MAX_IMAGES
-        check(is_fine, f"{best}{MAX_IMAGES}.", "best_of")
-        varied = self.diffusion.variation_strength > 0.0
-        self._check_seed("seed", self.seed, 0 if varied else self.num_painted - 1)
+        is_valid = self.best_of is None or self.num_images <= self.best_of <= MAX_IMAGES
+        advice = f"paint at least the {self.num_images} that are kept, at most {MAX_IMAGES}."
+        check(is_valid, f"best_of is {str(self.best_of)[:40]}; {advice}", "best_of")
+        has_variation = self.diffusion.variation_strength > 0.0
+        self._check_seed("seed", self.seed, 0 if has_variation else self.num_painted - 1)
         self._check_seed("variation_seed", self.diffusion.variation_seed, self.num_painted - 1)
         check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
         check(
             self.mask_image is None or self.init_image is not None,
-            "a mask was given without an image to repaint; give init_image too.",
+            "a mask was given without an image to inpaint; give init_image too.",
             "mask",
         )
         check_deadline(self.deadline_s)
         check_share(self.share)
         check_priority(self.priority)
 
-    def _check_seed(self, name: str, seed: int | None, further: int) -> None:
-        most = MAX_SEED - further
+    def _check_seed(self, name: str, seed: int | None, num_further: int) -> None:
+        """Check that ``seed`` and the ``num_further`` seeds after it are in range."""
+        largest = MAX_SEED - num_further
         check(
-            seed is None or 0 <= seed <= most,
-            f"{name} is {seed}; it must lie between 0 and {most}"
-            f"{f', for the last of {self.num_painted} images has {further} more' * (further > 0)},"
-            " or be left out to be drawn.",
+            seed is None or 0 <= seed <= largest,
+            f"{name} is {seed}; it must lie between 0 and {largest}"
+            f"{f', for the last of {self.num_painted} images has {num_further} more' * (num_further > 0)},"
+            " or be left out for a random one.",
             name,
         )
 
     def _digest_control_images(self) -> None:
-        """Tell each ControlNet of which picture it is, unless it knows: a resized one keeps the digest it came with."""
-        asked, pictures = self.diffusion.controlnets, self.control_images
-        said = f"{len(asked)} ControlNets are asked for with {len(pictures)} pictures; give each of them one."
-        check(len(asked) == len(pictures), said, "controlnets")
-        if all(control.image for control in asked):
+        """Add the digest of its image to each ControlNet that has none.
+
+        A resized image keeps the digest of the original.
+        """
+        controls, images = self.diffusion.controlnets, self.control_images
+        message = f"{len(controls)} ControlNets are asked for with {len(images)} pictures; give each of them one."
+        check(len(controls) == len(images), message, "controlnets")
+        if all(control.image for control in controls):
             return
-        told = tuple(
+        with_digests = tuple(
             control
             if control.image
-            else msgspec.structs.replace(control, image=digest_of(picture.width_px, picture.height_px, picture.data))
-            for control, picture in zip(asked, pictures, strict=True)
+            else msgspec.structs.replace(control, image=digest_of(image.width_px, image.height_px, image.data))
+            for control, image in zip(controls, images, strict=True)
         )
-        msgspec.structs.force_setattr(self, "diffusion", msgspec.structs.replace(self.diffusion, controlnets=told))
+        diffusion = msgspec.structs.replace(self.diffusion, controlnets=with_digests)
+        msgspec.structs.force_setattr(self, "diffusion", diffusion)
 
     @property
     def texts(self) -> dict[str, str]:
-        """The texts that reach the text encoders, by the names of their fields."""
+        """The inputs of the text encoders, by field name."""
         return {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
 
     @property
     def num_painted(self) -> int:
-        """Pictures that are painted, whether they are kept or not."""
+        """Number of images to generate, including those that ``best_of`` discards."""
         return self.best_of or self.num_images
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an image's time went, in seconds. ``step_s`` is the mean wall time of a denoising step."""
+    """Time of an image by phase, in seconds. ``step_s`` is the mean wall time of a denoising step."""
 
     queue_s: float
     encode_s: float
@@ -393,12 +407,13 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How a picture is denoised, every default resolved: :class:`DiffusionParams` with no question left open.
+    """Denoising parameters with every default resolved; part of results, metadata and responses.
 
-    The engine paints by it, and result, metadata and answers tell it.
+    See :class:`DiffusionParams` for the other fields.
 
-    strength        how much of the init image is repainted, ``None`` where there is none
-    variation_seed  ``None`` where nothing is varied; of a result, that of its picture
+    Attributes:
+        strength: Strength of image-to-image; ``None`` without an init image.
+        variation_seed: Variation seed of this image; ``None`` without variation.
     """
 
     sampler: str
@@ -422,25 +437,33 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     switch_at: float | None = None
 
     def recipe(self) -> dict[str, Any]:
-        """The fields of a recipe alone, by name."""
+        """Return the fields of the recipe, without those of subclasses, by name."""
         return {name: getattr(self, name) for name in DenoisingRecipe.__struct_fields__}
 
 
 class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
-    """One finished image and what it was painted with (an init image and its mask are the caller's).
+    """A finished image and the parameters that produced it (without the caller's init image and mask).
 
-    ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
-    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not. ``cached``:
-    the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
-    ``similarity``: of the prompt whose latents it began from, ``None`` where it began from noise; then the first
-    ``skipped_steps`` of its ``num_steps`` were left out, and it repeats itself only while those latents are kept.
-    ``lora_digests``, ``word_digests``: SHA-256 of the files of its adapters and learnt words, by their names.
-    ``refiner``: name and digest of the model that painted the last steps, "" where none did. ``score``: by which it was
-    chosen from several (``best_of``); then ``image_index`` is its rank, and the first of them tells how many others
-    were painted and not kept, ``num_discarded``, and with how many rows, ``discarded_evaluations``. ``device_s``: its
-    share of the seconds of the ticks that it took part in; those of all images, ``discarded_device_s`` among them, add
-    up to the time in which the engine was busy. ``interrupted_after``: the steps after which it was interrupted, and
-    shows the denoised estimate; 0 where it is finished.
+    Attributes:
+        num_evaluations: UNet rows (two per step with guidance).
+        latents: Final latents, if the request set ``return_latents``.
+        prompt: The prompt that was used.
+        original_prompt: The prompt before rewriting; ``None`` if it was not rewritten.
+        cached: "hit": taken from the result cache; "shared": generated for an equal request that was running. Nothing
+            was computed for this request in either case.
+        similarity: Similarity of the prompt whose latents were the start; ``None``: started from noise.
+        skipped_steps: The number of first steps that were skipped. Such an image can be reproduced only while those
+            latents are cached.
+        lora_digests: SHA-256 of the LoRA files, by name.
+        word_digests: SHA-256 of the textual inversion files, by name.
+        refiner: Name and digest of the model that ran the last steps; "": none.
+        score: Score of the image if ``best_of`` was set; ``image_index`` is then the rank.
+        num_discarded: Number of images that ``best_of`` discarded; set on the best image only.
+        discarded_evaluations: UNet rows of the discarded images; set on the best image only.
+        device_s: This image's share of the device time. The shares of all images, including ``discarded_device_s``, add
+            up to the engine's busy time.
+        interrupted_after: Steps after which the image was interrupted; it then shows the denoised estimate. 0:
+            finished.
     """
 
     request_id: str
@@ -471,20 +494,25 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """(height, width, 3) uint8 RGB."""
+        """The image as a uint8 RGB array of shape (height, width, 3)."""
         return self.picture.array
 
     @property
     def image(self) -> Any:
-        """The picture as a ``PIL.Image.Image`` (imported only here)."""
+        """The image as a ``PIL.Image.Image``. PIL is imported on first use."""
         from PIL import Image
 
         return Image.fromarray(self.pixels)
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request is in the queue; ``seed`` is the one that will be used for image 0. ``num_images`` are painted, the
-    last in about ``seconds_left``, ``None`` where that is not known."""
+    """The request is queued.
+
+    Attributes:
+        seed: Seed of image 0.
+        num_images: Number of images to generate.
+        seconds_left: Forecast until the last image is finished; ``None`` if unknown.
+    """
 
     request_id: str
     seed: int
@@ -495,7 +523,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request still waits, and ``queue_position`` others will begin before it; told when that has changed."""
+    """The queue position of a waiting request has changed: ``queue_position`` requests are ahead of it."""
 
     request_id: str
     queue_position: int
@@ -503,9 +531,12 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``step_index`` of ``num_steps`` steps of image ``image_index`` are done; it is a picture in about
-    ``seconds_left``, with all that is queued now and nothing that comes later, and the last of its request is one in
-    ``request_seconds_left``."""
+    """An image has completed ``step_index`` of ``num_steps`` steps.
+
+    Attributes:
+        seconds_left: Forecast until this image is finished, with the current queue; ``None`` if unknown.
+        request_seconds_left: Forecast until the last image of the request is finished; ``None`` if unknown.
+    """
 
     request_id: str
     image_index: int
@@ -516,7 +547,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The denoised estimate after ``step_index`` steps, as a picture."""
+    """The denoised estimate after ``step_index`` steps, as an image."""
 
     request_id: str
     image_index: int
@@ -525,14 +556,14 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Painted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One image of the request is finished."""
+    """An image of the request is finished."""
 
     request_id: str
     result: ImageResult
 
 
 class ImageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One image of the request failed; its neighbours and its siblings go on."""
+    """An image of the request failed; the other images continue."""
 
     request_id: str
     image_index: int
@@ -541,7 +572,7 @@ class ImageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: every image is painted or has failed, and at least one is painted."""
+    """Terminal: every image is finished or has failed, and at least one is finished."""
 
     request_id: str
     num_painted: int
@@ -549,7 +580,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: the request gave no image."""
+    """Terminal: the request produced no image."""
 
     request_id: str
     code: str
@@ -558,7 +589,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Terminal: the request was cancelled; its lanes are free."""
+    """Terminal: the request was cancelled and its lanes are free."""
 
     request_id: str
 
@@ -568,24 +599,28 @@ TERMINAL = (Finished, Failed, Cancelled)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded model can do; the HTTP process and the CLI read it, no torch needed.
+    """Capabilities of a loaded model, for the HTTP process and the CLI.
 
-    vae_factor    pixels per latent cell; sizes are multiples of ``size_multiple_px``
-    good_sizes    (width, height) pairs that the model does well; the first is native
-    world         of a model that knows a closed one: what it can paint, and its words
-    other_aspects what becomes of a picture of another aspect than the good sizes have: see :class:`ModelProfile`
-    fewest_steps  from how many steps on each sampler paints right, where that was measured
-    learnt_words  that were read from ``ModelProfile.embeddings_dir``, by their names in small letters
-    refused_words why other files of that folder cannot be used, by the names of their words
-    has_size_conditioning  whether its UNet is told sizes (SDXL)
-    most_clip_skip   the largest ``clip_skip``, which leaves its smallest text encoder one layer
-    embeds_guidance  whether the UNet is told guidance as a vector, and no image has an unconditional row
-    shallow_share work of a row of the UNet's shallow part (``cache_interval``) over that of a whole one; ``None`` for a
-                  UNet that cannot be split so
-    lora_dirs     folders of adapters that requests may name: the profile's ``lora_dir``, and the model's own
-    controlnet_dir  see :class:`ModelProfile`
-    refiner       name and digest of the model that may take over for the last steps; "": there is none
-    scorer        what chooses pictures (``GenerationRequest.best_of``), "checker" or a model's name; "": nothing does
+    Attributes:
+        vae_factor: Pixels per latent cell.
+        size_multiple_px: Sizes are multiples of this.
+        good_sizes: (width, height) pairs that the model generates well; the first is native.
+        world: Vocabulary of a model with a closed vocabulary, else ``None``.
+        other_aspects: Handling of aspect ratios that ``good_sizes`` lacks, see :class:`ModelProfile`.
+        fewest_steps: Smallest number of steps that works, by sampler, if it was measured.
+        learnt_words: Names of the textual inversion embeddings read from ``ModelProfile.embeddings_dir``, in lower
+            case.
+        refused_words: Reasons why other files of that folder cannot be used, by embedding name.
+        has_size_conditioning: Whether the UNet takes size conditioning (SDXL).
+        most_clip_skip: Largest ``clip_skip``; it leaves the smallest text encoder one layer.
+        embeds_guidance: Whether the UNet takes the guidance scale as an embedding, so that images have no unconditional
+            row.
+        shallow_share: Work of a row in the UNet's shallow part (``cache_interval``), relative to the full UNet;
+            ``None`` if the UNet cannot be split.
+        lora_dirs: Folders of LoRAs that requests may name: ``lora_dir`` of the profile, and the model's own.
+        controlnet_dir: Folder of ControlNets, see :class:`ModelProfile`.
+        refiner: Name and digest of the refiner; "": none.
+        scorer: Scorer for ``GenerationRequest.best_of``: "checker" or a model name; "": none.
     """
 
     model_id: str
@@ -624,12 +659,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UNetPath(msgspec.Struct, frozen=True, kw_only=True):
-    """How the UNet calls of one shape are made. It is chosen once, so that a seed keeps its bytes over restarts.
+    """The implementation of UNet calls of one shape. It is stored, so that a seed gives the same bytes after a restart.
 
-    key        digest of everything the choice depends on: model, precision, hardware, compiler and ``[engine] compile``
-    height_px, width_px, num_tokens, lora_rank  shape of the calls; ``lora_rank`` is 0 for calls without adapters
-    path       "plain": the network itself; "compiled": packages that were compiled ahead of time
-    reason     why this path was chosen, for people
+    Attributes:
+        key: Digest of everything that the choice depends on: model, precision, hardware, compiler and ``[engine]
+            compile``.
+        height_px, width_px, num_tokens: Shape of the calls.
+        lora_rank: LoRA rank of the calls; 0 without LoRAs.
+        path: "plain": the eager network; "compiled": packages compiled ahead of time.
+        reason: Human-readable reason for the choice.
     """
 
     key: str
@@ -642,19 +680,20 @@ class UNetPath(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def calls(self) -> tuple[str, int, int, int, int]:
-        """The calls that this path is for, as a dictionary key."""
+        """The key and shape of the calls, usable as a dictionary key."""
         return self.key, self.height_px, self.width_px, self.num_tokens, self.lora_rank
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that requests may name.
 
-    info           what it can do: as its files say until it has been loaded once; ``None``: they say nothing usable
-    is_loaded      whether it paints at once; else it is loaded for the first request
-    problem        why it cannot be loaded, "" where nothing is known to be wrong
-    keeps_latents  whether pictures may begin from those of similar prompts
-    unet_paths     how UNet calls are made, for each shape seen so far
-    records_graphs whether UNet calls are recorded as CUDA graphs and replayed
+    Attributes:
+        info: Capabilities, read from the files until the model is first loaded; ``None`` if the files are unusable.
+        is_loaded: Whether the model is loaded; else its first request loads it.
+        problem: Reason why it cannot be loaded; "" if none is known.
+        keeps_latents: Whether requests may start from latents of similar prompts.
+        unet_paths: Implementation of the UNet calls for each shape seen so far.
+        records_graphs: Whether UNet calls are recorded as CUDA graphs and replayed.
     """
 
     name: str
@@ -667,33 +706,32 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a model lies and how it is best used: the ``[model]`` table of a file in ``configs/``.
+    """The image model and its defaults: the ``[model]`` table of a file in ``configs/``.
 
-    path             "embedded", "embedded-turbo", a diffusers directory, or a single safetensors file
-    device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8, int8_dynamic,
-                     int8_static
-    vae_dtype        "auto": as ``dtype`` computes, but float32 where the VAE is known to overflow in float16 (SDXL's);
-                     or float32, bfloat16, float16
-    vae              "": the model's own; else what is read instead: a directory as diffusers writes a VAE or a whole
-                     model, or a file that is a VAE
-    text_encoder     the same of the text encoder and its tokenizer, directories only; SDXL's two are named by a whole
-                     model's
-    embeddings_dir   folder of learned words (textual inversion) as safetensors files; empty: none
-    good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
-                     training size (``sample_size`` in its UNet's configuration)
-    max_side_px      longest side that is painted directly
-    other_aspects    of another aspect than the good sizes have: "paint", at the nearest size of that aspect, or "pad",
-                     painted at the nearest good size, whose edges then go on to the sides
-    sampler          any name a request may use; a sigma schedule may follow it ("DPM++ 2M Karras")
-    spacing          as in :class:`DiffusionParams`, or "auto": what the model's scheduler configuration says, else the
-                     own one of each sampler's class in diffusers (euler: linspace; ddim: leading)
-    probe            at load, have the model denoise a known picture, and refuse it where it answers as another kind
-    lora_dir         a folder of adapters that requests may name, safetensors files, looked at anew each time; "": none
-    controlnet_dir   the same of ControlNets, directories as diffusers writes them, or one such directory
-    refiner          a model that takes over for the last steps of who asks for it (``DiffusionParams.switch_at``), a
-                     directory or a single file; SDXL's refiner, or any of the same latents and noise; "": none
-    scorer           what chooses the best of several pictures: "checker", which knows the embedded model's world, or
-                     the directory of a CLIP model, trained on pictures and texts, or on choices; "": nothing
+    path             "embedded", "embedded-turbo", a diffusers directory, or one safetensors file
+    device           "auto" or a torch device
+    dtype            auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static
+    vae_dtype        auto, float32, bfloat16 or float16; "auto": as ``dtype``, but float32 for a VAE that is known to
+                     overflow in float16 (SDXL's)
+    vae              "": the VAE of the model; else a diffusers directory of a VAE or of a whole model, or a VAE file
+    text_encoder     "": the text encoder of the model; else a diffusers directory with a text encoder and its
+                     tokenizer; for both of SDXL's the directory of a whole model
+    embeddings_dir   folder of textual inversion embeddings (.safetensors); "": none
+    good_sizes       (width, height) in pixels that the model generates well; the first is its native size; empty: the
+                     training size (``sample_size`` in the UNet's configuration)
+    max_side_px      largest side that the model generates
+    other_aspects    "paint": generate an aspect ratio that ``good_sizes`` lacks directly; "pad": generate the nearest
+                     good size and extend its edges
+    sampler          name, A1111 label or diffusers class; a sigma schedule may follow ("DPM++ 2M Karras")
+    spacing          as in :class:`DiffusionParams`; "auto": the value in the model's scheduler configuration, else the
+                     default of the sampler's class in diffusers (euler: linspace; ddim: leading)
+    probe            at load, denoise a known image and refuse a model whose prediction type does not match
+    lora_dir         folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none
+    controlnet_dir   folder of ControlNets in diffusers format, or one ControlNet; "": none
+    refiner          model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory
+                     or a single file with the same latents and noise, for example the SDXL refiner; "": none
+    scorer           rates the images of ``best_of``: "checker" (of the embedded model), a directory of a CLIP model or
+                     of one trained on preferences, or "" (off)
     """
 
     model_id: str
@@ -719,7 +757,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def diffusion(self) -> DiffusionParams:
-        """The profile's defaults as :class:`DiffusionParams`."""
+        """The defaults of this profile as :class:`DiffusionParams`."""
         return DiffusionParams(
             sampler=self.sampler,
             num_steps=self.num_steps,

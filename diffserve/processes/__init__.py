@@ -1,1 +1,1 @@
-"""Child processes: signals, messages over a socket, waiting, and places for long work."""
+"""Child processes: signals, message frames, wait policy, and limits on long work."""

@@ -1,4 +1,4 @@
-"""Places for work that takes long: a bounded number at a time, and one for each client."""
+"""Concurrency limit for long work: a total number of slots, and one slot per client."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from contextlib import asynccontextmanager
 
 
 class ClientPlaces:
-    """Lets in at most ``num_places`` at a time, never two of one client; clients that wait go in order of arrival."""
+    """A semaphore of ``num_places`` slots, at most one per client; waiting clients are served in order of arrival."""
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._inside: set[str] = set()
+        self._active: set[str] = set()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """Hold a place of ``client`` for the length of the block."""
-        await self._enter(client)
+        """Hold a slot for ``client`` while the block runs."""
+        await self._acquire(client)
         try:
             yield
         finally:
-            self._inside.discard(client)
-            self._let_in()
+            self._active.discard(client)
+            self._grant_slots()
 
-    async def _enter(self, client: str) -> None:
+    async def _acquire(self, client: str) -> None:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((client, turn))
-        self._let_in()
+        self._grant_slots()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was given in the same turn of the loop
-                self._inside.discard(client)
+            if turn.done() and not turn.cancelled():  # the slot was granted in the same iteration of the event loop
+                self._active.discard(client)
             else:
                 self._waiting.remove((client, turn))
-            self._let_in()
+            self._grant_slots()
             raise
 
-    def _let_in(self) -> None:
-        """Give free places to the clients that wait for longest and hold none."""
+    def _grant_slots(self) -> None:
+        """Give free slots to the clients that have waited longest and hold none."""
         for entry in list(self._waiting):
             client, turn = entry
-            if len(self._inside) >= self._num_places:
+            if len(self._active) >= self._num_places:
                 return
-            if client not in self._inside and not turn.done():
-                self._inside.add(client)
+            if client not in self._active and not turn.done():
+                self._active.add(client)
                 self._waiting.remove(entry)
                 turn.set_result(None)

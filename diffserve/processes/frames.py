@@ -1,4 +1,4 @@
-"""Frames between two processes over a socket: the length in four bytes, then the message."""
+"""Message frames between two processes over a socket: a length of four bytes, then the body."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ READ_BYTES: Final = 1 << 20
 
 
 def frame_of(body: bytes) -> bytes:
-    """Return ``body`` with its length before it."""
+    """Return ``body`` with its length in front."""
     return HEADER.pack(len(body)) + body
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
-    """Read the body of the next frame; ``None`` at the end of the stream.
+    """Read the body of the next frame.
+
+    Returns:
+        The body; ``None`` at the end of the stream.
 
     Raises:
-        OSError: The connection failed; TimeoutError where it has a timeout.
+        OSError: The connection failed; TimeoutError if its timeout passed.
     """
     header = _read(connection, HEADER.size)
     return None if header is None else _read(connection, HEADER.unpack(header)[0])

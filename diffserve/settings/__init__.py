@@ -1,1 +1,1 @@
-"""Configuration: its schema, and how files, environment and command line are combined. No torch."""
+"""Configuration without torch: its schema, and the combination of files, environment and command line."""

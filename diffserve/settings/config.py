@@ -1,5 +1,7 @@
-"""What can be set: the tables of the configuration, each value checked where it is made. ``settings`` reads them. No
-torch."""
+"""Schema of the configuration tables. Each value is validated when its table is created.
+
+``settings.layers`` reads the tables from files, environment variables and options. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 logger = logging.getLogger(__name__)
 
 ENGINE_BOUNDS = {
-    "max_rows": Between(2, 256, "a guided image needs 2 rows in one tick, and no device gains by hundreds"),
-    "max_lanes": Between(1, 4096, "every image in flight keeps its latents and their history in memory"),
+    "max_rows": Between(2, 256, "a guided image needs 2 rows in one tick, and more than 256 make no device faster"),
+    "max_lanes": Between(1, 4096, "every image in progress keeps its latents and their history in memory"),
     "max_waiting": Between(1, 100_000),
     "max_prepares_per_tick": Between(1, 1024),
     "max_decodes_per_tick": Between(1, 1024),
     "decode_tile_px": Between(0, 1 << 16),
-    "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
+    "slo_scale": Between(1.0, 1e6, "it is a multiple of the time that a request takes alone"),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
     "latent_cache_bytes": Between(0, 1 << 42),
@@ -53,63 +55,69 @@ ENGINE_BOUNDS = {
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the engine batches. Every value is literal; ``"auto"`` and ``None`` are resolved at start and reported.
+    """Scheduling, memory and compiled calls: the ``[engine]`` table.
 
-    max_rows               rows (latents) in one tick; ``None``: the knee of the measured cost curve, at most
-                           16 on a CPU and 32 elsewhere
-    deterministic          True: an image's bytes do not depend on its neighbours; False: they may differ by rounding
-                           (see ``Engine.tolerance``); "auto": True on a CPU, where it costs next to nothing
-    max_lanes              images in flight at once, running or preempted between two steps; one more, and another for
-                           every eight of these, is kept for clients who have none in flight
-    max_waiting            requests that may wait for a lane before :class:`~diffserve.api.errors.QueueFull`
-    max_prepares_per_tick  newcomers whose text and init image are encoded in one tick, so that nobody stalls
-    max_decodes_per_tick   finished latents turned into pictures in one tick
-    decode_tile_px         pictures with a longer side are decoded in tiles of so many pixels along it, which fade into
-                           each other; 0: all in one piece, as far as there is memory
-    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput" or
-                           "goodput"
-    slo_scale              a request should be done within so many times what it takes alone; "goodput" goes by it
-    kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
-                           of one window, and for what the language model wants
-    result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
-                           being painted for somebody else, is answered by it. 0: none, and everybody is painted for
-    noise_source           of requests that do not say: "cpu": every image draws with a torch generator of its own on
-                           the CPU, as diffusers does; "device": with the numbers of a CUDA generator ("GPU" and "NV" in
-                           A1111), on any device, for all rows of a tick at once. Seeds paint other pictures then, and
-                           an init image is still encoded with the CPU's
-    latent_cache_bytes     of finished latents kept in memory: a request with a ``similarity_threshold`` gives its own,
-                           and begins from those of a similar prompt. All clients share them, and are told of it: who
-                           asks can find out what others asked for. 0: none, and such requests are refused
-    lora_bytes             of adapters kept in memory beside those of pictures that are being painted
-    controlnet_bytes       the same of ControlNets; so much is left for them of what is free at start
-    activation_bytes       that a call of a network may hold beside the weights: rows are capped by it, pictures decoded
-                           in tiles, and refused where that does not help; ``None``: what is free
-    threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
-                           torch's own number and fewer
-    offload                where the weights of every model rest while their layer does not run: "none": on the device;
-                           "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has room
-    device_map             one model over all GPUs: "balanced": its UNet on the first, text encoders and VAE where most
-                           room is; "auto": the same where the first has too little for all. A UNet that none has room
-                           for is split; it is not compiled then, and has no DeepCache. "none": on one device
-    compile                "off": the UNet is never compiled; "warm": packages made by ``diffserve warm`` are used;
-                           "auto": like "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for
-                           its native size before it reports ready, and an engine on CUDA that is not deterministic
-                           compiles in the background; "background": compile every shape that is painted, in a process
-                           of low priority (deterministic engines treat it like "auto"). Compiling a small model on a
-                           CPU takes 15 times the memory of the UNet's weights
+    Every value is literal; ``"auto"`` and ``None`` are resolved at start and reported.
+
+    max_rows               UNet rows (latents) in one tick; ``None``: the knee of the measured cost curve, at most 16 on
+                           a CPU and 32 on other devices
+    deterministic          True: an image's bytes do not depend on other requests; False: they may differ by rounding
+                           (see ``Engine.tolerance``); "auto": True on a CPU, where it costs very little
+    max_lanes              images in progress at once, running or preempted between two steps. One additional lane, and
+                           another for every eight, is reserved for clients that have no image in progress
+    max_waiting            requests that may wait for a lane; more raise :class:`~diffserve.api.errors.QueueFull`
+    max_prepares_per_tick  new requests whose text and init image are encoded in one tick; bounds the delay of the
+                           others
+    max_decodes_per_tick   finished latents decoded to images in one tick
+    decode_tile_px         images with a longer side are decoded in tiles of this size in pixels, blended at their
+                           borders; 0: in one piece if memory allows
+    policy                 the order in which requests run (see :mod:`diffserve.engine.image.policy`): "latency",
+                           "throughput" or "goodput"
+    slo_scale              for "goodput": a request should finish within this many times the time that it takes alone
+    kv_pool_bytes          size of the page pool of keys and values, shared with the language model; ``None``: room for
+                           64 different prompts of one window, and for the language model
+    result_cache_bytes     cache of finished images. A request with a seed whose image is cached, or is being generated
+                           for an equal request, reuses it. Shared by all clients; 0: off
+    noise_source           for requests that do not set it: "cpu": each image draws from its own torch generator on the
+                           CPU, as in diffusers; "device": the numbers of a CUDA generator ("GPU" and "NV" in A1111), on
+                           any device, for all rows of a tick at once. The same seed gives different images in the two
+                           modes. Init images are encoded with CPU noise in both
+    latent_cache_bytes     cache of finished latents: a request with a ``similarity_threshold`` stores its latents, and
+                           starts from those of a similar prompt. Shared by all clients, so a client can detect which
+                           prompts others have used; requests get a warning about this. 0: off, and such requests are
+                           refused
+    lora_bytes             memory for loaded LoRAs, in addition to those in use
+    controlnet_bytes       memory for loaded ControlNets, limited by the free memory at start
+    activation_bytes       memory for one network call in addition to the weights: limits rows, makes the VAE decode in
+                           tiles, and refuses sizes that do not fit even then; ``None``: the free memory
+    threads                CPU threads of a UNet call; ``None``: the fastest of torch's default and lower counts,
+                           measured repeatedly
+    offload                where the weights of every model are kept while their layer does not run: "none": on the
+                           device; "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has
+                           room
+    device_map             one model over all GPUs: "balanced": the UNet on the first, text encoders and VAE where the
+                           most memory is free; "auto": the same if the first GPU is too small for all. A UNet too large
+                           for one GPU is split; it is then not compiled and cannot use DeepCache. "none": one device
+    compile                "off": never compile the UNet; "warm": use packages made by ``diffserve warm``; "auto": like
+                           "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for its native
+                           size before it reports ready, and a non-deterministic engine on CUDA compiles in the
+                           background; "background": compile every shape in use, in a process of low priority
+                           (deterministic engines treat it like "auto"). Compiling a small model on a CPU takes 15 times
+                           the memory of the UNet's weights
     cuda_graphs            on CUDA: record UNet calls as CUDA graphs where launching takes most of their time, and
                            replay each with one launch
-    memory_format          of the UNet's convolutions on CUDA in 16 bits: "contiguous", "channels_last", or "auto": the
-                           faster one, measured at the first start; in deterministic mode "auto" is "contiguous"
-    stage                  what this process does of a picture: "all" of it, or in a cluster of stages apart "encode"
-                           the texts (and rewrite them), "denoise", or "decode"; each loads only what it needs
-    cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
-                           "auto": the user's cache folder; "": nowhere
-    served_paths           set by a server, not a configuration key: the UNet paths it has stored. ``None`` in engines
-                           that belong to no server; these compile nothing by themselves in deterministic mode
-    cross_attention        not a configuration key. "paged": the UNet's keys and values of each prompt are computed once
-                           and kept in the page pool, if the UNet allows it; "plain": embeddings go through diffusers'
-                           attention at every step, and there is no pool
+    memory_format          memory format of the UNet's convolutions on CUDA in 16 bits: "contiguous", "channels_last",
+                           or "auto": the faster one, measured at the first start; in deterministic mode "auto" is
+                           "contiguous"
+    stage                  the part of an image that this process computes: "all", or in a cluster with separate stages
+                           "encode" (rewriting and text encoding), "denoise" or "decode"; each loads only what it needs
+    cache_dir              folder of measured costs and digests (see :mod:`diffserve.disk_cache`); "auto": the cache
+                           folder of the user; "": none
+    served_paths           not a configuration key: the UNet paths that a server has stored. ``None`` for an engine
+                           without a server, which compiles nothing by itself in deterministic mode
+    cross_attention        not a configuration key. "paged": keys and values of each prompt are computed once and kept
+                           in the page pool, if the UNet allows it; "plain": diffusers' attention reads the embeddings
+                           at every step, and there is no pool
     """
 
     max_rows: int | None = None
@@ -144,8 +152,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.offload not in OFFLOADS:
             raise ConfigError(f"offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
         if self.device_map not in DEVICE_MAPS:
-            said = f"device_map is {self.device_map!r}; choose one of {', '.join(DEVICE_MAPS)}."
-            raise ConfigError(said, param="device_map")
+            message = f"device_map is {self.device_map!r}; choose one of {', '.join(DEVICE_MAPS)}."
+            raise ConfigError(message, param="device_map")
         if self.device_map != "none" and self.offload != "none":
             raise ConfigError(
                 f"device_map is {self.device_map!r} and offload {self.offload!r}; give one of them.", param="device_map"
@@ -155,17 +163,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ``[text]`` table: which language model stands beside the images, and how both share the device.
+    """The language model: the ``[text]`` table.
 
-    model             "": none; "embedded": the rewriter that ships inside; else a directory as transformers writes it
-    draft_model       a smaller model of the same vocabulary that proposes what ``model`` checks; "": none
-    dtype             auto, float32, bfloat16, float16, int8 or int4, of both
-    rewriter_style    file name in ``configs/rewriter/``; "auto": what the image model's family reads best
-    rewriter_entropy  mean nats per token above which a rewritten prompt counts as unsure; ``None``: as the style says
-    prompt_rewriter   what an image request gets that does not say: off, auto, or force (also where it is unsure)
-    time_share        while images are painted and texts are written, the share of time that goes to the texts
+    model             "": no language model; "embedded": the rewriter that ships; else a directory in transformers
+                      format
+    draft_model       smaller model with the same vocabulary for speculative decoding; "": none
+    dtype             of both models: auto, float32, bfloat16, float16, int8 or int4
+    rewriter_style    name of a file in ``configs/rewriter/``; "auto": the style that suits the image model
+    rewriter_entropy  mean entropy in nats per token above which a rewritten prompt counts as unsure; ``None``: as the
+                      style says
+    prompt_rewriter   default of image requests: "off", "auto" or "force" (accept unsure results, too)
+    time_share        share of the time for texts while images run, too
 
-    The rest is :class:`~diffserve.api.text_types.TextConfig`.
+    The remaining keys are those of :class:`~diffserve.api.text_types.TextConfig`.
     """
 
     model: str = ""
@@ -190,52 +200,50 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if not 0.0 < self.time_share < 1.0:
             raise ConfigError(
-                f"time_share is {self.time_share}; it must lie between 0 and 1, so that neither side stands still.",
+                f"time_share is {self.time_share}; it must lie between 0 and 1, so that images and texts both advance.",
                 param="time_share",
             )
 
 
 class HourlyPrice(NamedTuple):
-    """What an hour of the device costs; ``currency`` in three letters."""
+    """Price of an hour of the device; ``currency`` is a code of three letters."""
 
     per_hour: float
     currency: str
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ``[serve]`` table; seconds, bytes and pixels as the names say (see ``configs/serve.toml``).
+    """The HTTP server: the ``[serve]`` table. Units are in the names; ``configs/serve.toml`` describes every key.
 
-    allow_open          whether other machines may be let in where there are no keys
-    allowed_hosts       the names by which the server may be called; none: its own; "*": any
-    cors_origins        web origins whose pages may call the API from a browser, such as https://app.example.org
-    max_connections     how many clients may hold a connection at a time
-    page                whether browsers find a page at ``/``
-    page_grace_s        for so long a painting goes on whose page was closed: one that is reloaded comes back
-    public_url          where clients reach the server, for the URLs of pictures; "": as they named it
-    url_pictures_bytes  of pictures kept for their URLs; 0: none are
-    files_bytes         of files that one key may keep
-    history_days        for so long each picture is kept for the key that it was painted for; 0: none is
-    history_bytes       of such pictures, of all keys; the oldest go first
-    unload_after_s      seconds without work after which a model is unloaded, until it is asked for again; 0: never
-    devices             an engine on each, behind one front: "cuda:0", "cuda:1", ...; "cpu" as often as one likes, which
-                        divides the cores; none: one engine, where ``[model] device`` says
-    spare_engine        whether a second process stands by, its libraries imported, so that a lost engine is back sooner
-    hang_after_s        a tick of the engine counts as hanging, and the engine is started anew, after so many seconds
-                        and ten times what ticks take; so long an engine may be silent, too
-    debug               whether ``/debug/trace`` is there
-    fetch_hosts         from which hosts pictures are fetched whose address a request gives, by https: HOST or
-                        HOST:PORT; none: nothing is fetched
-    watermark           whether pictures get a mark in their pixels, not to be seen, that says that a machine painted
-                        them
-    c2pa_certificate    a chain in PEM with which pictures are signed (C2PA, the extra "c2pa"), and
-    c2pa_key            its private key; "": they are not
-    safety_filter       what looks at prompts and pictures before they leave: "model", the first model's own
-                        ``safety_checker``; MODULE:FACTORY; "": nothing does
-    safety_timeout_s    it is given so long for a picture, else the picture is withheld
-    max_backlog_s       seconds of work, at the measured pace and in fair shares, that a client may have here before it
-                        is refused, its largest request aside: that one is let in whole, however large
-    trusted_proxies     addresses whose X-Forwarded-For says who asks
-    price_per_hour      of the device, in ``currency``: answers say what they cost; 0: they do not
+    allow_open          accept other machines without any keys
+    allowed_hosts       host names by which the server may be called; empty: its own names and every address; "*": any
+    cors_origins        origins whose pages may call the API from a browser, such as https://app.example.org
+    max_connections     open connections
+    page                serve the web page at ``/``
+    page_grace_s        seconds for which work of a closed page continues, in case the page is reloaded
+    public_url          address at which clients see the server, for image URLs; "": as they call it
+    url_pictures_bytes  size of all images kept for their URLs; 0: off
+    files_bytes         storage of one key in ``/v1/files``
+    history_days        days for which images are kept for their key; 0: off
+    history_bytes       size of the history of all keys; the oldest images are deleted first
+    unload_after_s      idle seconds after which a model is unloaded until its next request; 0: never
+    devices             one engine on each, behind one server: "cuda:0", "cuda:1", ...; repeated "cpu" divides the
+                        cores; empty: one engine on ``[model] device``
+    spare_engine        keep a process ready with its libraries imported, so that a crashed engine is back sooner
+    hang_after_s        an engine is restarted if a tick takes longer than both this and ten usual ticks, or if the
+                        engine does not respond for this long
+    debug               serve ``/debug/trace``
+    fetch_hosts         hosts from which images may be fetched by https URL, as HOST or HOST:PORT; empty: none
+    watermark           mark images invisibly as generated
+    c2pa_certificate    PEM certificate chain for signing images (C2PA, extra "c2pa"); "": not signed
+    c2pa_key            private key of the certificate; "": not signed
+    safety_filter       checks prompts and images: "model" (``safety_checker`` of the first model), MODULE:FACTORY, or
+                        "" (off)
+    safety_timeout_s    an image that is not judged within this time is withheld
+    max_backlog_s       seconds of waiting work per client, at the measured speed and in fair shares, above which
+                        further requests are refused; the client's largest request does not count
+    trusted_proxies     addresses of proxies whose X-Forwarded-For names the client
+    price_per_hour      price of an hour of the device in ``currency``; answers then contain costs; 0: off
     """
 
     host: str
@@ -286,11 +294,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _at_least(0, url_pictures_bytes=self.url_pictures_bytes, files_bytes=self.files_bytes)
         _at_least(0, history_bytes=self.history_bytes)
         if not 0.0 <= self.history_days <= 36_500.0:
-            said = f"history_days is {self.history_days}; it must lie between 0 (keep none) and 36500."
-            raise ConfigError(said, param="history_days")
+            message = f"history_days is {self.history_days}; it must lie between 0 (keep none) and 36500."
+            raise ConfigError(message, param="history_days")
         if not (math.isfinite(self.price_per_hour) and 0.0 <= self.price_per_hour <= MOST_PRICE_PER_HOUR):
             raise ConfigError(
-                f"price_per_hour is {self.price_per_hour}; give what an hour of the device costs, or 0 to say nothing.",
+                f"price_per_hour is {self.price_per_hour}; give the price of an hour of the device, or 0 for none.",
                 param="price_per_hour",
             )
         if not re.fullmatch("[A-Z]{3}", self.currency):
@@ -306,7 +314,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"cors_origins has {origin[:80]!r}; give each origin as a browser sends it, without a path: "
-                    "https://app.example.org, in lower case, with the port where it is not the usual one.",
+                    "https://app.example.org, in lower case, with the port if it is not the default one.",
                     param="cors_origins",
                 )
         for host in self.fetch_hosts:
@@ -316,14 +324,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     param="fetch_hosts",
                 )
         if bool(self.c2pa_certificate) is not bool(self.c2pa_key):
-            alone = "c2pa_key" if self.c2pa_key else "c2pa_certificate"
-            said = f"{alone} is given alone; give c2pa_certificate and c2pa_key together, or neither."
-            raise ConfigError(said, param=alone)
+            present = "c2pa_key" if self.c2pa_key else "c2pa_certificate"
+            message = f"{present} is given alone; give c2pa_certificate and c2pa_key together, or neither."
+            raise ConfigError(message, param=present)
         if self.safety_filter not in ("", "model") and not _FACTORY.fullmatch(self.safety_filter):
-            said = f"safety_filter is {self.safety_filter[:80]!r}; give model, MODULE:FACTORY, or leave it empty."
-            raise ConfigError(said, param="safety_filter")
-        spans = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
-        for name, value in spans.items():
+            message = f"safety_filter is {self.safety_filter[:80]!r}; give model, MODULE:FACTORY, or leave it empty."
+            raise ConfigError(message, param="safety_filter")
+        durations = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
+        for name, value in durations.items():
             may_be_never = name == "unload_after_s" and value == 0
             if not (math.isfinite(value) and (value > 0 or may_be_never)):
                 never = ", or 0 for never" if name == "unload_after_s" else ""
@@ -336,20 +344,26 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "them.",
                 param="devices",
             )
-        if device != "cpu" and [one.removesuffix(":0") for one in self.devices].count(device.removesuffix(":0")) > 1:
-            said = f"devices has {device!r} twice; an engine takes a whole device, only cpu can be divided."
-            raise ConfigError(said, param="devices")
+        if device != "cpu" and [name.removesuffix(":0") for name in self.devices].count(device.removesuffix(":0")) > 1:
+            message = f"devices has {device!r} twice; an engine takes a whole device, only cpu can be divided."
+            raise ConfigError(message, param="devices")
 
     @property
     def price(self) -> HourlyPrice | None:
-        """What requests are told to cost, where they are."""
+        """The price used to compute the cost of requests, or ``None`` if none is configured."""
         return HourlyPrice(self.price_per_hour, self.currency) if self.price_per_hour else None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything configured. ``origins`` maps "table.key" to the place its value came from.
+    """All settings of a process.
 
-    models  beside ``model``, those that a server may load (the ``[models]`` table, and further ``--model``)
+    Attributes:
+        model: The main image model.
+        engine: The ``[engine]`` table.
+        text: The ``[text]`` table.
+        serve: The ``[serve]`` table.
+        origins: The place each value came from, by "table.key".
+        models: Further models that a server may load (the ``[models]`` table and further ``--model`` options).
     """
 
     model: ModelProfile
@@ -373,7 +387,7 @@ def replace_removed_dtype(dtype: str, where: str = "dtype") -> str:
 
 
 def num_cores() -> int:
-    """That this process may run on."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,17 +1,8 @@
-"""Settings: literal TOML files, layered, each value with its origin.
+"""Load settings from four layers of literal TOML files, environment and options, and record the origin of each value.
 
-Four layers, the later one wins::
-
-    built-in file    configs/serve.toml and one of configs/{embedded,embedded-turbo,sd15,sdxl}.toml (complete)
-    user file        --config FILE, any subset of the same tables and keys; or ``edge``, which is built in
-    environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
-    command line     --port 9000
-
-The table ``[models]`` names further models that a server may load: ``NAME = PATH``, or a table ``[models.NAME]`` with a
-path and other keys of ``[model]``.
-
-An unknown key is a :class:`~diffserve.api.errors.ConfigError` that names the nearest known one; a wrong value is quoted
-with the place it came from. No torch here.
+From the lowest to the highest priority: a built-in file (``configs/``), a user file (``--config``), environment
+variables (``DIFFSERVE_<TABLE>_<KEY>``) and command-line options. ``docs/configuration.md`` describes them. An unknown
+key or a wrong value raises :class:`~diffserve.api.errors.ConfigError`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,24 +35,25 @@ from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 OVERLAYS = ("edge",)
-"""Built-in files for ``--config`` that hold some of the keys, for any model."""
+"""Built-in files for ``--config`` that set some keys and combine with any model."""
 
 ENV_PREFIX = "DIFFSERVE_"
 NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
-"""Variables that are read elsewhere (``diffserve.runtime.faults``)."""
-
+"""Variables that are not settings and are read elsewhere."""
 
 logger = logging.getLogger(__name__)
 
 
 class Flag(NamedTuple):
-    """A command-line option: the name to quote in an error, and its value (``None``: not given)."""
+    """A command-line option: its name for error messages, and its value (``None``: not given)."""
 
     name: str
     value: Any
 
 
 class _Value(NamedTuple):
+    """A raw value, its origin, and whether it is text from an environment variable."""
+
     raw: Any
     origin: str
     is_text: bool = False
@@ -75,7 +67,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 }
 MODELS: Final = "models"
 INHERITED: Final = ("device", "dtype", "lora_dir", "controlnet_dir")
-"""What further models have of the first where it was set on purpose, and they say nothing else."""
+"""Keys that further models take from the first model if the user set them there, unless they set their own."""
 KINDS: Final = {
     "int": "a whole number",
     "float": "a number",
@@ -84,12 +76,12 @@ KINDS: Final = {
     "array": "a list",
     "object": "a table",
 }
-"""What msgspec calls them."""
+"""Descriptions of the type names in msgspec's error messages."""
 
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 INTERNAL: Final = ("served_paths", "cross_attention")
-"""Fields that the program sets itself; no file, variable or option can."""
+"""Fields that only the program itself sets; they are not configuration keys."""
 _FIELDS = {
     table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
     for table, struct in TABLES.items()
@@ -103,17 +95,17 @@ REMOVED: Final = {
     "text.trace_ticks": "the latest 256 ticks are kept.",
     "text.prompt_lookup": "set num_draft_tokens = 0 to turn drafts off.",
 }
-"""Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
+"""Removed keys and their replacements. They are ignored with a warning."""
 
 REMOVED_VALUES: Final = {"engine.policy": ("serial", "static", "same-key")}
 REMOVED_VALUE_HINTS: Final = {"engine.policy": 'use "latency", the default, "throughput" or "goodput".'}
-"""Values of earlier versions by key, and what to use in their place. They are ignored with a warning."""
+"""Replacements of removed values, by key. The values are ignored with a warning."""
 
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
 
 
 def configs_dir() -> Path:
-    """The folder of built-in files: inside the installed package, or beside it in a checkout."""
+    """Return the folder of built-in files: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "configs"
     return shipped if shipped.is_dir() else package.parent / "configs"
@@ -127,54 +119,66 @@ def load_settings(
     flags: Mapping[str, Flag] | None = None,
     models: Iterable[str] = (),
 ) -> Settings:
-    """Read and layer all settings.
+    """Load all settings and combine their layers.
 
-    ``model``: a built-in profile name, a diffusers directory or a safetensors file (the command line's ``--model``).
-    ``models``: further ones that a server may load, each NAME=PATH or a path alone.
-    ``config``: the name of a built-in profile or overlay, or a TOML file. ``env``: the process environment when
-    ``None``. ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
+    Args:
+        model: A built-in profile, a diffusers directory or a safetensors file (the first ``--model``).
+        config: The name of a built-in profile or overlay, or the path of a TOML file.
+        env: Environment variables; ``None``: those of this process.
+        flags: Command-line options by key: ``{"serve.port": Flag("--port", 9000), ...}``.
+        models: Further models that a server may load, each NAME=PATH or a path alone.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is wrong.
     """
     user = {} if config is None or str(config) in PROFILES else dict(_user_layer(config))
     named_models = {key: user.pop(key) for key in list(user) if key.startswith(f"{MODELS}.")}
     environment = dict(_env_layer(os.environ if env is None else env))
     _drop_removed_values(user)
     _drop_removed_values(environment)
-    named = str(config) if str(config) in PROFILES else None
-    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
-    given = {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
-    values = _model_layer(path, named)
-    own_path = values["model.path"]
+    profile = str(config) if str(config) in PROFILES else None
+    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or profile or "embedded"
+    options = {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
+    values = _model_layer(path, profile)
+    built_in_path = values["model.path"]
     values |= user | environment
     if model is not None:
-        values["model.path"] = own_path if model in PROFILES else _Value(model, "--model")
-    settings = _build(values | given)
-    on_purpose = user | environment | given
-    inherited = {key: on_purpose[key] for key in (f"model.{name}" for name in INHERITED) if key in on_purpose}
-    asked: list[tuple[str | None, _Value]] = [(key.partition(".")[2], one) for key, one in named_models.items()]
-    asked += [(name, _Value(one, "--model")) for name, one in map(split_name, models)]
-    others = [_further_model(name, value, inherited) for name, value in asked]
-    names = [settings.model.model_id, *(one.model_id for one in others)]
+        values["model.path"] = built_in_path if model in PROFILES else _Value(model, "--model")
+    settings = _build(values | options)
+    user_set = user | environment | options
+    inherited = {key: user_set[key] for key in (f"model.{name}" for name in INHERITED) if key in user_set}
+    entries: list[tuple[str | None, _Value]] = [(key.partition(".")[2], entry) for key, entry in named_models.items()]
+    entries += [(name, _Value(model_path, "--model")) for name, model_path in map(split_name, models)]
+    further_models = [_further_model(name, value, inherited) for name, value in entries]
+    names = [settings.model.model_id, *(further.model_id for further in further_models)]
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"two models are called {twice!r}; give one of them another name: --model NAME=PATH.")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"two models are called {duplicate!r}; give one of them another name: --model NAME=PATH.")
     if settings.engine.device_map != "none" and len(settings.serve.devices) > 1:
-        said = "one model cannot be on all GPUs while each has an engine of its own; leave out devices"
-        raise ConfigError(f"device_map: {said}, or device_map.", param="device_map")
-    return msgspec.structs.replace(settings, models=tuple(others))
+        raise ConfigError(
+            "device_map: one model cannot use all GPUs while each has its own engine; leave out devices or device_map.",
+            param="device_map",
+        )
+    return msgspec.structs.replace(settings, models=tuple(further_models))
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """(name, path) of NAME=PATH; of a path alone the name is ``None``."""
+    """Split NAME=PATH into (name, path); the name of a path alone is ``None``."""
     name, sign, path = text.partition("=")
     is_named = bool(sign) and _NAME.fullmatch(name) is not None and not Path(text).exists()
     return (name, path) if is_named else (None, text)
 
 
-def _model_layer(path: str, named: str | None = None) -> dict[str, _Value]:
-    """The built-in files, and what the model at ``path`` says of itself; ``named``: the profile to start from."""
+def _model_layer(path: str, base_profile: str | None = None) -> dict[str, _Value]:
+    """Return the built-in values and those that the model at ``path`` describes itself.
+
+    Args:
+        path: A built-in profile, or the path of a model.
+        base_profile: The profile to start from; ``None``: the one of the model's family.
+    """
     values = _builtin_layer("serve.toml", ("serve",))
     described: dict[str, Any] = {}
-    profile = path if path in PROFILES else named
+    profile = path if path in PROFILES else base_profile
     if profile is None:
         profile, described = describe_model(Path(path).expanduser())
     values |= _builtin_layer(f"{profile}.toml", ("model", "engine", "text"))
@@ -182,7 +186,13 @@ def _model_layer(path: str, named: str | None = None) -> dict[str, _Value]:
 
 
 def _further_model(name: str | None, value: _Value, inherited: dict[str, _Value]) -> ModelProfile:
-    """One of the models beside the first: ``value`` is its path, or a table of keys as ``[model]`` has them."""
+    """Return the profile of a further model.
+
+    Args:
+        name: The name that requests use; ``None``: the model's own.
+        value: The path, or a table with keys of ``[model]``.
+        inherited: Values of the first model that also apply to this one.
+    """
     entries = {"path": value.raw} if isinstance(value.raw, str) else value.raw
     where = f"{value.origin}: {MODELS}.{name}" if name and value.origin != "--model" else value.origin
     if name and not _NAME.fullmatch(name):
@@ -194,8 +204,8 @@ def _further_model(name: str | None, value: _Value, inherited: dict[str, _Value]
             raise ConfigError(f"{where}: unknown key {key}; {nearest(key, _FIELDS['model'])}")
     path = entries["path"]
     values = _model_layer(path) | inherited
-    own = {key: raw for key, raw in entries.items() if key != "path" or path not in PROFILES}
-    values |= {f"model.{key}": _Value(raw, where) for key, raw in own.items()}
+    overrides = {key: raw for key, raw in entries.items() if key != "path" or path not in PROFILES}
+    values |= {f"model.{key}": _Value(raw, where) for key, raw in overrides.items()}
     values |= {"model.model_id": _Value(name, where)} if name else {}
     profile = _build(values).model
     if profile.path not in PROFILES and not Path(profile.path).expanduser().exists():
@@ -221,7 +231,10 @@ def _build(values: dict[str, _Value]) -> Settings:
 
 
 def _convert(dotted: str, value: _Value) -> Any:
-    """``value`` as the type of its field; environment text is read as TOML would write it without quotes."""
+    """Return ``value`` as the type of its field.
+
+    Text from the environment is read as TOML would write it without quotes.
+    """
     table, key = dotted.split(".")
     raw = value.raw
     if raw == "auto" and _FIELDS[table][key] in (int | None, float | None):
@@ -236,19 +249,19 @@ def _convert(dotted: str, value: _Value) -> Any:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
         words = list(_words(_FIELDS[table][key]))
-        reason = f"choose one of {', '.join(words)}" if words else _wanted(str(error))
+        reason = f"choose one of {', '.join(words)}" if words else _advice(str(error))
         raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
 
 
-def _wanted(said: str) -> str:
-    """What to give, where msgspec ``said`` that a value is of another kind; else what it said, of a part of it, say."""
-    expected = _EXPECTED.fullmatch(said)
+def _advice(message: str) -> str:
+    """Return the type to give if msgspec's ``message`` is about a wrong type, else the message itself."""
+    expected = _EXPECTED.fullmatch(message)
     kinds = [KINDS[name] for name in expected[1].split(" | ") if name in KINDS] if expected else []
-    return f"give {' or '.join(kinds)}" if kinds else said[0].lower() + said[1:]
+    return f"give {' or '.join(kinds)}" if kinds else message[0].lower() + message[1:]
 
 
 def _words(hint: Any) -> Iterator[str]:
-    """All that a field of the type ``hint`` may be, where that is a few words."""
+    """Yield the values that a field of type ``hint`` allows, if it is an enumeration."""
     if get_origin(hint) is Literal:
         yield from get_args(hint)
     elif any(get_origin(part) is Literal for part in get_args(hint)):
@@ -257,39 +270,41 @@ def _words(hint: Any) -> Iterator[str]:
 
 
 def _blame(dotted: str, values: Mapping[str, _Value]) -> str:
-    """Where a wrong value came from, as its author knows it: an option, a variable, or a key of a file."""
+    """Return where a value came from: an option, a variable, or a key of a file."""
     origin = values[dotted].origin if dotted in values else "the built-in files"
     return origin if origin.startswith(("-", ENV_PREFIX)) else f"{origin}: {dotted}"
 
 
 def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
-    def refuse(key: str, why: str) -> ConfigError:
-        return ConfigError(f"{_blame(f'model.{key}', values)}: {why}", param=key)
+    def problem(key: str, reason: str) -> ConfigError:
+        return ConfigError(f"{_blame(f'model.{key}', values)}: {reason}", param=key)
 
     choices = {"spacing": (AUTO_SPACING, *SPACINGS), "dtype": DTYPES, "vae_dtype": VAE_DTYPES}
-    for key, known in choices.items():
-        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in known:
-            raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")
+    for key, allowed in choices.items():
+        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in allowed:
+            raise problem(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(allowed)}.")
     try:
         resolve_sampler(model.sampler)
     except ValueError as error:
-        raise refuse("sampler", str(error)) from None
+        raise problem("sampler", str(error)) from None
     try:
         _ = model.diffusion
     except InvalidRequest as error:
-        raise refuse("num_steps" if error.param == "num_inference_steps" else str(error.param), error.message) from None
+        raise problem(
+            "num_steps" if error.param == "num_inference_steps" else str(error.param), error.message
+        ) from None
     for key, folder in (("lora_dir", model.lora_dir), ("controlnet_dir", model.controlnet_dir)):
         if folder and not Path(folder).expanduser().is_dir():
-            raise refuse(key, f"{key} is {folder!r}; there is no such folder.")
+            raise problem(key, f"{key} is {folder!r}; there is no such folder.")
     sides = [side for size in model.good_sizes for side in size]
     if min(sides, default=1) < 1:
-        raise refuse("good_sizes", f"good_sizes holds a side of {min(sides)} px; every side must be 1 px or more.")
+        raise problem("good_sizes", f"good_sizes holds a side of {min(sides)} px; every side must be 1 px or more.")
     if model.max_side_px < max(sides, default=1):
-        raise refuse("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes holds a side of {max(sides)} px.")
+        raise problem("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes holds a side of {max(sides)} px.")
 
 
 def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
-    """A built-in file, whole: a key that is missing there is an error too."""
+    """Return all values of a built-in file. A missing key is an error, too."""
     path = configs_dir() / name
     values = dict(_file_values(path, f"configs/{name}"))
     missing = [key for key in KEYS if key.split(".")[0] in tables and key not in values]
@@ -299,7 +314,7 @@ def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
 
 
 def _user_layer(config: str | Path) -> Iterator[tuple[str, _Value]]:
-    """A file of the user's, or one of ``OVERLAYS``."""
+    """Return the values of a user file or of one of ``OVERLAYS``."""
     if str(config) in OVERLAYS:
         return _file_values(configs_dir() / f"{config}.toml", f"configs/{config}.toml")
     return _file_values(Path(config), str(config))
@@ -313,15 +328,13 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
         raise ConfigError(
             f"cannot read the configuration {str(path)!r}: {error.strerror}; give a TOML file or one of {choices}."
         ) from None
-    except ValueError as error:  # bad TOML, bad UTF-8, a number of thousands of digits
+    except ValueError as error:  # bad TOML, bad UTF-8, or a number with thousands of digits
         raise ConfigError(f"{origin} is not valid TOML: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
     for table, entries in tables.items():
         if table in (*TABLES, MODELS) and not isinstance(entries, dict):
-            raise ConfigError(
-                f"{origin}: {table} is {entries!r}; write it as a table, [{table}], with keys beneath it."
-            )
+            raise ConfigError(f"{origin}: {table} is {entries!r}; write it as a table, [{table}], with keys below it.")
         if table not in (*TABLES, MODELS):
             raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, (*TABLES, MODELS))}")
         for key, raw in entries.items():
@@ -334,18 +347,18 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
 
 
 def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
-    known, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
+    variables, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
     for name in sorted(env):
-        if name in known:
-            yield known[name], _Value(env[name], name, is_text=True)
+        if name in variables:
+            yield variables[name], _Value(env[name], name, is_text=True)
         elif name in removed:
             _warn_of_removed(removed[name], name)
         elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
-            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
+            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, variables)}")
 
 
 def _variable(key: str) -> str:
-    """The environment variable of the dotted ``key``."""
+    """Return the environment variable of the dotted ``key``."""
     return f"{ENV_PREFIX}{key.replace('.', '_').upper()}"
 
 
@@ -354,17 +367,17 @@ def _warn_of_removed(key: str, where: str) -> None:
 
 
 def _drop_removed_values(values: dict[str, _Value]) -> None:
-    """Delete the entries of ``values`` whose value was removed, with a warning for each."""
+    """Delete entries of ``values`` whose value was removed, with a warning for each."""
     for key, removed in REMOVED_VALUES.items():
         if key in values and values[key].raw in removed:
             message = "%s is %r, which has no effect: it was removed in 0.2; %s"
             logger.warning(message, _blame(key, values), values.pop(key).raw, REMOVED_VALUE_HINTS[key])
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """What to tell somebody who wrote ``word``: the nearest of ``known``, or all of them."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}."
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Suggest the nearest of ``choices`` for the misspelled ``word``, or list all of them."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(choices)}."
 
 
 def _text(value: _Value | None) -> str | None:

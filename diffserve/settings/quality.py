@@ -1,6 +1,6 @@
-"""Quality in one word, for the page, the API and the command line: how many steps each word stands for.
+"""Quality names of the page, the API and the command line, and the number of steps that each stands for.
 
-OpenAI's words (low, medium, high, and the older standard and hd) mean the nearest of ours.
+OpenAI's names (low, medium, high, and the older standard and hd) map to the nearest name here.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from typing import Final
 from diffserve.api.types import ModelInfo
 
 QUALITIES: Final = {"draft": 0.4, "standard": 1.0, "fine": 2.0}
-"""Steps worth choosing between, as shares of what the model takes by default."""
+"""Number of steps by quality, as a multiple of the model's default."""
 
 SYNONYMS: Final = {"low": "draft", "medium": "standard", "high": "fine", "hd": "fine", "xhigh": "fine", "max": "fine"}
 AUTO: Final = "auto"
 
 
 def quality_steps(info: ModelInfo) -> dict[str, int]:
-    """Steps by quality, the fewest first: at least one, and at most the training length."""
+    """Return the number of steps of each quality, in ascending order: at least 1, at most the training length."""
     steps = {name: round(share * info.default_num_steps) for name, share in QUALITIES.items()}
     return {name: min(max(1, count), info.train_timesteps) for name, count in steps.items()}
 
 
 def is_quality(word: str) -> bool:
-    """Whether ``word`` says a quality, "auto" (as the model does best) included."""
+    """Return whether ``word`` is a known quality; "auto" is the model's default."""
     return word == AUTO or word in QUALITIES or word in SYNONYMS
 
 
 def steps_of(word: str, info: ModelInfo) -> int:
-    """The steps that ``word`` stands for. KeyError for a word that :func:`is_quality` does not know."""
+    """Return the number of steps of the quality ``word``.
+
+    Raises:
+        KeyError: :func:`is_quality` does not know ``word``.
+    """
     return info.default_num_steps if word == AUTO else quality_steps(info)[SYNONYMS.get(word, word)]
