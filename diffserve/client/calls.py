@@ -196,14 +196,16 @@ def chat_stream(messages: str | Sequence[ChatMessage], fields: ChatFields) -> St
     return StreamCall(CHAT, msgspec.json.encode(body), ChatReader())
 
 
-def respond(given: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> Call[Response]:
+def respond(response_input: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> Call[Response]:
     """Build the call that creates a response."""
-    return _post(RESPONSES, {"input": given, **fields}, Response)
+    return _post(RESPONSES, {"input": response_input, **fields}, Response)
 
 
-def respond_stream(given: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> StreamCall[ResponseEvent]:
+def respond_stream(
+    response_input: str | Sequence[Mapping[str, Any]], fields: ResponseFields
+) -> StreamCall[ResponseEvent]:
     """Build the streaming call that creates a response."""
-    body = msgspec.json.encode({"input": given, **fields, "stream": True})
+    body = msgspec.json.encode({"input": response_input, **fields, "stream": True})
     return StreamCall(RESPONSES, body, response_reader())
 
 

@@ -16,7 +16,7 @@ _told: ContextVar[str] = ContextVar("on_behalf_of", default="")
 
 
 class Asker(NamedTuple):
-    """Visitor of the page for whom a request is sent.
+    """Visitor of the page on whose behalf a request is sent.
 
     Attributes:
         addresses: The addresses from the proxies' headers and that of the connection, separated by commas.

@@ -158,7 +158,7 @@ class Client:
         return self._send(calls.generate(prompt, fields).under(idempotency_key))
 
     def generate_stream(self, prompt: str, **fields: Unpack[StreamedImageFields]) -> Stream[ImageEvent]:
-        """Generate images and receive progress, previews and images as they are ready.
+        """Generate images and stream progress, previews and finished images.
 
         Args:
             prompt: What to generate.
@@ -190,7 +190,7 @@ class Client:
     def edit_stream(
         self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[StreamedEditFields]
     ) -> Stream[ImageEvent]:
-        """Generate images from an existing image and receive events as they occur.
+        """Generate images from an existing image and stream its events.
 
         Args:
             prompt: What to generate.
@@ -273,7 +273,7 @@ class Client:
         return self._send(calls.rewrite(prompt, fields))
 
     def rewrite_stream(self, prompt: str, **fields: Unpack[RewriteFields]) -> Stream[RewriteEvent]:
-        """Rewrite a short description into prompts and receive the text as it is generated.
+        """Rewrite a short description into prompts and stream the text during generation.
 
         Args:
             prompt: The description.
@@ -301,7 +301,7 @@ class Client:
         return self._send(calls.chat(messages, fields))
 
     def chat_stream(self, messages: str | Sequence[ChatMessage], **fields: Unpack[ChatFields]) -> Stream[ChatDelta]:
-        """Answer a conversation and receive the text as it is generated.
+        """Answer a conversation and stream the text during generation.
 
         Args:
             messages: The conversation, or one user message as a string.
@@ -330,7 +330,7 @@ class Client:
     def respond_stream(
         self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
     ) -> Stream[ResponseEvent]:
-        """Create a response and receive text and image previews as they are generated.
+        """Create a response and stream text and image previews.
 
         Args:
             given: The input, a string or a list of message objects as in the OpenAI Responses API.
