@@ -1,4 +1,4 @@
-"""Batches: files of requests, each of which runs exactly once, even across restarts.
+"""Batches: files of requests, each of which is answered exactly once, even across restarts.
 
 States: validating, in_progress, finalizing, completed; or cancelling, cancelled; or failed; or expired.
 A line is done once its row is in ``batch_lines``, which is committed together with the length of the output. Output
