@@ -1,4 +1,4 @@
-"""A diffserve server from Python: typed, plain and asynchronous, with streams. No torch.
+"""Python client of a diffserve server: synchronous and asynchronous, typed, without PyTorch.
 
 from diffserve.client import Client
 

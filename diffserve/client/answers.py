@@ -1,4 +1,4 @@
-"""What a server answers, typed. Fields that a newer server adds are passed over."""
+"""Types of the server's answers. Unknown fields of a newer server are ignored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from diffserve.client.recipe import Cost, ImageTimings, Recipe
 
 
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture, as a file in the format that was asked for.
+    """Generated image, as a file in the requested format.
 
-    revised_prompt  what the text encoder was given, ``None`` where that is what was sent
-    variation_seed  towards whose noise it was varied, ``None`` where it was not
-    similarity      of the prompt whose picture it began from, ``None`` where it began from noise
-    skipped_steps   that it did without for that
-    score           by which it was chosen from several (best_of)
-    history_id      where it is in the history of who asked, ``None`` where none is kept
+    Attributes:
+        file: The bytes of the file.
+        seed: The seed of its noise.
+        variation_seed: The seed of the variation noise, None without a variation.
+        revised_prompt: The prompt of the text encoder if it differs from that of the request, else None.
+        similarity: Similarity of the prompt whose stored image it started from, None if it started from noise.
+        skipped_steps: Steps that were skipped because it started from a stored image.
+        score: Score by which ``best_of`` ranked it.
+        timings: Where its time went.
+        history_id: The ID of its history entry, None if the server keeps no history.
     """
 
     file: bytes = msgspec.field(name="b64_json")
@@ -33,26 +37,32 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     history_id: str | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write the file, its metadata included."""
+        """Write the file, including its metadata, to ``path``."""
         Path(path).write_bytes(self.file)
 
 
 class Images(Recipe, frozen=True, kw_only=True):
-    """All pictures of a request, in order; of a best-of the best first."""
+    """All images of a request in order; with ``best_of``, the best first."""
 
     created: int
     images: tuple[ImageFile, ...] = msgspec.field(name="data")
 
 
 class FoundXmp(msgspec.Struct, frozen=True):
-    """What a picture's XMP says; "" where that is nothing."""
+    """XMP metadata of an image; fields without a value are empty."""
 
     digital_source_type: str
     creator_tool: str
 
 
 class FoundWatermark(msgspec.Struct, frozen=True):
-    """What a mark in a picture's pixels says: generated, or composite; ``confidence`` is 0.5 for chance, 1 at most."""
+    """Watermark in the pixels of an image.
+
+    Attributes:
+        kind: "generated" or "composite".
+        confidence: From 0.5 (chance) to 1.
+        z: The z-score of the detection.
+    """
 
     kind: str
     confidence: float
@@ -60,7 +70,7 @@ class FoundWatermark(msgspec.Struct, frozen=True):
 
 
 class FoundCredentials(msgspec.Struct, frozen=True):
-    """What a picture's content credentials (C2PA) say; ``state``: trusted, valid or invalid."""
+    """Content credentials (C2PA) of an image; ``state`` is "trusted", "valid" or "invalid"."""
 
     state: str
     signer: str
@@ -69,10 +79,14 @@ class FoundCredentials(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """What a picture says of where it is from; ``None`` for what it does not have.
+    """Provenance marks of an image; marks that it does not have are None.
 
-    is_generated  whether any of it says that a machine painted the picture, all or in part
-    parameters    whether it tells how it was painted
+    Attributes:
+        is_generated: Whether any mark identifies the image, or a part of it, as generated.
+        xmp: The XMP metadata.
+        watermark: The watermark in its pixels.
+        c2pa: The content credentials.
+        parameters: Whether its metadata has the generation parameters.
     """
 
     is_generated: bool
@@ -83,12 +97,17 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The first events of a stream say the place in the queue as it changes, the others how far a picture is.
+    """Progress event: the queue position while the request waits, then the progress of one image.
 
-    id                    by which the request can be cancelled
-    image_index           which picture of the request; ``None`` while it waits
-    seconds_left          until that picture is there; while it waits, until all of them are
-    request_seconds_left  until all of them are there
+    Attributes:
+        id: The ID of the request, for ``cancel``.
+        image_index: Which image of the request, from 0; None while the request waits.
+        step: The number of finished steps.
+        steps: The number of steps of the image.
+        seconds_left: Expected seconds until this image is done; while the request waits, until all images are done.
+        request_seconds_left: Expected seconds until all images are done.
+        queue_position: How many requests are ahead.
+        seed: The seed of the image.
     """
 
     id: str
@@ -102,7 +121,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartialImage(msgspec.Struct, frozen=True, kw_only=True):
-    """A preview after ``step`` steps; ``size`` is its own."""
+    """Preview of an image after ``step`` steps; ``size`` is the size of the preview."""
 
     id: str
     image_index: int
@@ -114,7 +133,7 @@ class PartialImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletedImage(Recipe, frozen=True, kw_only=True):
-    """A finished picture, and how it was painted; ``image`` is it as an answer in one piece has it."""
+    """Finished image with its generation parameters; ``image`` converts it to an ``ImageFile``."""
 
     created_at: int
     image_index: int
@@ -130,19 +149,19 @@ class CompletedImage(Recipe, frozen=True, kw_only=True):
 
     @property
     def image(self) -> ImageFile:
-        """The file with its seed and its prompt."""
+        """The image as an ``ImageFile``, as in an answer without streaming."""
         return ImageFile(**{name: getattr(self, name) for name in ImageFile.__struct_fields__})
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a picture was lost."""
+    """Reason for which an image failed."""
 
     code: str
     message: str
 
 
 class LostImage(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture of a request failed; the others go on."""
+    """Event for an image that failed; the other images of the request continue."""
 
     id: str
     image_index: int
@@ -153,13 +172,13 @@ ImageEvent = Progress | PartialImage | CompletedImage | LostImage
 
 
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a prompt's tokens, those that had been computed before."""
+    """Prompt tokens by origin; ``cached_tokens`` came from the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a request, and seconds of the device: its share of those that it had with others."""
+    """Token counts of a request, and its share of the device time in seconds."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -170,7 +189,7 @@ class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds: waiting, until the first token, for each later one, in all."""
+    """Latencies in seconds: in the queue, to the first token, per output token, and in total."""
 
     queue_s: float
     ttft_s: float
@@ -179,10 +198,14 @@ class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewrittenPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt for a wish (``prompt``).
+    """Result of a prompt rewrite.
 
-    revised_prompt  ``None`` where the wish is to be painted as it stands; then ``fallback`` and ``warning`` say why
-    mean_entropy    nats per token: how unsure the model was
+    Attributes:
+        prompt: The original prompt.
+        revised_prompt: The new prompt, None if the original should be used; ``fallback`` and ``warning`` say why.
+        warning: A message for the user.
+        fallback: A code for the reason, such as "unsure".
+        mean_entropy: Uncertainty of the model in nats per token.
     """
 
     prompt: str
@@ -193,7 +216,7 @@ class RewrittenPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rewrites(msgspec.Struct, frozen=True, kw_only=True):
-    """All prompts for a wish, the likeliest first."""
+    """All results of a prompt rewrite, the most likely first."""
 
     id: str
     created: int
@@ -206,7 +229,7 @@ class Rewrites(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewriteDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of prompt ``index``; the last event, Rewrites, may take it back."""
+    """New text of the rewritten prompt ``index``; provisional until the last event, ``Rewrites``."""
 
     id: str
     index: int
@@ -217,14 +240,14 @@ RewriteEvent = RewriteDelta | Rewrites
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation."""
+    """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer."""
+    """One of the answers to a conversation."""
 
     index: int
     message: ChatMessage
@@ -243,12 +266,12 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The first answer."""
+        """The text of the first answer."""
         return self.choices[0].message.content
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of answer ``index``; ``finish_reason`` with the last of it."""
+    """New text of the answer ``index``; the last one has a ``finish_reason``."""
 
     index: int
     text: str
@@ -256,12 +279,15 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that a request may give as its model.
+    """Model or alias that a request may name.
 
-    capabilities  ``None`` for aliases
-    loaded        whether it answers at once; else it is loaded for the first request. ``None`` for aliases
-    problem       why it could not be loaded when that was last tried
-    endpoints     paths that may be asked for it
+    Attributes:
+        id: The name.
+        created: When it was created, in seconds since 1970.
+        capabilities: What it supports; None for aliases.
+        loaded: Whether it is in memory; if not, the first request loads it. None for aliases.
+        problem: Why its last load failed, empty if it did not.
+        endpoints: Paths of the endpoints that accept it.
     """
 
     id: str
@@ -273,14 +299,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What an endpoint takes: by name, each field as JSON Schema describes it. ``asks``: image, text or chat models."""
+    """Fields of an endpoint as JSON Schemas by name; ``asks`` is the kind of model: image, text or chat."""
 
     asks: str
     fields: dict[str, dict[str, Any]]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds a request as a whole, in the unit that ends each name."""
+    """Limits of a request as a whole, in the units at the end of each name."""
 
     max_body_bytes: int
     request_timeout_s: float
@@ -293,14 +319,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What an hour of the device costs."""
+    """Price of the device per hour."""
 
     per_hour: float
     currency: str
 
 
 class ServerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server takes: fields with their bounds by path, models, limits, and the price where there is one."""
+    """Capabilities of a server: models, fields of each endpoint with their bounds, limits and price."""
 
     version: str
     models: tuple[Model, ...]

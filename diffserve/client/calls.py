@@ -1,5 +1,7 @@
-"""What both clients share: every call that can be made, its address, its body, and how its answer is read; and what is
-set up for it. Nothing is sent from here."""
+"""Requests of both clients: path, body and decoder of every call, and the HTTP settings.
+
+This module builds requests and decodes answers; ``sync`` and ``asynchronous`` send them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,13 @@ from diffserve.client.responses import (
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 660.0
-"""A little more than a server takes before it gives a request up itself."""
+"""Slightly longer than the request timeout of the server."""
 
 CONNECT_S: Final = 5.0
 SILENCE_S: Final = 60.0
-"""A stream is never silent for so long: the server sends comments."""
+"""Read timeout of streams; the server sends keep-alive comments more often than this."""
 
-KEEP_ALIVE_S: Final = 2.0  # a server hangs up after five
+KEEP_ALIVE_S: Final = 2.0  # the server closes idle connections after 5 s
 JSON: Final = {"Content-Type": "application/json"}
 
 KEY_VARIABLE: Final = "DIFFSERVE_API_KEY"
@@ -65,7 +67,7 @@ EventT = TypeVar("EventT")
 
 
 class RewriteFields(RewriterFields, total=False):
-    """What a request to rewrite may say beside the wish."""
+    """Optional fields of a prompt rewrite."""
 
     model: str
     n: int
@@ -74,7 +76,7 @@ class RewriteFields(RewriterFields, total=False):
 
 
 class ChatFields(TypedDict, total=False):
-    """What a conversation may say beside its messages."""
+    """Optional fields of a chat completion."""
 
     model: str
     n: int
@@ -95,8 +97,16 @@ class ChatFields(TypedDict, total=False):
 
 
 class Call(NamedTuple, Generic[AnswerT]):
-    """A request with one answer. ``otherwise``: what errors mean that are answers too, by their codes; ``headers``: of
-    one with a body."""
+    """Request with a single answer.
+
+    Attributes:
+        method: The HTTP method.
+        path: The path, with its query.
+        body: The body, if any.
+        decode: Decodes the body of a successful answer.
+        otherwise: Results for error codes that are not failures, such as False for "request_not_found".
+        headers: Headers that are sent if there is a body.
+    """
 
     method: str
     path: str
@@ -106,13 +116,13 @@ class Call(NamedTuple, Generic[AnswerT]):
     headers: Mapping[str, str] = JSON
 
     def under(self, idempotency_key: str | None) -> Call[AnswerT]:
-        """The same, that is answered once however often it is sent by that key within a day."""
-        told = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-        return self._replace(headers={**self.headers, **told})
+        """Return this call with an ``Idempotency-Key`` header if a key is given."""
+        extra_headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        return self._replace(headers={**self.headers, **extra_headers})
 
 
 class StreamCall(NamedTuple, Generic[EventT]):
-    """A request with an answer in pieces."""
+    """Request whose answer is a stream of events."""
 
     path: str
     body: bytes
@@ -121,127 +131,133 @@ class StreamCall(NamedTuple, Generic[EventT]):
 
 
 def generate(prompt: str, fields: ImageFields) -> Call[Images]:
-    """Paint, and wait for all pictures."""
+    """Build the call that generates images."""
     return _post(GENERATIONS, {"prompt": prompt, **fields}, Images)
 
 
 def generate_stream(prompt: str, fields: StreamedImageFields) -> StreamCall[ImageEvent]:
-    """Paint, and watch."""
+    """Build the streaming call that generates images."""
     body = {"prompt": prompt, **fields, "stream": True}
     return StreamCall(GENERATIONS, msgspec.json.encode(body), image_reader(fields.get("n", 1)))
 
 
 def edit(prompt: str, image: bytes, mask: bytes | None, fields: EditFields) -> Call[Images]:
-    """Paint from a picture, and wait."""
+    """Build the call that generates images from an image."""
     body, headers = _edit(prompt, image, mask, fields)
     return Call("POST", EDITS, body, _images, headers=headers)
 
 
 def edit_stream(prompt: str, image: bytes, mask: bytes | None, fields: StreamedEditFields) -> StreamCall[ImageEvent]:
-    """The same, and watch."""
+    """Build the streaming call that generates images from an image."""
     body, headers = _edit(prompt, image, mask, {**fields, "stream": True})
     return StreamCall(EDITS, body, image_reader(fields.get("n", 1), "image_edit"), headers)
 
 
 def vary(image: bytes, fields: EditFields) -> Call[Images]:
-    """Paint a picture again, otherwise."""
+    """Build the call that generates variations of an image."""
     return _post(VARIATIONS, {"image": _base64(image), **fields}, Images)
 
 
 def verify(image: bytes) -> Call[Provenance]:
-    """What a picture says of where it is from."""
+    """Build the call that reads the provenance marks of an image."""
     return _post(VERIFY, {"image": _base64(image)}, Provenance)
 
 
 def cancel(request_id: str) -> Call[bool]:
-    """End a request for pictures; False where it is over already, or was never there."""
+    """Build the call that cancels an image request; False if it is finished or unknown."""
     path = f"{GENERATIONS}/{quote(request_id, safe='')}/cancel"
     return Call("POST", path, None, lambda _: True, {"request_not_found": False})
 
 
 def interrupt(request_id: str) -> Call[bool]:
-    """End a request for pictures early, with unfinished pictures; False where it is over already."""
+    """Build the call that stops an image request early; False if it is finished or unknown."""
     path = f"{GENERATIONS}/{quote(request_id, safe='')}/interrupt"
     return Call("POST", path, None, lambda _: True, {"request_not_found": False})
 
 
 def rewrite(prompt: str, fields: RewriteFields) -> Call[Rewrites]:
-    """Turn a wish into prompts."""
+    """Build the call that rewrites a prompt."""
     return _post(REWRITE, {"prompt": prompt, **fields}, Rewrites)
 
 
 def rewrite_stream(prompt: str, fields: RewriteFields) -> StreamCall[RewriteEvent]:
-    """The same, and watch."""
+    """Build the streaming call that rewrites a prompt."""
     return StreamCall(REWRITE, msgspec.json.encode({"prompt": prompt, **fields, "stream": True}), rewrite_reader())
 
 
 def chat(messages: str | Sequence[ChatMessage], fields: ChatFields) -> Call[Chat]:
-    """Have a conversation answered."""
+    """Build the call that answers a conversation."""
     return _post(CHAT, {"messages": _turns(messages), **fields}, Chat)
 
 
 def chat_stream(messages: str | Sequence[ChatMessage], fields: ChatFields) -> StreamCall[ChatDelta]:
-    """The same, and watch."""
+    """Build the streaming call that answers a conversation."""
     body = {"messages": _turns(messages), **fields, "stream": True}
     return StreamCall(CHAT, msgspec.json.encode(body), ChatReader())
 
 
-def respond(given: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> Call[Response]:
-    """Have something said, or painted, within a conversation."""
-    return _post(RESPONSES, {"input": given, **fields}, Response)
+def respond(response_input: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> Call[Response]:
+    """Build the call that creates a response."""
+    return _post(RESPONSES, {"input": response_input, **fields}, Response)
 
 
-def respond_stream(given: str | Sequence[Mapping[str, Any]], fields: ResponseFields) -> StreamCall[ResponseEvent]:
-    """The same, and watch."""
-    body = msgspec.json.encode({"input": given, **fields, "stream": True})
+def respond_stream(
+    response_input: str | Sequence[Mapping[str, Any]], fields: ResponseFields
+) -> StreamCall[ResponseEvent]:
+    """Build the streaming call that creates a response."""
+    body = msgspec.json.encode({"input": response_input, **fields, "stream": True})
     return StreamCall(RESPONSES, body, response_reader())
 
 
 def response(response_id: str) -> Call[Response]:
-    """One that the server keeps."""
+    """Build the call that fetches a stored response."""
     path = f"{RESPONSES}/{quote(response_id, safe='')}"
     return Call("GET", path, None, lambda data: msgspec.json.decode(data, type=Response))
 
 
 def cancel_response(response_id: str) -> Call[Response]:
-    """End one in the background."""
+    """Build the call that cancels a background response."""
     path = f"{RESPONSES}/{quote(response_id, safe='')}/cancel"
     return Call("POST", path, None, lambda data: msgspec.json.decode(data, type=Response))
 
 
 def forget_response(response_id: str) -> Call[bool]:
-    """Have it forgotten; False where it is not there."""
+    """Build the call that deletes a stored response; False if it does not exist."""
     path = f"{RESPONSES}/{quote(response_id, safe='')}"
     return Call("DELETE", path, None, lambda _: True, {"response_not_found": False})
 
 
 def embed(texts: str | Sequence[str], fields: EmbeddingFields) -> Call[Embeddings]:
-    """Turn texts into vectors."""
+    """Build the call that embeds texts."""
     return _post(EMBEDDINGS, {"input": texts, **fields}, Embeddings)
 
 
 def models() -> Call[tuple[Model, ...]]:
-    """Every name that a request may give as its model."""
+    """Build the call that lists the models."""
     return Call("GET", "/v1/models", None, lambda data: msgspec.json.decode(data, type=_Models).data)
 
 
 def model(name: str) -> Call[Model]:
-    """One of them."""
+    """Build the call that fetches one model."""
     return Call("GET", f"/v1/models/{quote(name)}", None, lambda data: msgspec.json.decode(data, type=Model))
 
 
 def capabilities() -> Call[ServerCapabilities]:
-    """What the server takes."""
+    """Build the call that fetches the capabilities of the server."""
     return Call("GET", "/v1/capabilities", None, lambda data: msgspec.json.decode(data, type=ServerCapabilities))
 
 
 def ready() -> Call[bool]:
-    """Whether a request would be worked on now."""
+    """Build the call that checks whether the server is ready; False while it is not."""
     return Call("GET", "/readyz", None, lambda _: True, {EngineUnavailable.default_code: False})
 
 
 def read(call: Call[AnswerT], url: str, response: httpx.Response) -> AnswerT:
-    """What the ``response`` of the server at ``url`` says. Raises what it says went wrong."""
+    """Decode the ``response`` of the server at ``url`` to ``call``.
+
+    Raises:
+        DiffserveError: The server reported an error, or the answer cannot be decoded.
+    """
     if response.status_code != httpx.codes.OK:
         error = error_of_answer(url, response)
         if error.code not in call.otherwise:
@@ -254,7 +270,7 @@ def read(call: Call[AnswerT], url: str, response: httpx.Response) -> AnswerT:
 
 
 def settings(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
-    """For httpx' clients. A server on this machine is never looked for behind a proxy."""
+    """Return the arguments of an httpx client. Proxy settings are ignored for a server on this machine."""
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
     return {
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
@@ -266,29 +282,33 @@ def settings(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
 
 
 def stream_timeout(timeout_s: float) -> httpx.Timeout:
-    """Of an answer in pieces: how long it may be silent."""
+    """Return the timeouts of a stream, which may pause for at most ``SILENCE_S`` seconds."""
     return httpx.Timeout(min(timeout_s, SILENCE_S), connect=CONNECT_S)
 
 
 def base_url(url: str) -> str:
-    """``url`` without what the paths begin with; ConfigError where it is no address."""
+    """Return the server address ``url`` without ``/v1``.
+
+    Raises:
+        ConfigError: ``url`` is not an HTTP address.
+    """
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         is_address = False
     if not is_address:
-        raise ConfigError(f"the server is {url[:200]!r}; give its address, such as http://127.0.0.1:8000.", param="url")
+        raise ConfigError(f"url must be an address such as http://127.0.0.1:8000, got {url[:200]!r}.", param="url")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _edit(prompt: str, image: bytes, mask: bytes | None, fields: Mapping[str, Any]) -> tuple[bytes, Mapping[str, str]]:
-    """The body and its headers: a form, where that can say all of it, for its files are shorter."""
+    """Return body and headers of an edit: a form if it can represent all fields, because its files are shorter."""
     files = {"image": image} | ({} if mask is None else {"mask": mask})
-    asked = {"prompt": prompt, **fields}
-    texts = texts_of(asked)
+    body = {"prompt": prompt, **fields}
+    texts = texts_of(body)
     if texts is None:
-        return msgspec.json.encode(asked | {name: _base64(file) for name, file in files.items()}), JSON
+        return msgspec.json.encode(body | {name: _base64(file) for name, file in files.items()}), JSON
     return form_of(texts, {name: Upload(file, name) for name, file in files.items()})
 
 

@@ -1,4 +1,4 @@
-"""What a loaded model can do, as ``GET /v1/models`` tells it. Fields that a newer server adds are passed over."""
+"""Capabilities of a loaded model, as in ``GET /v1/models``. Unknown fields of a newer server are ignored."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import msgspec
 
 
 class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler on offer.
+    """Sampler of an image model.
 
-    name, label            what a request gives; what people read
-    takes_eta              whether eta means something
-    is_stochastic          whether it draws fresh noise on the way
-    evaluations_per_step   calls of the network a step
+    Attributes:
+        name: The value of the request field ``sampler``.
+        label: The name for display.
+        summary: A short description.
+        takes_eta: Whether the field ``eta`` has an effect.
+        is_stochastic: Whether it adds noise between steps.
+        evaluations_per_step: UNet evaluations per step.
     """
 
     name: str
@@ -23,7 +26,14 @@ class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model of a closed world can paint, as its captions name it, and every word that it was taught."""
+    """Vocabulary of a model that was trained on a closed set of captions.
+
+    Attributes:
+        objects: Objects that it can generate.
+        places: Places that it can generate.
+        colors: Colors that it can generate.
+        words: Every word in its training captions.
+    """
 
     objects: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
@@ -32,28 +42,39 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the image model can do, and what it does unless asked otherwise.
+    """Capabilities and defaults of an image model.
 
-    digest            of the weights
-    sizes             (width, height) in pixels that it does well; the first is native
-    min_side_px       shortest and longest side that a request may ask for; what the model does not do well is painted
-    max_side_px       at the nearest size that it does, and resized
-    quality_steps     steps worth choosing between, by name, the fewest first
-    default_sampler   as in ``samplers``; ``default_sigma_schedule`` goes with it
-    train_timesteps   the most steps that can be asked for
-    max_images        pictures in one request
-    learnt_words      that prompts may use besides (textual inversion), in small letters
-    refused_words     why other files of the embeddings folder cannot be used, by the names of their words
-    world             what it can paint and every word it knows, where that can be listed
-    loras             adapters that a request may name, as they lay there when this was asked
-    refused_loras     what lies beside them and is no LoRA that can be used, by name, and why not
-    controlnets       ControlNets that a request may name
-    refused_controlnets  why others in their folder cannot be used, by name
-    refiner           name and digest of the model that may take over for the last steps; "": none
-    scorer            what chooses the best of several pictures; "": nothing does
-    safety_filter     what judges prompts and pictures; "": nothing does
-    provenance        what pictures bear: xmp; wm, a mark in their pixels; c2pa, a signed manifest
-    refused_fields    of a request, that have to be left out; an adapter or a ControlNet that is not there aside
+    Attributes:
+        family: The model family, such as "sd15" or "sdxl".
+        digest: Digest of the weights.
+        device: The device it runs on.
+        dtype: The data type of its weights.
+        samplers: The available samplers.
+        sigma_schedules: The available sigma schedules.
+        sizes: (width, height) in pixels that the model generates well; the first is its native size.
+        min_side_px: Shortest side that a request may use. Other sizes are generated at the nearest entry of ``sizes``
+            and resized.
+        max_side_px: Longest side that a request may use.
+        quality_steps: Recommended step counts by quality name, the fewest first.
+        default_sampler: Sampler of requests that name none.
+        default_sigma_schedule: Sigma schedule that goes with ``default_sampler``.
+        default_num_steps: Steps of requests that give no number.
+        default_guidance_scale: Guidance scale of requests that give none.
+        default_spacing: Timestep spacing of requests that give none.
+        train_timesteps: The largest number of steps that a request may use.
+        max_images: The largest number of images in one request.
+        learnt_words: Textual inversion words that prompts may use, in lower case.
+        refused_words: Textual inversion words whose files cannot be used, with the reasons.
+        world: The vocabulary of the model, if it is closed.
+        loras: LoRA adapters that a request may name, as of this answer.
+        refused_loras: Files in the LoRA folder that cannot be used, with the reasons.
+        controlnets: ControlNets that a request may name.
+        refused_controlnets: Files in the ControlNet folder that cannot be used, with the reasons.
+        refiner: Name and digest of the refiner model, empty if there is none.
+        scorer: The model that ranks images for ``best_of``, empty if there is none.
+        safety_filter: The filter of prompts and images, empty if there is none.
+        provenance: Marks that images get: "xmp" (metadata), "wm" (watermark) and "c2pa" (signed manifest).
+        refused_fields: Request fields that this model does not support.
     """
 
     family: str
@@ -88,20 +109,26 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """(width, height) in pixels of a picture of which nothing is said."""
+        """The default (width, height) in pixels."""
         return self.sizes[0]
 
     def sampler(self, name: str) -> SamplerChoice | None:
-        """The sampler called ``name`` or labelled so."""
+        """Return the sampler with this name or label, or None."""
         return next((choice for choice in self.samplers if name in (choice.name, choice.label)), None)
 
 
 class LanguageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the language model can do.
+    """Capabilities of a language model.
 
-    styles            how it may be asked for a prompt
-    can_rewrite       whether it turns wishes into prompts; a model without a chat template cannot
-    response_formats  what its texts can be held to: text, json_object, json_schema
+    Attributes:
+        architecture: The model architecture.
+        digest: Digest of the weights.
+        device: The device it runs on.
+        dtype: The data type of its weights.
+        context_tokens: Context length in tokens.
+        styles: Styles of prompt rewriting.
+        can_rewrite: Whether it can rewrite prompts, which requires a chat template.
+        response_formats: Supported response formats: "text", "json_object" or "json_schema".
     """
 
     architecture: str
@@ -115,7 +142,7 @@ class LanguageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two, after the kind of the model."""
+    """Capabilities of a model: ``image`` or ``language``, depending on its kind."""
 
     image: ImageCapabilities | None = None
     language: LanguageCapabilities | None = None

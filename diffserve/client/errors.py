@@ -1,11 +1,7 @@
-"""What can go wrong between a client and its server, as exceptions that say the server's own sentence.
+"""Exceptions of the client, and their construction from HTTP answers and transport errors.
 
-DiffserveError            what the server says, under its own code
-  InvalidRequest, ModelNotFound, QueueFull, EngineUnavailable, DeadlineExceeded, DeadlineUnreachable
-                          as in diffserve.api.errors
-  RequestCancelled        somebody cancelled it by its id
-  ServerUnreachable       nobody answers at that address
-  ServerLost              the connection ended before the answer did
+Errors that the server reports become exceptions of ``diffserve.api.errors`` with the server's message and code.
+``RequestCancelled``, ``ServerUnreachable`` and ``ServerLost`` are defined here.
 """
 
 from __future__ import annotations
@@ -28,25 +24,25 @@ from diffserve.api.errors import (
 
 
 class ServerUnreachable(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
-    """Nobody answers at the server's address."""
+    """No server answers at the given address."""
 
     default_code = "server_unreachable"
 
 
 class ServerLost(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
-    """The connection ended, or fell silent, before the answer was whole."""
+    """The connection ended or timed out before the answer was complete."""
 
     default_code = "server_lost"
 
 
 class RequestCancelled(DiffserveError):  # noqa: N818 # named after what happened, as in diffserve.api.errors
-    """The request was cancelled by its id."""
+    """The request was cancelled with its ID."""
 
     default_code = "cancelled"
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
+    """Error object of an answer, in the format of OpenAI's API."""
 
     message: str
     type: str | None = None
@@ -59,49 +55,59 @@ class _Body(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-_OF_CODE: Final[dict[str, type[DiffserveError]]] = {
+_ERROR_TYPES: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind for kind in (DeadlineExceeded, ModelNotFound, RequestCancelled, DiffserveError)
 }
 
 
-def error_of(said: ErrorObject, headers: Mapping[str, str] | None = None) -> DiffserveError:
-    """The exception for what a server ``said``; with an answer's ``headers``, when to come back."""
-    code = said.code or DiffserveError.default_code
+def error_of(error: ErrorObject, headers: Mapping[str, str] | None = None) -> DiffserveError:
+    """Return the exception for an error that the server reported.
+
+    Args:
+        error: The error object.
+        headers: The headers of the answer, which may say when to retry.
+    """
+    code = error.code or DiffserveError.default_code
     if code == QueueFull.default_code:
-        return QueueFull(said.message, retry_after_s=_retry_after_s(headers or {}))
+        return QueueFull(error.message, retry_after_s=_retry_after_s(headers or {}))
     if code == EngineUnavailable.default_code:
-        return EngineUnavailable(said.message, retry_after_s=_retry_after_s(headers or {}))
+        return EngineUnavailable(error.message, retry_after_s=_retry_after_s(headers or {}))
     if code == DeadlineUnreachable.default_code:
         after_s = _retry_after_s(headers) if headers and "retry-after-ms" in headers else None
-        return DeadlineUnreachable(said.message, predicted_s=said.predicted_s, retry_after_s=after_s)
-    kind = _OF_CODE.get(code)
+        return DeadlineUnreachable(error.message, predicted_s=error.predicted_s, retry_after_s=after_s)
+    kind = _ERROR_TYPES.get(code)
     if kind is None:
-        kind = InvalidRequest if said.type == "invalid_request_error" else DiffserveError
-    return kind(said.message, param=said.param, code=code)
+        kind = InvalidRequest if error.type == "invalid_request_error" else DiffserveError
+    return kind(error.message, param=error.param, code=code)
 
 
 def error_of_answer(url: str, response: httpx.Response) -> DiffserveError:
-    """The exception for an answer that is no success; its body has been read."""
+    """Return the exception for an unsuccessful ``response`` of the server at ``url``, whose body has been read."""
     try:
-        said = msgspec.json.decode(response.content, type=_Body).error
+        error = msgspec.json.decode(response.content, type=_Body).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return unexpected(url)
-    return error_of(said, response.headers)
+    return error_of(error, response.headers)
 
 
 def unexpected(url: str) -> DiffserveError:
-    """The error for an answer that makes no sense."""
+    """Return the exception for an answer from ``url`` that cannot be parsed."""
     return DiffserveError(
-        f"what {url} answers is no answer of a diffserve server; is it one?", code="unexpected_answer"
+        f"the answer from {url} is not one of a diffserve server; check the address.", code="unexpected_answer"
     )
 
 
 def raise_for_transport(url: str, error: Exception) -> NoReturn:
-    """Say in one sentence what a failed connection means. Raises ServerUnreachable or ServerLost."""
+    """Raise the exception for a failed connection to ``url``.
+
+    Raises:
+        ServerUnreachable: The connection could not be opened.
+        ServerLost: The connection failed or timed out later.
+    """
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         raise ServerUnreachable(f"no server answers at {url}; start one with: diffserve serve") from error
     if isinstance(error, httpx.TimeoutException):
-        raise ServerLost(f"the server at {url} has been silent for too long; is it still at work?") from error
+        raise ServerLost(f"the server at {url} did not send anything for too long; is it still running?") from error
     raise ServerLost(f"the connection to {url} ended before the answer did; is the server still running?") from error
 
 

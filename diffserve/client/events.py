@@ -1,6 +1,6 @@
-"""Server-sent events, read from bytes as they arrive, and turned into typed ones.
+"""Parser of server-sent events, and readers that decode them into typed events.
 
-Lines end at a newline and nowhere else: what Unicode also calls a line break may stand inside of JSON.
+Only a newline ends a line: other Unicode line separators may occur inside JSON strings.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ EventT_co = TypeVar("EventT_co", covariant=True)
 
 
 class EventParser:
-    """Cuts a stream of bytes into the data of events; comments and other fields are passed over."""
+    """Incremental parser of server-sent events; it ignores comments and fields other than ``data``."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []
+        self._pending: list[bytes] = []
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of every event that is whole with ``chunk``."""
-        if b"\n" not in chunk:  # a picture is one long line: it is put together once
-            self._rest.append(chunk)
+        """Yield the data of every event that ``chunk`` completes."""
+        if b"\n" not in chunk:  # an image is one long line: join its pieces only once
+            self._pending.append(chunk)
             return
-        *lines, rest = b"".join([*self._rest, chunk]).split(b"\n")
-        self._rest = [rest]
+        *lines, incomplete_line = b"".join([*self._pending, chunk]).split(b"\n")
+        self._pending = [incomplete_line]
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -52,14 +52,18 @@ class EventParser:
 
 
 class Reader(Protocol[EventT_co]):
-    """Knows the events of one endpoint, and when they are all there."""
+    """Decoder of the events of one endpoint, which knows when the stream is complete."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing if the stream ends here."""
+        """Whether the stream may end here without missing events."""
 
     def read(self, data: bytes) -> Iterator[EventT_co]:
-        """The typed event in ``data``, none for what means nothing here. Raises what the server says went wrong."""
+        """Yield the typed events in ``data``; unknown events are ignored.
+
+        Raises:
+            DiffserveError: The event reports an error.
+        """
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -68,7 +72,13 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class TypedReader(Generic[EventT]):
-    """Events that say their ``type``; it is complete after ``num_last`` events of the types ``last``."""
+    """Decoder for streams of events with a ``type`` field.
+
+    Args:
+        types: The class of each event type.
+        last: Event types that end one part of the answer.
+        num_last: How many events of those types complete the stream.
+    """
 
     def __init__(self, types: dict[str, type[EventT]], last: frozenset[str], num_last: int) -> None:
         self._types = types
@@ -77,11 +87,15 @@ class TypedReader(Generic[EventT]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing if the stream ends here."""
+        """Whether the stream may end here without missing events."""
         return self._num_missing <= 0
 
     def read(self, data: bytes) -> Iterator[EventT]:
-        """The event in ``data``; those of a newer server that are unknown here are passed over."""
+        """Yield the event in ``data``; events with an unknown type are ignored.
+
+        Raises:
+            DiffserveError: The event reports an error.
+        """
         if data == DONE:
             return
         head = msgspec.json.decode(data, type=_Head)
@@ -93,7 +107,12 @@ class TypedReader(Generic[EventT]):
 
 
 def image_reader(num_images: int, events: str = "image_generation") -> TypedReader[ImageEvent]:
-    """Of a request for ``num_images`` pictures; ``events``: what its events are called by."""
+    """Return the reader for a request for ``num_images`` images.
+
+    Args:
+        num_images: How many images must be completed or lost before the stream is complete.
+        events: The prefix of the event types.
+    """
     completed, failed = f"{events}.completed", f"{events}.image_failed"
     types: dict[str, type[ImageEvent]] = {
         f"{events}.progress": Progress,
@@ -105,7 +124,7 @@ def image_reader(num_images: int, events: str = "image_generation") -> TypedRead
 
 
 def rewrite_reader() -> TypedReader[RewriteEvent]:
-    """Of a request to rewrite a wish."""
+    """Return the reader for a prompt rewrite."""
     completed = "prompt_rewrite.completed"
     types: dict[str, type[RewriteEvent]] = {"prompt_rewrite.delta": RewriteDelta, completed: Rewrites}
     return TypedReader(types, frozenset({completed}), 1)
@@ -127,13 +146,17 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 
 class ChatReader:
-    """Chunks of a conversation's answer, which end with a mark of their own."""
+    """Decoder of chat completion chunks; ``[DONE]`` completes the stream."""
 
     def __init__(self) -> None:
         self.is_complete = False
 
     def read(self, data: bytes) -> Iterator[ChatDelta]:
-        """What is new, for each answer that the chunk tells of."""
+        """Yield the new text of each choice in the chunk ``data``.
+
+        Raises:
+            DiffserveError: The chunk reports an error.
+        """
         if data == DONE:
             self.is_complete = True
             return

@@ -1,7 +1,7 @@
-"""For whom a page asks that lives in the server's own process: told beside a secret that this process alone has.
+"""Header by which the web page in the server's process says for which visitor it sends a request.
 
-Without it all visitors of a page would be one client, and share what one client may have. From anybody else the header
-says nothing.
+Without it, all visitors of the page would share the limits of one client. The header contains a secret of this process,
+so that other clients cannot forge it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ _told: ContextVar[str] = ContextVar("on_behalf_of", default="")
 
 
 class Asker(NamedTuple):
-    """Who asks: the ``addresses`` that proxies told and the last one's own, commas between, a ``key`` of theirs that
-    tells them apart, and ``key_id``: by which key they came in, where the server asks for one."""
+    """Visitor of the page on whose behalf a request is sent.
+
+    Attributes:
+        addresses: The addresses from the proxies' headers and that of the connection, separated by commas.
+        key: A key that distinguishes visitors with the same address.
+        key_id: The ID of the API key with which the visitor signed in, if the server requires one.
+    """
 
     addresses: str
     key: str
@@ -25,25 +30,26 @@ class Asker(NamedTuple):
 
 
 def ask_for(asker: Asker) -> None:
-    """From now on what is asked in this context, and in tasks that begin in it, is asked for ``asker``."""
+    """Send all later requests of this context, and of tasks started in it, on behalf of ``asker``."""
     _told.set(f"{_SECRET} {asker.key_id} {asker.key} {asker.addresses}")
 
 
 def own_key() -> str:
-    """What a page in the server's own process comes in by, where the server asks for keys."""
+    """Return the API key of the page in the server's process."""
     return f"page-{_SECRET}"
 
 
 def headers() -> dict[str, str]:
-    """What says so."""
-    return {HEADER: told} if (told := _told.get()) and told.isascii() and told.isprintable() else {}
+    """Return the header that names the visitor of this context; empty if there is none or it is not printable ASCII."""
+    value = _told.get()
+    return {HEADER: value} if value and value.isascii() and value.isprintable() else {}
 
 
 def asker_in(header: str | None) -> Asker | None:
-    """Who is told in ``header``, where this process wrote it."""
-    secret, _, rest = (header or "").partition(" ")
+    """Return the visitor in ``header``, or None unless this process wrote the header."""
+    secret, _, visitor = (header or "").partition(" ")
     if not secrets.compare_digest(secret.encode("utf-8", "replace"), _SECRET.encode()):
         return None
-    key_id, _, rest = rest.partition(" ")
-    key, _, addresses = rest.partition(" ")
+    key_id, _, visitor = visitor.partition(" ")
+    key, _, addresses = visitor.partition(" ")
     return Asker(addresses, key, key_id)

@@ -1,4 +1,4 @@
-"""How a picture is painted: what a request may say of it, and what an answer tells."""
+"""Generation parameters: the optional fields of image requests, and their values in answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ResizeMode = Literal["stretch", "crop", "fill"]
 
 
 class RewriterFields(TypedDict, total=False):
-    """How a wish is to be rewritten before it is painted."""
+    """Options of the prompt rewriter."""
 
     style: str
     seed: int
@@ -20,8 +20,13 @@ class RewriterFields(TypedDict, total=False):
 
 
 class LoraFields(TypedDict, total=False):
-    """An adapter, by a name that ``GET /v1/models`` lists, and how much of it (1); of its changes to the UNet another
-    share, where ``unet_scale`` says so."""
+    """LoRA adapter of a request.
+
+    Attributes:
+        name: A name from ``GET /v1/models``.
+        scale: Its weight, by default 1.
+        unet_scale: Its weight in the UNet, by default ``scale``.
+    """
 
     name: str
     scale: float
@@ -29,16 +34,19 @@ class LoraFields(TypedDict, total=False):
 
 
 class ControlNetFields(TypedDict, total=False):
-    """A ControlNet, by a name that ``GET /v1/models`` lists, and the picture that it goes by.
+    """ControlNet of a request, with its control image.
 
-    image         a PNG, JPEG or WebP file: its bytes, or base64 or a data URL of them
-    scale         of what it adds, 0 to 2 (1)
-    start, end    between which shares of the steps it is at work (0, 1)
-    preprocessor  "canny": find edges first; "none": the picture is a control map already
-    resize        True: bring a picture of the same aspect to the size that is painted; "stretch", "crop" or "fill":
-                  one of any aspect; else it has to have that size
-    thresholds    of "canny": weak and strong (100, 200)
-    resolution    pixels of the shorter side at which "canny" finds edges; 0: those of the picture that is painted
+    Attributes:
+        name: A name from ``GET /v1/models``.
+        image: The control image, a PNG, JPEG or WebP file: its bytes, or base64 or a data URL of them.
+        scale: Its weight, from 0 to 2, by default 1.
+        start: Fraction of the steps at which it starts, by default 0.
+        end: Fraction of the steps at which it ends, by default 1.
+        preprocessor: "canny" detects edges first; "none" uses the image as the control map.
+        resize: True resizes an image of the same aspect ratio to the output size; "stretch", "crop" or "fill" resizes
+            one of any aspect ratio; False requires the output size.
+        thresholds: The weak and the strong threshold of "canny", by default 100 and 200.
+        resolution: Pixels of the shorter side at which "canny" detects edges; 0 uses the output size.
     """
 
     name: str
@@ -53,7 +61,7 @@ class ControlNetFields(TypedDict, total=False):
 
 
 class SizeFields(TypedDict, total=False):
-    """The sizes that SDXL is told of a picture, in pixels: (width, height), a crop as (left, top)."""
+    """Size conditioning of SDXL in pixels: sizes as (width, height), crops as (left, top)."""
 
     original_size: tuple[int, int]
     crop: tuple[int, int]
@@ -64,30 +72,46 @@ class SizeFields(TypedDict, total=False):
 
 
 class ImageFields(TypedDict, total=False):
-    """What a request for pictures may say beside its prompt; what is left out is as the model does best.
+    """Optional fields of an image request; the model's capabilities give the defaults.
 
-    size               WIDTHxHEIGHT in pixels, or auto
-    prompt_syntax      whether brackets weigh words (a1111), or are brackets (plain)
-    guidance_interval  (from, to) as fractions of the steps, in which the prompt is weighed
-    clip_skip          which layer of the text encoders is read, counted from the one that is read anyway: 1
-    guidance_rescale   how far the guided output is brought back to the spread of the unguided, 0 to 1
-    cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation only; 1: at each
-    token_merging      without effect and with a warning: it was removed in 0.2
-    similarity_threshold  begin from a kept picture of a prompt that is at least so similar, above 0 to 1
-    controlnets        ControlNets that these pictures go by
-    loras              adapters that change the model for these pictures; the prompt may name them: <lora:NAME:SCALE>
-    micro_conditioning sizes that SDXL is told of, the picture's own unless given
-    refiner            whether the refiner takes over for the last steps, at 0.8 of the way unless said otherwise
-    switch_at          where it does, 0 to 1
-    best_of            so many are painted, and the n with the highest scores come back, the best first
-    noise_source       whose numbers the noise is: a generator's on the CPU for each picture, or CUDA's on any device
-    variation_strength how far the noise of a picture is turned towards another seed's, 0 to 1
-    variation_seed     that of the first picture, which the next adds 1 to, while all have one seed; left out: drawn
-    seed               of the first picture, or of all that are varied; left out: drawn, and told in the answer
-    prompt_rewriter    whether the language model turns the wish into a prompt first
-    watermark          False: without one; heard of a server's own page alone
-    priority           batch: it gets what interactive work leaves, which is a tenth at least
-    deadline_s         seconds after which nobody wants it: DeadlineUnreachable where it cannot be done by then
+    Attributes:
+        watermark: False leaves out the watermark; only the server's own page may send it.
+        model: Name of the model.
+        negative_prompt: What to avoid.
+        prompt_syntax: "a1111" reads brackets as prompt weights; "plain" reads them as text.
+        n: Number of images.
+        size: WIDTHxHEIGHT in pixels, or "auto".
+        quality: A quality name, which selects the number of steps.
+        seed: Seed of the first image; the next images add 1. By default random; the answer has it.
+        sampler: Name of the sampler.
+        sigma_schedule: Name of the sigma schedule.
+        spacing: Timestep spacing.
+        num_inference_steps: Number of steps.
+        guidance_scale: Classifier-free guidance scale.
+        eta: Noise factor of samplers that take one.
+        guidance_interval: (start, end) of guidance as fractions of the steps.
+        clip_skip: Which text encoder layer to use, counted back from the default layer, which is 1.
+        guidance_rescale: How far the guided prediction is rescaled to the standard deviation of the conditional one,
+            from 0 to 1.
+        cache_interval: DeepCache interval: the full UNet runs once in this many evaluations; 1 turns it off.
+        token_merging: Deprecated since 0.2: has no effect and produces a warning.
+        similarity_threshold: Start from a stored image whose prompt has at least this similarity, above 0 to 1.
+        noise_source: "cpu" uses a CPU generator per image; "device" reproduces CUDA's random numbers on any device.
+        variation_seed: Seed of the variation noise of the first image; the next images add 1. By default random.
+        variation_strength: How far the noise is interpolated to that of ``variation_seed``, from 0 to 1. If it is above
+            0, all images share ``seed``.
+        loras: LoRA adapters. The prompt may also name them as <lora:NAME:SCALE>.
+        controlnets: ControlNets with their control images.
+        micro_conditioning: Size conditioning of SDXL; by default the size of the image.
+        refiner: Whether the refiner model runs the last steps.
+        switch_at: Fraction of the steps at which the refiner takes over, by default 0.8.
+        best_of: Generate this many images and return the ``n`` with the highest scores, the best first.
+        output_format: File format.
+        output_compression: Quality of lossy formats, from 0 to 100.
+        prompt_rewriter: Whether the language model rewrites the prompt first.
+        priority: "batch" runs when interactive work leaves capacity, and gets at least a tenth of it.
+        deadline_s: Seconds after which the result is useless; the server refuses a request that cannot meet it.
+        user: An identifier of the end user.
     """
 
     watermark: bool
@@ -128,36 +152,47 @@ class ImageFields(TypedDict, total=False):
 
 
 class EditFields(ImageFields, total=False):
-    """What a request to paint from a picture may say beside its prompt.
+    """Optional fields of a request that starts from an image; ``size`` defaults to that of the image.
 
-    strength  how much is repainted, 0 to 1: 1 with a mask, else 0.75
-    size      that of the picture unless given
+    Attributes:
+        strength: How much of the image is repainted, from 0 to 1; by default 1 with a mask and 0.75 without.
     """
 
     strength: float
 
 
 class StreamedImageFields(ImageFields, total=False):
-    """The same, with 0 to 3 previews of each picture on the way."""
+    """Optional fields of a streaming image request.
+
+    Attributes:
+        partial_images: How many previews of each image to send, from 0 to 3.
+    """
 
     partial_images: int
 
 
 class StreamedEditFields(EditFields, StreamedImageFields, total=False):
-    """The same from a picture."""
+    """Optional fields of a streaming request that starts from an image."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What something cost, where the server knows a price."""
+    """Cost of a request, if the server has a price."""
 
     amount: float
     currency: str
 
 
 class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as OpenAI counts them, rows of the UNet that were computed, and pictures for which none had to be.
+    """Resources that an image request used.
 
-    device_s  seconds of the device: this request's share of those that it had with others
+    Attributes:
+        input_tokens: Prompt tokens, counted as in OpenAI's API.
+        output_tokens: Image tokens, counted as in OpenAI's API.
+        total_tokens: The sum of both.
+        num_evaluations: UNet evaluations, counted by batch rows.
+        num_cached: Images that came from the cache.
+        device_s: This request's share of the device time, in seconds.
+        cost: The cost, if the server has a price.
     """
 
     input_tokens: int
@@ -170,7 +205,7 @@ class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a picture went, in seconds of the clock; ``step_s``: the mean of a step."""
+    """Wall-clock seconds of an image by phase; ``step_s`` is the mean duration of a step."""
 
     queue_s: float
     encode_s: float
@@ -180,7 +215,7 @@ class ImageTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that changed the model, and how much of it; ``unet_scale`` where the UNet's is another."""
+    """LoRA adapter of an image; ``unet_scale`` is None if it equals ``scale``."""
 
     name: str
     scale: float
@@ -188,7 +223,7 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
-    """A ControlNet that pictures went by; ``image`` is a digest of what it was given."""
+    """ControlNet of an image; ``image`` is a digest of the control image."""
 
     name: str
     scale: float
@@ -202,7 +237,7 @@ class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How pictures were painted and delivered; ``size`` as WIDTHxHEIGHT in pixels."""
+    """Generation parameters of finished images; ``size`` is WIDTHxHEIGHT in pixels."""
 
     id: str
     model: str

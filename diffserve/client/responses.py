@@ -1,4 +1,4 @@
-"""Responses, typed: what was said or painted, as a whole and piece by piece; and texts as vectors."""
+"""Types of the Responses API and its stream events, and of embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffserve.client.events import TypedReader
 
 
 class ResponseFields(TypedDict, total=False):
-    """What a response may be asked with beside its input; ``tools``: ``[{"type": "image_generation", ...}]`` paints."""
+    """Optional fields of a response; ``[{"type": "image_generation"}]`` as ``tools`` enables images."""
 
     model: str
     instructions: str
@@ -26,7 +26,7 @@ class ResponseFields(TypedDict, total=False):
 
 
 class EmbeddingFields(TypedDict, total=False):
-    """What texts may be embedded with."""
+    """Optional fields of an embedding request."""
 
     model: str
     dimensions: int
@@ -35,13 +35,13 @@ class EmbeddingFields(TypedDict, total=False):
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message."""
+    """Text part of a message."""
 
     text: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
-    """What the language model said; its status is "incomplete" where it was cut off."""
+    """Message of the language model; its status is "incomplete" if it was truncated."""
 
     id: str
     status: str
@@ -49,10 +49,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
 
 
 class PaintedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="image_generation_call"):
-    """A picture; ``file`` is ``None`` where it failed.
+    """Image of a response.
 
-    revised_prompt  what it was painted by
-    action          "generate", or "edit" where it began from another picture
+    Attributes:
+        id: The ID of the item.
+        status: Its status.
+        file: The bytes of the file, None if it failed.
+        revised_prompt: The prompt that it was generated with.
+        action: "generate", or "edit" if it started from another image.
+        seed: The seed of its noise.
+        variation_seed: The seed of the variation noise.
+        size: WIDTHxHEIGHT in pixels.
+        output_format: The file format.
     """
 
     id: str
@@ -67,7 +75,7 @@ class PaintedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="image_gener
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the language model."""
+    """Token counts of the language model."""
 
     input_tokens: int
     output_tokens: int
@@ -75,9 +83,21 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said and painted; ``id`` is what another response goes on from. One in the ``background`` is
-    "in_progress" until it is asked for again and is "completed", "incomplete", "cancelled" or, with an ``error``,
-    "failed"."""
+    """Response with its messages and images.
+
+    Attributes:
+        id: The ID; pass it as ``previous_response_id`` to continue the conversation.
+        created_at: When it was created, in seconds since 1970.
+        model: Name of the model.
+        status: "completed", "incomplete", "cancelled" or "failed". A background response is "in_progress" until it is
+            finished; fetch it again to see its state.
+        output: Messages and images in order.
+        usage: Token counts.
+        previous_response_id: The response that this one continues.
+        background: Whether it runs in the background.
+        error: Code and message of a failed response.
+        warnings: Messages for the user.
+    """
 
     id: str
     created_at: int
@@ -92,24 +112,24 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """All that was said."""
-        said = (part.text for item in self.output if isinstance(item, Message) for part in item.content)
-        return "".join(said)
+        """The text of all messages."""
+        texts = (part.text for item in self.output if isinstance(item, Message) for part in item.content)
+        return "".join(texts)
 
     @property
     def pictures(self) -> list[bytes]:
-        """The files that were painted."""
+        """The bytes of all image files."""
         return [item.file for item in self.output if isinstance(item, PaintedPicture) and item.file is not None]
 
 
 class ResponseDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of what is said."""
+    """Event with new text of a message."""
 
     text: str = msgspec.field(name="delta")
 
 
 class ResponsePartial(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture on its way; ``index``: of its item."""
+    """Event with a preview of an image; ``index`` is the position of its item in the output."""
 
     index: int = msgspec.field(name="output_index")
     partial_image_index: int
@@ -117,7 +137,7 @@ class ResponsePartial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The last event: the whole of it."""
+    """Last event of a stream, with the complete response."""
 
     response: Response
 
@@ -126,7 +146,7 @@ ResponseEvent = ResponseDelta | ResponsePartial | ResponseEnd
 
 
 def response_reader() -> TypedReader[ResponseEvent]:
-    """Of a response that is streamed."""
+    """Return the reader for a streamed response."""
     last = ("response.completed", "response.incomplete")
     types: dict[str, type[ResponseEvent]] = {
         "response.output_text.delta": ResponseDelta,
@@ -141,13 +161,13 @@ class _Vector(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the texts."""
+    """Token count of an embedding request."""
 
     prompt_tokens: int
 
 
 class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """A vector of length 1 for each text, by the text encoder of the image model ``model``."""
+    """Embeddings by the text encoder of the image model ``model``: one vector of length 1 per text."""
 
     model: str
     data: tuple[_Vector, ...]
@@ -155,5 +175,5 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """In the order of the texts."""
-        return tuple(one.embedding for one in self.data)
+        """The vectors in the order of the texts."""
+        return tuple(entry.embedding for entry in self.data)

@@ -1,4 +1,4 @@
-"""What a server keeps for its clients, typed: files, batches, history, usage; and the calls that ask for it."""
+"""Types and calls for stored data: files, batches, history and usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyT = TypeVar("AnyT")
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the server keeps. Times in seconds since 1970."""
+    """Metadata of a stored file; times are in seconds since 1970."""
 
     id: str
     num_bytes: int = msgspec.field(name="bytes")
@@ -30,7 +30,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of a batch."""
+    """Line counts of a batch."""
 
     total: int
     completed: int
@@ -38,7 +38,11 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch. Once it is over, its two files hold a line of JSON for each line that went well, and badly."""
+    """Batch of requests.
+
+    When it is finished, its output file has one line of JSON per successful request, and its error file one per failed
+    request. Times are in seconds since 1970.
+    """
 
     id: str
     endpoint: str
@@ -54,12 +58,12 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the batch is finished."""
         return self.status in ("completed", "failed", "expired", "cancelled")
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True):
-    """How to ask for a picture again: ``body`` for ``url``, with what it ``needs`` added."""
+    """Request that reproduces an image: ``body`` for the path ``url``, after adding the files in ``needs``."""
 
     url: str
     body: dict[str, Any]
@@ -67,7 +71,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture that was painted for the key that asks."""
+    """Image in the history of an API key."""
 
     id: str
     created_at: int
@@ -82,7 +86,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key has used in a day (by UTC)."""
+    """Usage of an API key on one day (UTC); ``evaluations`` counts UNet evaluations by batch rows."""
 
     day: str
     key_id: str
@@ -94,14 +98,20 @@ class UsedDay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, Generic[AnyT], frozen=True, kw_only=True):
-    """A page of a list; where it ``has_more``, the id of its last entry goes on, as ``after``."""
+    """Page of a list; if it ``has_more``, pass the ID of its last entry as ``after`` to fetch the next page."""
 
     data: tuple[AnyT, ...]
     has_more: bool = False
 
 
 class PageFields(TypedDict, total=False):
-    """Which page of a list."""
+    """Page selection of a list.
+
+    Attributes:
+        after: The ID of the last entry of the previous page.
+        limit: The largest number of entries.
+        order: "desc" lists the newest first, "asc" the oldest.
+    """
 
     after: str
     limit: int
@@ -109,7 +119,14 @@ class PageFields(TypedDict, total=False):
 
 
 class HistoryFields(PageFields, total=False):
-    """Which pictures: with all the words of ``q`` in their prompts, painted from ``since`` on, before ``until``."""
+    """Filter of the history.
+
+    Attributes:
+        q: Words that must all occur in the prompt.
+        model: Name of the model.
+        since: Earliest time, in seconds since 1970.
+        until: End of the period (exclusive), in seconds since 1970.
+    """
 
     q: str
     model: str
@@ -118,96 +135,104 @@ class HistoryFields(PageFields, total=False):
 
 
 def upload(data: bytes, filename: str, purpose: str) -> Call[StoredFile]:
-    """Keep a file."""
+    """Build the call that stores a file."""
     body, headers = form_of({"purpose": purpose}, {"file": Upload(data, filename)})
     return Call("POST", FILES, body, _as(StoredFile), headers=headers)
 
 
 def files(fields: PageFields) -> Call[Listed[StoredFile]]:
-    """A page of them."""
+    """Build the call that lists a page of the stored files."""
     return Call("GET", _with(FILES, fields), None, _as(Listed[StoredFile]))
 
 
 def file(file_id: str) -> Call[StoredFile]:
-    """What is known of one."""
+    """Build the call that fetches the metadata of a file."""
     return Call("GET", f"{FILES}/{quote(file_id, safe='')}", None, _as(StoredFile))
 
 
 def file_content(file_id: str) -> Call[bytes]:
-    """The bytes of one."""
+    """Build the call that downloads a file."""
     return Call("GET", f"{FILES}/{quote(file_id, safe='')}/content", None, bytes)
 
 
 def delete_file(file_id: str) -> Call[bool]:
-    """Forget one; False where it is not there."""
+    """Build the call that deletes a file; False if it does not exist."""
     path = f"{FILES}/{quote(file_id, safe='')}"
     return Call("DELETE", path, None, lambda _: True, {"file_not_found": False})
 
 
 def begin_batch(file_id: str, endpoint: str, metadata: Mapping[str, str]) -> Call[StoredBatch]:
-    """Have the lines of a file worked on."""
-    asked = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", "metadata": dict(metadata)}
-    return Call("POST", BATCHES, msgspec.json.encode(asked), _as(StoredBatch))
+    """Build the call that starts a batch."""
+    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", "metadata": dict(metadata)}
+    return Call("POST", BATCHES, msgspec.json.encode(body), _as(StoredBatch))
 
 
 def batch(batch_id: str) -> Call[StoredBatch]:
-    """How far one is."""
+    """Build the call that fetches a batch."""
     return Call("GET", f"{BATCHES}/{quote(batch_id, safe='')}", None, _as(StoredBatch))
 
 
 def batches(fields: PageFields) -> Call[Listed[StoredBatch]]:
-    """A page of them."""
+    """Build the call that lists a page of the batches."""
     return Call("GET", _with(BATCHES, fields), None, _as(Listed[StoredBatch]))
 
 
 def cancel_batch(batch_id: str) -> Call[StoredBatch]:
-    """Stop one."""
+    """Build the call that cancels a batch."""
     return Call("POST", f"{BATCHES}/{quote(batch_id, safe='')}/cancel", None, _as(StoredBatch))
 
 
 def history(fields: HistoryFields) -> Call[Listed[HistoryEntry]]:
-    """A page of what was painted."""
+    """Build the call that lists a page of the history."""
     return Call("GET", _with(HISTORY, fields), None, _as(Listed[HistoryEntry]))
 
 
 def history_entry(entry_id: str) -> Call[HistoryEntry]:
-    """One picture's recipe."""
+    """Build the call that fetches a history entry."""
     return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}", None, _as(HistoryEntry))
 
 
 def history_picture(entry_id: str) -> Call[bytes]:
-    """One picture's file."""
+    """Build the call that downloads the image file of a history entry."""
     return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}/content", None, bytes)
 
 
 def history_thumbnail(entry_id: str) -> Call[bytes]:
-    """One picture in small."""
+    """Build the call that downloads the thumbnail of a history entry."""
     return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}/thumbnail", None, bytes)
 
 
 def forget(entry_id: str) -> Call[bool]:
-    """Forget one picture; False where it is not there."""
+    """Build the call that deletes a history entry; False if it does not exist."""
     path = f"{HISTORY}/{quote(entry_id, safe='')}"
     return Call("DELETE", path, None, lambda _: True, {"history_not_found": False})
 
 
 def forget_all() -> Call[int]:
-    """Forget all; how many there were."""
+    """Build the call that deletes the history; the result is the number of entries."""
     return Call("DELETE", HISTORY, None, lambda data: msgspec.json.decode(data, type=_Forgotten).num_deleted)
 
 
 def usage(days: int) -> Call[tuple[UsedDay, ...]]:
-    """What the key that asks has used."""
+    """Build the call that fetches the usage of this API key."""
     return Call("GET", f"{USAGE}?days={days}", None, lambda data: _as(Listed[UsedDay])(data).data)
 
 
 def usage_by_key(days: int) -> Call[tuple[UsedDay, ...]]:
-    """What all keys have used."""
+    """Build the call that fetches the usage of all API keys."""
     return Call("GET", f"{USAGE}/keys?days={days}", None, lambda data: _as(Listed[UsedDay])(data).data)
 
 
 def batch_lines(bodies: Iterable[Mapping[str, Any]], endpoint: str = GENERATIONS) -> bytes:
-    """A file for a batch: ``bodies`` of requests for ``endpoint``, called by their numbers from 0."""
+    """Return the contents of a batch's input file.
+
+    Args:
+        bodies: The bodies of the requests; the custom ID of each line is its number, from 0.
+        endpoint: The path of the requests.
+
+    Returns:
+        One line of JSON per request.
+    """
     shared = {"method": "POST", "url": endpoint}
     lines = ({"custom_id": str(number), **shared, "body": body} for number, body in enumerate(bodies))
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)

@@ -1,4 +1,4 @@
-"""What a server keeps beyond its own life, in one SQLite file: keys, and what signs sessions. No torch."""
+"""Persistent data of a server in one SQLite file and a folder: keys, files, batches, history and usage. No PyTorch."""
 
 from diffserve.store.database import Database
 from diffserve.store.keys import SCOPES, Key, Keys, Scope

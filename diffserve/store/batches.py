@@ -1,10 +1,8 @@
-"""Batches: many requests in one file, worked on one by one, each once, whatever happens between.
+"""Batches: files of requests, each of which is answered exactly once, even across restarts.
 
-    validating -> in_progress -> finalizing -> completed          failed: the batch as a whole cannot be worked on
-                      |-> cancelling -> cancelled                 expired: its time was over first
-
-A line is done when its row is in ``batch_lines``, which is written together with how far the output reaches. What lies
-in the output beyond that is of a line that was not done: the next is written over it.
+States: validating, in_progress, finalizing, completed; or cancelling, cancelled; or failed; or expired.
+A line is done once its row is in ``batch_lines``, which is committed together with the length of the output. Output
+beyond that length belongs to an unfinished line and is overwritten.
 """
 
 from __future__ import annotations
@@ -27,14 +25,20 @@ from diffserve.store.pages import PageAsked, read_page
 WINDOW_S: Final = 24 * 3600.0
 KEPT_S: Final = 30 * 24 * 3600.0
 MAX_UNFINISHED: Final = 100
-"""Batches that one owner may have at a time."""
+"""Unfinished batches per owner."""
 
 UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch. ``times``: when it came to be what it was, by status; ``error``: why it failed as a whole;
-    ``output_bytes``, ``error_bytes``: how far its two files are written."""
+    """Row of a batch.
+
+    Attributes:
+        times: When it entered each status, in seconds since 1970.
+        error: Why it failed as a whole; see ``problems``.
+        output_bytes: Committed length of its output file.
+        error_bytes: Committed length of its error file.
+    """
 
     id: str
     owner: str
@@ -56,7 +60,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[LineProblem]:
-        """The reasons for which it failed; ``error`` is JSON where lines are to blame, else a code and a message."""
+        """The reasons of a failure; ``error`` is JSON for invalid lines, else a code and a message."""
         if self.error.startswith("["):
             return msgspec.json.decode(self.error, type=list[LineProblem])
         code, _, message = self.error.partition(": ")
@@ -64,12 +68,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the batch is finished."""
         return self.status not in UNFINISHED
 
 
 class LineDone(NamedTuple):
-    """What came of line ``number``: ``text`` ends in a newline."""
+    """Result of the line ``number``; ``text`` ends in a newline."""
 
     number: int
     text: bytes
@@ -77,7 +81,7 @@ class LineDone(NamedTuple):
 
 
 class BatchBacklog(NamedTuple):
-    """Batches that are not over: how many by status, their lines that are not done, the age of the oldest."""
+    """Summary of the unfinished batches: count by status, unfinished lines, and age of the oldest."""
 
     by_status: dict[str, int]
     lines_left: int
@@ -85,7 +89,13 @@ class BatchBacklog(NamedTuple):
 
 
 class Batches:
-    """The batches of ``database``, whose files are among ``files``. ``clock``: seconds since 1970."""
+    """Table of batches.
+
+    Args:
+        database: The database.
+        files: The store of the batches' files.
+        clock: Returns seconds since 1970.
+    """
 
     def __init__(self, database: Database, files: Files, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -101,10 +111,10 @@ class Batches:
         metadata: dict[str, str],
         problems: Sequence[LineProblem] = (),
     ) -> Batch:
-        """Add a batch; one whose file has ``problems`` has failed from the beginning.
+        """Add a batch; it fails at once if its file has ``problems``.
 
         Raises:
-            InvalidRequest: ``owner`` has too many batches that are not over.
+            InvalidRequest: ``owner`` has too many unfinished batches.
         """
         now_s = self._clock()
         status, error = ("failed", _json(list(problems))) if problems else ("validating", "")
@@ -117,43 +127,53 @@ class Batches:
         row = msgspec.structs.asdict(batch) | {"metadata": _json(metadata), "times": _json(batch.times)}
         with self._database.connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            said = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"
-            if connection.execute(said, (owner,)).fetchone()[0] >= MAX_UNFINISHED:
-                said = f"{MAX_UNFINISHED} batches are being worked on already; wait for one, or cancel it."
-                raise InvalidRequest(said, code="too_many_batches")
+            query = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"
+            if connection.execute(query, (owner,)).fetchone()[0] >= MAX_UNFINISHED:
+                message = f"{MAX_UNFINISHED} batches are unfinished, the most allowed; wait for one or cancel it."
+                raise InvalidRequest(message, code="too_many_batches")
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO batches ({', '.join(row)}) VALUES ({marks})", tuple(row.values()))
         return batch
 
-    def page(self, owner: str, asked: PageAsked) -> tuple[list[Batch], bool] | None:
-        """(the batches of ``owner``, whether there are more); ``None`` where there is none to go on from."""
+    def page(self, owner: str, selection: PageAsked) -> tuple[list[Batch], bool] | None:
+        """Return a page of ``owner``'s batches and whether more follow; None if the entry ``after`` does not exist."""
         with self._database.connected() as connection:
-            found = read_page(connection, "batches", owner, asked)
-        return None if found is None else ([_batch(row) for row in found[0]], found[1])
+            page = read_page(connection, "batches", owner, selection)
+        return None if page is None else ([_batch(row) for row in page[0]], page[1])
 
     def get(self, name: str) -> Batch | None:
-        """The batch of that id, whosever it is."""
+        """Return the batch with the ID ``name`` of any owner, or None."""
         with self._database.connected() as connection:
             return self._get(connection, name)
 
     def unfinished(self) -> list[Batch]:
-        """Those that are not over, the oldest first."""
+        """Return the unfinished batches, the oldest first."""
         with self._database.connected() as connection:
             rows = connection.execute(f"SELECT * FROM batches WHERE status IN {UNFINISHED} ORDER BY number").fetchall()
         return [_batch(row) for row in rows]
 
     def backlog(self) -> BatchBacklog:
-        """What is not over, summed up."""
-        said = "SELECT status, count(*), sum(num_lines - num_completed - num_failed), min(created_s) FROM batches"
+        """Return a summary of the unfinished batches."""
+        query = "SELECT status, count(*), sum(num_lines - num_completed - num_failed), min(created_s) FROM batches"
         with self._database.connected() as connection:
-            rows = connection.execute(f"{said} WHERE status IN {UNFINISHED} GROUP BY status").fetchall()
+            rows = connection.execute(f"{query} WHERE status IN {UNFINISHED} GROUP BY status").fetchall()
         by_status = dict.fromkeys(UNFINISHED, 0) | {row[0]: row[1] for row in rows}
         oldest_s = min((row[3] for row in rows), default=None)
         age_s = 0.0 if oldest_s is None else max(0.0, self._clock() - oldest_s)
         return BatchBacklog(by_status, sum(row[2] for row in rows), age_s)
 
     def move(self, name: str, to: str, *, of: Sequence[str], error: str = "") -> Batch | None:
-        """The batch, which is ``to`` from now on where it was one ``of`` those; else as it is."""
+        """Change the status of a batch to ``to`` if it is one of ``of``.
+
+        Args:
+            name: The ID of the batch.
+            to: The new status.
+            of: The statuses that may change.
+            error: The reason, if it failed.
+
+        Returns:
+            The batch after the call, or None if it does not exist.
+        """
         with self._database.connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
             batch = self._get(connection, name)
@@ -163,23 +183,24 @@ class Batches:
         return batch
 
     def done_lines(self, batch: Batch) -> set[int]:
-        """The numbers of the lines that are done."""
+        """Return the numbers of the lines of ``batch`` that are done."""
         with self._database.connected() as connection:
             rows = connection.execute("SELECT line FROM batch_lines WHERE batch = ?", (batch.id,)).fetchall()
         return {row["line"] for row in rows}
 
     def finish_lines(self, name: str, lines: Sequence[LineDone]) -> None:
-        """Write what came of ``lines``, none of which is done. One thread at a time for each batch.
+        """Write the results of ``lines`` and mark them as done. Only one thread at a time may call this for a batch.
 
-        OSError or sqlite3.Error where it cannot be written: then none is done.
+        Raises:
+            OSError, sqlite3.Error: The results cannot be written; none of the lines is done.
         """
         batch = self.get(name)
         assert batch is not None
-        parts = {batch.output_file: batch.output_bytes, batch.error_file: batch.error_bytes}
+        lengths = {batch.output_file: batch.output_bytes, batch.error_file: batch.error_bytes}
         for is_error, file in enumerate((batch.output_file, batch.error_file)):
             if text := b"".join(line.text for line in lines if line.is_error == bool(is_error)):
-                self._write(file, text, parts[file])
-                parts[file] += len(text)
+                self._write(file, text, lengths[file])
+                lengths[file] += len(text)
         num_failed = sum(line.is_error for line in lines)
         with self._database.connected() as connection:
             numbers = [(batch.id, line.number) for line in lines]
@@ -187,27 +208,27 @@ class Batches:
             connection.execute(
                 "UPDATE batches SET output_bytes = ?, error_bytes = ?, num_completed = num_completed + ?, "
                 "num_failed = num_failed + ? WHERE id = ?",
-                (parts[batch.output_file], parts[batch.error_file], len(lines) - num_failed, num_failed, batch.id),
+                (lengths[batch.output_file], lengths[batch.error_file], len(lines) - num_failed, num_failed, batch.id),
             )
 
     def finish(self, name: str, status: str, error: str = "") -> None:
-        """End it as ``status``: its two files, where there is anything in them, are files from now on."""
+        """Finish the batch ``name`` with ``status`` and publish its output and error files unless they are empty."""
         batch = self.get(name)
         if batch is None or batch.is_over:
             return
         now_s = self._clock()
-        made = {"output": (batch.output_file, batch.output_bytes), "error": (batch.error_file, batch.error_bytes)}
-        for file, num_bytes in made.values():
+        outputs = {"output": (batch.output_file, batch.output_bytes), "error": (batch.error_file, batch.error_bytes)}
+        for file, num_bytes in outputs.values():
             if num_bytes:
-                os.truncate(self._files.path(file), num_bytes)  # what lies beyond is of a line that was not done
+                os.truncate(self._files.path(file), num_bytes)  # the part beyond belongs to an unfinished line
             else:
                 self._files.path(file).unlink(missing_ok=True)
         with self._database.connected() as connection:
-            for kind, (file, num_bytes) in made.items():
+            for kind, (file, num_bytes) in outputs.items():
                 if num_bytes:
-                    told = f"{batch.id}_{kind}.jsonl"
+                    filename = f"{batch.id}_{kind}.jsonl"
                     row = File(
-                        id=file, owner=batch.owner, purpose="batch_output", filename=told, num_bytes=num_bytes,
+                        id=file, owner=batch.owner, purpose="batch_output", filename=filename, num_bytes=num_bytes,
                         created_s=now_s, expires_s=now_s + KEPT_S,
                     )  # fmt: skip
                     insert_file(connection, row)
@@ -215,28 +236,28 @@ class Batches:
             self._move(connection, batch, status, error)
 
     def sweep(self) -> None:
-        """Forget those that have been over for long."""
+        """Delete finished batches older than ``KEPT_S``."""
         with self._database.connected() as connection:
-            said = f"DELETE FROM batches WHERE created_s < ? AND status NOT IN {UNFINISHED}"
-            connection.execute(said, (self._clock() - KEPT_S,))
+            query = f"DELETE FROM batches WHERE created_s < ? AND status NOT IN {UNFINISHED}"
+            connection.execute(query, (self._clock() - KEPT_S,))
 
     def files_in_use(self) -> set[str]:
-        """The ids of files that batches which are not over read or write."""
+        """Return the IDs of the files that unfinished batches read or write."""
         return {file for batch in self.unfinished() for file in (batch.input_file, batch.output_file, batch.error_file)}
 
     def _write(self, file: str, text: bytes, at: int) -> None:
         self._files.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._files.require_room(len(text))
-        with open(os.open(self._files.path(file), os.O_WRONLY | os.O_CREAT, 0o600), "wb") as written:
-            written.seek(at)
-            written.write(text)
-            written.flush()
-            os.fsync(written.fileno())
+        with open(os.open(self._files.path(file), os.O_WRONLY | os.O_CREAT, 0o600), "wb") as output:
+            output.seek(at)
+            output.write(text)
+            output.flush()
+            os.fsync(output.fileno())
 
     def _move(self, connection: sqlite3.Connection, batch: Batch, to: str, error: str) -> None:
         times = batch.times | {to: self._clock()}
-        said = "UPDATE batches SET status = ?, error = ?, times = ? WHERE id = ?"
-        connection.execute(said, (to, error, _json(times), batch.id))
+        query = "UPDATE batches SET status = ?, error = ?, times = ? WHERE id = ?"
+        connection.execute(query, (to, error, _json(times), batch.id))
 
     def _get(self, connection: sqlite3.Connection, name: str) -> Batch | None:
         row = connection.execute("SELECT * FROM batches WHERE id = ?", (name,)).fetchone()
@@ -248,6 +269,6 @@ def _json(value: object) -> str:
 
 
 def _batch(row: sqlite3.Row) -> Batch:
-    told = {name: row[name] for name in Batch.__struct_fields__}
-    read = {name: msgspec.json.decode(told[name]) for name in ("metadata", "times")}
-    return Batch(**told | read)
+    values = {name: row[name] for name in Batch.__struct_fields__}
+    decoded = {name: msgspec.json.decode(values[name]) for name in ("metadata", "times")}
+    return Batch(**values | decoded)

@@ -1,4 +1,4 @@
-"""The SQLite file of a server: its schema with a version, and connections that do not wait for each other for long."""
+"""SQLite database of a server: schema migrations, connections and the lock of the data folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE: Final = "diffserve.sqlite"
 LOCK: Final = "server.lock"
 BUSY_S: Final = 5.0
 MOST_IDLE: Final = 2
-"""Connections that stay open between two writes that need not be on the disk at once."""
+"""Idle connections that are kept open for writes with ``at_once=False``."""
 
 MIGRATIONS: Final = (
     """
@@ -115,20 +115,26 @@ MIGRATIONS: Final = (
     ) STRICT;
     """,
 )
-"""One entry for each version of the schema: what leads to it from the one before. What is here is never changed."""
+"""Migration scripts, one per schema version. Add new ones; never change a released one."""
 
-LOOKED_THROUGH_BYTES: Final = 64 << 20
-"""A file of at most so many is looked through for damage when it is opened."""
+MAX_CHECKED_BYTES: Final = 64 << 20
+"""Files up to this size are checked for damage when they are opened."""
 
 
 class Database:
-    """The file in ``folder``, made where it is missing, in the mode 0600. Raises ConfigError where it cannot be used,
-    being of a newer version, damaged or not to be written; it is left as it was."""
+    """SQLite database in ``folder``; it is created with mode 0600 if it is missing, and migrated if it is old.
+
+    Attributes:
+        file: The path of the database.
+        tell_commit: Called after every commit with its duration in seconds, in the thread of the commit.
+
+    Raises:
+        ConfigError: The file is from a newer version, damaged or not writable. It is left unchanged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
         self.tell_commit: Callable[[float], None] = lambda _: None
-        """Is told how many seconds every commit took, in the thread that made it."""
         self._idle: deque[sqlite3.Connection] = deque()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -138,22 +144,28 @@ class Database:
                 connection.execute("PRAGMA journal_mode = WAL")
             self._migrate()
         except OSError as error:
-            said = (
-                f"{self.file} cannot be written: {error.strerror}; mend that, or name another folder (serve.data_dir)."
+            message = (
+                f"{self.file} cannot be written: {error.strerror}; fix it or choose another folder (serve.data_dir)."
             )
-            raise ConfigError(said, param="data_dir") from None
+            raise ConfigError(message, param="data_dir") from None
         except sqlite3.Error as error:
             raise ConfigError(
-                f"{self.file} cannot be used ({error}); move it away, or name another folder (serve.data_dir).",
+                f"{self.file} cannot be used ({error}); move it away or choose another folder (serve.data_dir).",
                 param="data_dir",
             ) from None
 
     @contextlib.contextmanager
     def connected(self, *, at_once: bool = True) -> Iterator[sqlite3.Connection]:
-        """A connection of one's own, to be used by one thread; what is done in it is kept when the block ends well:
-        ``at_once`` on the disk, which takes milliseconds, or else soon: then it outlives this process, but perhaps not
-        a machine without power. Those are many, and small: their connections are used again."""
-        connection = self._opened(at_once=True) if at_once else self._idle_one() or self._opened(at_once=False)
+        """Open a connection for one thread, and commit when the block ends without an exception.
+
+        Args:
+            at_once: Whether the commit is flushed to the disk, which takes milliseconds. Otherwise it survives a crash
+                of the process but perhaps not a power failure; such connections are reused for small, frequent writes.
+
+        Yields:
+            The connection.
+        """
+        connection = self._connect(at_once=True) if at_once else self._pop_idle() or self._connect(at_once=False)
         is_good = False
         try:
             with connection:
@@ -168,14 +180,14 @@ class Database:
             else:
                 connection.close()
 
-    def _opened(self, *, at_once: bool) -> sqlite3.Connection:
+    def _connect(self, *, at_once: bool) -> sqlite3.Connection:
         connection = sqlite3.connect(self.file, timeout=BUSY_S, check_same_thread=at_once)
         connection.row_factory = sqlite3.Row
         connection.execute(f"PRAGMA synchronous = {'FULL' if at_once else 'NORMAL'}")
         connection.execute("PRAGMA secure_delete = ON")
         return connection
 
-    def _idle_one(self) -> sqlite3.Connection | None:
+    def _pop_idle(self) -> sqlite3.Connection | None:
         try:
             return self._idle.pop()
         except IndexError:
@@ -183,9 +195,9 @@ class Database:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Mark the folder as a running server's for the length of the block.
+        """Mark the folder as used by a running server during the block.
 
-        One connection stays open, so that no other one is the last, which would remove the log of writes.
+        One connection stays open, because closing the last connection would remove the write-ahead log.
         """
         with (
             contextlib.closing(sqlite3.connect(self.file, check_same_thread=False)) as connection,
@@ -197,7 +209,7 @@ class Database:
 
     @property
     def is_served(self) -> bool:
-        """Whether a server runs with this folder."""
+        """Whether a running server uses this folder."""
         with self._lock_file() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,17 +218,17 @@ class Database:
         return False
 
     def _lock_file(self) -> BinaryIO:
-        """Open the file whose lock says that a server runs; the lock ends with its process."""
+        """Open the file that a running server locks; the lock is released when its process ends."""
         return os.fdopen(os.open(self.file.with_name(LOCK), os.O_CREAT | os.O_RDWR, 0o600), "r+b")
 
     def forget(self) -> None:
-        """Overwrite in the log of writes, too, what was deleted."""
+        """Truncate the write-ahead log, so that deleted data does not remain in it."""
         with self.connected() as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @property
     def wal_bytes(self) -> int:
-        """Of the log of writes beside the file, 0 where there is none."""
+        """Size of the write-ahead log in bytes, 0 if there is none."""
         try:
             return self.file.with_name(f"{FILE}-wal").stat().st_size
         except FileNotFoundError:
@@ -224,27 +236,32 @@ class Database:
 
     @property
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Another one after every change, by whatever process."""
+        """Modification times and sizes of the database files, which differ after a change by any process."""
         return tuple(_stamp(file) for file in (self.file, self.file.with_name(f"{FILE}-wal")))
 
     def secret(self, name: str) -> bytes:
-        """32 random bytes by ``name``, the same ever after."""
+        """Return the 32 random bytes called ``name``; they are created once and then stay the same."""
         with self.connected() as connection:
             connection.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, os.urandom(32)))
             return bytes(connection.execute("SELECT value FROM secrets WHERE name = ?", (name,)).fetchone()[0])
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        """Before anything is written. Raises ConfigError or sqlite3.Error."""
+        """Check version and integrity before any write, and back up a database that will be migrated.
+
+        Raises:
+            ConfigError: The file is from a newer version.
+            sqlite3.Error: The file is damaged or not a database.
+        """
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > len(MIGRATIONS):
             raise ConfigError(
-                f"{self.file} was written by a newer diffserve (version {version}, this one knows "
-                f"{len(MIGRATIONS)}); use that, or name another folder (serve.data_dir).",
+                f"{self.file} was written by a newer diffserve (version {version}, this one supports up to "
+                f"{len(MIGRATIONS)}); upgrade diffserve or choose another folder (serve.data_dir).",
                 param="data_dir",
             )
-        if self.file.stat().st_size <= LOOKED_THROUGH_BYTES:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
+        if self.file.stat().st_size <= MAX_CHECKED_BYTES:
+            (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if result != "ok":
                 raise sqlite3.DatabaseError("it is damaged")
         if 0 < version < len(MIGRATIONS):
             part = self.file.with_name(f"{FILE}.{os.getpid()}.part")
@@ -255,7 +272,7 @@ class Database:
 
     def _migrate(self) -> None:
         with self.connected() as connection:
-            connection.execute("BEGIN IMMEDIATE")  # of two processes that start together, one migrates
+            connection.execute("BEGIN IMMEDIATE")  # if two processes start together, only one migrates
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             for script in MIGRATIONS[version:]:
                 for statement in filter(str.strip, script.split(";")):

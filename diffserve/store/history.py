@@ -1,4 +1,4 @@
-"""What was painted, and how, by key: rows that name files."""
+"""Table of generated images with their parameters, by API key; the image files are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS: Final = ("id", "owner", "file", "words", "model", "recipe", "created_s
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture. ``file``: its name; ``words``: what it is found by; ``recipe``: how it was painted."""
+    """Row of an image: the name of its ``file``, searchable ``words``, and its parameters (``recipe``)."""
 
     id: str
     owner: str
@@ -30,7 +30,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(NamedTuple):
-    """Which entries: with all these ``words`` in what was asked for, of this ``model``, from and until then."""
+    """Filter of history entries.
+
+    Attributes:
+        words: Words that must all occur.
+        model: Name of the model; empty means any.
+        since_s: Earliest time, in seconds since 1970.
+        until_s: End of the period (exclusive), in seconds since 1970.
+    """
 
     words: tuple[str, ...] = ()
     model: str = ""
@@ -39,68 +46,76 @@ class Wanted(NamedTuple):
 
 
 class History:
-    """The entries in ``database``. ``clock``: seconds since 1970."""
+    """Table of history entries.
+
+    Args:
+        database: The database.
+        clock: Returns seconds since 1970.
+    """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def add(self, name: str, owner: str, file: str, words: str, model: str, recipe: dict[str, Any]) -> Entry:
-        """Note a picture under the id ``name``, a new one."""
+        """Insert an image with the new ID ``name``."""
         entry = Entry(
             id=name, owner=owner, file=file, words=words.casefold(), model=model,
             recipe=recipe, created_s=self._clock(),
         )  # fmt: skip
-        told = msgspec.structs.asdict(entry) | {"recipe": msgspec.json.encode(recipe).decode()}
+        values = msgspec.structs.asdict(entry) | {"recipe": msgspec.json.encode(recipe).decode()}
         with self._database.connected(at_once=False) as connection:
-            said = f"INSERT INTO history ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
-            connection.execute(said, [told[name] for name in _COLUMNS])
+            query = f"INSERT INTO history ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+            connection.execute(query, [values[name] for name in _COLUMNS])
         return entry
 
-    def page(self, owner: str, asked: PageAsked, wanted: Wanted) -> tuple[list[Entry], bool] | None:
-        """(the entries of ``owner``, whether there are more); ``None`` where there is none to go on from."""
-        which: list[tuple[str, str | float]] = [("instr(words, ?) > 0", word.casefold()) for word in wanted.words]
-        if wanted.model:
-            which.append(("model = ?", wanted.model))
-        if wanted.since_s is not None:
-            which.append(("created_s >= ?", wanted.since_s))
-        if wanted.until_s is not None:
-            which.append(("created_s < ?", wanted.until_s))
-        where = "".join(f" AND {one}" for one, _ in which)
+    def page(self, owner: str, selection: PageAsked, entry_filter: Wanted) -> tuple[list[Entry], bool] | None:
+        """Return a page of ``owner``'s entries and whether more follow; None if the entry ``after`` does not exist."""
+        conditions: list[tuple[str, str | float]] = [
+            ("instr(words, ?) > 0", word.casefold()) for word in entry_filter.words
+        ]
+        if entry_filter.model:
+            conditions.append(("model = ?", entry_filter.model))
+        if entry_filter.since_s is not None:
+            conditions.append(("created_s >= ?", entry_filter.since_s))
+        if entry_filter.until_s is not None:
+            conditions.append(("created_s < ?", entry_filter.until_s))
+        where = "".join(f" AND {condition}" for condition, _ in conditions)
+        values = [value for _, value in conditions]
         with self._database.connected() as connection:
-            found = read_page(connection, "history", owner, asked, where, [value for _, value in which])
-        return None if found is None else ([_entry(row) for row in found[0]], found[1])
+            page = read_page(connection, "history", owner, selection, where, values)
+        return None if page is None else ([_entry(row) for row in page[0]], page[1])
 
     def get(self, owner: str, name: str) -> Entry | None:
-        """The entry of that id, where it is ``owner``'s."""
+        """Return the entry with the ID ``name`` if it belongs to ``owner``, else None."""
         with self._database.connected() as connection:
             row = connection.execute("SELECT * FROM history WHERE id = ? AND owner = ?", (name, owner)).fetchone()
         return None if row is None else _entry(row)
 
     def files(self, owner: str) -> list[str]:
-        """Of all entries of ``owner``."""
+        """Return the file names of all entries of ``owner``."""
         with self._database.connected() as connection:
             rows = connection.execute("SELECT file FROM history WHERE owner = ?", (owner,)).fetchall()
         return [row["file"] for row in rows]
 
     def forget(self, files: Sequence[str], *, for_good: bool = False) -> None:
-        """Remove the entries of these files; ``for_good``: from what was written last, too."""
+        """Delete the entries of ``files``; with ``for_good``, also from the write-ahead log."""
         with self._database.connected() as connection:
             connection.executemany("DELETE FROM history WHERE file = ?", [(file,) for file in files])
         if for_good:
             self._database.forget()
 
     def forget_before(self, created_s: float) -> None:
-        """Remove those that are older."""
+        """Delete the entries from before ``created_s`` (seconds since 1970)."""
         with self._database.connected() as connection:
             connection.execute("DELETE FROM history WHERE created_s < ?", (created_s,))
 
 
 def new_entry_id() -> str:
-    """An id that says nothing."""
+    """Return a new random entry ID."""
     return f"hist_{secrets.token_hex(16)}"
 
 
 def _entry(row: sqlite3.Row) -> Entry:
-    told = {name: row[name] for name in _COLUMNS}
-    return Entry(**told | {"recipe": msgspec.json.decode(row["recipe"])})
+    values = {name: row[name] for name in _COLUMNS}
+    return Entry(**values | {"recipe": msgspec.json.decode(row["recipe"])})

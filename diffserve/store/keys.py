@@ -1,4 +1,4 @@
-"""API keys: 32 random bytes each, told once, kept as their SHA-256, with what they may do."""
+"""API keys: 32 random bytes that are shown once and stored as a SHA-256 digest, with scopes and limits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@\-]{0,63}")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a key; not the key itself.
+    """Metadata of an API key, without the key itself.
 
-    scopes               generate: the API and the page; metrics: /metrics alone; admin: everything
-    requests_per_minute  that it may ask for work; ``None``: any number
-    share                how many times as much of the engine it gets as others do, while they all want some
-    revoked_s            when it ended, in seconds since 1970
+    Attributes:
+        id: The ID of the key.
+        name: Its name.
+        digest: The SHA-256 of the key.
+        scopes: "generate" for the API and the page, "metrics" for /metrics only, "admin" for everything.
+        requests_per_minute: Rate limit of requests for work, None if unlimited.
+        created_s: When it was created, in seconds since 1970.
+        revoked_s: When it was revoked, in seconds since 1970.
+        share: Weight of its share of the engine when several keys compete; the usual weight is 1.
     """
 
     id: str
@@ -48,17 +53,22 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
 
     def allows(self, scope: Scope) -> bool:
-        """Whether it may do that."""
+        """Return whether the key has ``scope``; "admin" includes every scope."""
         return scope in self.scopes or "admin" in self.scopes
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256: a key has so many random bytes that guessing is no way, and salt would only cost time."""
+    """Return the SHA-256 of ``key``. Keys have enough entropy, so a salt or a slow hash is not needed."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class Keys:
-    """The keys of ``database``. ``clock``: seconds since 1970."""
+    """Table of API keys.
+
+    Args:
+        database: The database.
+        clock: Returns seconds since 1970.
+    """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -71,61 +81,79 @@ class Keys:
         requests_per_minute: int | None = None,
         share: float = 1.0,
     ) -> tuple[str, Key]:
-        """(the key, which nobody will ever tell again; what is known of it). Raises InvalidRequest."""
+        """Create a key.
+
+        Args:
+            name: A unique name.
+            scopes: What it may do, see ``SCOPES``.
+            requests_per_minute: Rate limit, None if unlimited.
+            share: Weight of its share of the engine.
+
+        Returns:
+            The key, which cannot be recovered later, and its metadata.
+
+        Raises:
+            InvalidRequest: A value is invalid, or the name is taken.
+        """
         if not _NAME.fullmatch(name):
-            said = "it is 1 to 64 letters, digits, dots, dashes, underscores or @, a letter or digit first."
-            raise InvalidRequest(f"the name is {name[:80]!r}; {said}", param="name")
-        known = [scope for scope in SCOPES if scope in scopes]
-        if not known or set(scopes) - set(SCOPES):
-            said = f"scopes are {', '.join(map(repr, scopes))[:80] or 'none'}; choose of {', '.join(SCOPES)}."
-            raise InvalidRequest(said, param="scope")
+            rule = "must be 1 to 64 letters, digits, dots, dashes, underscores or @, starting with a letter or digit"
+            raise InvalidRequest(f"name {rule}, got {name[:80]!r}.", param="name")
+        valid_scopes = [scope for scope in SCOPES if scope in scopes]
+        if not valid_scopes or set(scopes) - set(SCOPES):
+            values = ", ".join(map(repr, scopes))[:80] or "none"
+            message = f"scopes must be one or more of {', '.join(SCOPES)}, got {values}."
+            raise InvalidRequest(message, param="scope")
         if requests_per_minute is not None and not 1 <= requests_per_minute <= MAX_RATE:
-            said = f"requests a minute are {requests_per_minute}; give 1 to {MAX_RATE}, or leave it out for any number."
-            raise InvalidRequest(said, param="rate")
+            bounds = f"must be between 1 and {MAX_RATE}, or omitted for no limit"
+            raise InvalidRequest(f"requests per minute {bounds}, got {requests_per_minute}.", param="rate")
         check_share(share)
         text = PREFIX + secrets.token_urlsafe(32)
         key = Key(
             id=f"{ID_PREFIX}{secrets.token_hex(ID_BYTES)}",
             name=name,
             digest=digest_of(text),
-            scopes=tuple(known),
+            scopes=tuple(valid_scopes),
             requests_per_minute=requests_per_minute,
             created_s=self._clock(),
             share=share,
         )
-        row = (key.id, name, key.digest, " ".join(known), requests_per_minute, key.created_s, share)
+        row = (key.id, name, key.digest, " ".join(valid_scopes), requests_per_minute, key.created_s, share)
         try:
             with self._database.connected() as connection:
                 connection.execute(ADD, row)
         except sqlite3.IntegrityError:
-            said = f"there is a key {name!r} already; revoke it first, or take another name."
-            raise InvalidRequest(said, param="name") from None
+            message = f"a key named {name!r} already exists; revoke it first or choose another name."
+            raise InvalidRequest(message, param="name") from None
         return text, key
 
     def mark(self) -> tuple[object, ...]:
-        """Return a value that changes with every key that is made or revoked and every session that is ended."""
+        """Return a value that changes whenever a key is created or revoked, or a session is ended."""
         with self._database.connected() as connection:
             sessions = "(SELECT max(number) FROM ended_sessions)"
             query = f"SELECT count(*), max(created_s), count(revoked_s), max(revoked_s), {sessions} FROM keys"
             return tuple(connection.execute(query).fetchone())
 
     def all(self) -> list[Key]:
-        """Every one, revoked or not, in the order in which they were made."""
+        """Return all keys, including revoked ones, in order of creation."""
         with self._database.connected() as connection:
             rows = connection.execute("SELECT * FROM keys ORDER BY created_s, id").fetchall()
         return [Key(**{**dict(row), "scopes": tuple(row["scopes"].split())}) for row in rows]
 
     def revoke(self, name: str) -> Key:
-        """End the key of that name or id, for good. Raises InvalidRequest where there is none."""
-        found = [key for key in self.all() if name in (key.name, key.id) and key.revoked_s is None]
-        if not found:
-            raise InvalidRequest(f"there is no key {name[:80]!r} that is not revoked already.", param="name")
+        """Revoke the key with this name or ID for good.
+
+        Raises:
+            InvalidRequest: There is no such key, or it is already revoked.
+        """
+        matches = [key for key in self.all() if name in (key.name, key.id) and key.revoked_s is None]
+        if not matches:
+            raise InvalidRequest(f"there is no active key {name[:80]!r}.", param="name")
         with self._database.connected() as connection:
-            connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (self._clock(), found[0].id))
-        return found[0]
+            connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (self._clock(), matches[0].id))
+        return matches[0]
 
     def end_session(self, signature: str, expires_s: float) -> None:
-        """Note that the session with ``signature``, which would expire at ``expires_s``, is over."""
+        """End the session with ``signature``, which would expire at ``expires_s`` (seconds since 1970)."""
         with self._database.connected() as connection:
             connection.execute("DELETE FROM ended_sessions WHERE expires_s < ?", (self._clock(),))
             connection.execute(

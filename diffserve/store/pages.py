@@ -1,4 +1,4 @@
-"""One page of a list: what comes after an entry, so many at most, in either order."""
+"""Pagination of tables with the columns ``number``, ``id`` and ``owner``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEWEST_FIRST: Final[Order] = "desc"
 
 
 class PageAsked(NamedTuple):
-    """``after``: the id of the last entry of the page before; "": from the beginning."""
+    """Selection of a page; ``after`` is the ID of the last entry of the previous page, empty for the first page."""
 
     limit: int
     after: str = ""
@@ -22,20 +22,32 @@ def read_page(
     connection: sqlite3.Connection,
     table: str,
     owner: str,
-    asked: PageAsked,
+    selection: PageAsked,
     where: str = "",
     values: Sequence[str | float] = (),
 ) -> tuple[list[sqlite3.Row], bool] | None:
-    """(rows of ``owner`` in ``table``, whether there are more); ``None`` where there is no such entry to go on from.
-    ``where`` and its ``values`` say which rows are meant."""
-    wanted, given = [f"owner = ?{where}"], [owner, *values]
-    if asked.after:
-        found = connection.execute(f"SELECT number FROM {table} WHERE owner = ? AND id = ?", (owner, asked.after))
-        after = found.fetchone()
+    """Read a page of ``owner``'s rows of a table.
+
+    Args:
+        connection: The connection.
+        table: The name of the table.
+        owner: The ID of the API key.
+        selection: Which page.
+        where: Further SQL conditions, each with a leading " AND ".
+        values: The parameters of ``where``.
+
+    Returns:
+        The rows and whether more follow, or None if ``owner`` has no entry ``selection.after``.
+    """
+    conditions, parameters = [f"owner = ?{where}"], [owner, *values]
+    if selection.after:
+        query = f"SELECT number FROM {table} WHERE owner = ? AND id = ?"
+        after = connection.execute(query, (owner, selection.after)).fetchone()
         if after is None:
             return None
-        wanted.append(f"number {'<' if asked.order == 'desc' else '>'} {after['number']}")
-    order = "DESC" if asked.order == "desc" else "ASC"
-    said = f"SELECT * FROM {table} WHERE {' AND '.join(wanted)} ORDER BY number {order} LIMIT {asked.limit + 1}"
-    rows = connection.execute(said, given).fetchall()
-    return rows[: asked.limit], len(rows) > asked.limit
+        conditions.append(f"number {'<' if selection.order == 'desc' else '>'} {after['number']}")
+    order = "DESC" if selection.order == "desc" else "ASC"
+    limit = selection.limit + 1  # one more, to see whether more rows follow
+    query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY number {order} LIMIT {limit}"
+    rows = connection.execute(query, parameters).fetchall()
+    return rows[: selection.limit], len(rows) > selection.limit

@@ -1,4 +1,4 @@
-"""Answers that are told again to whoever asks the same by the same key: of the last day, and not too many."""
+"""Stored answers for idempotency keys: kept for a day, within a total size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from diffserve.store.database import Database
 
 KEPT_S: Final = 24 * 3600.0
 MAX_REPLY_BYTES: Final = 32 << 20
-"""Longer answers are not kept."""
+"""Longer answers are not stored."""
 
 MAX_BYTES: Final = 512 << 20
-"""Of all; the oldest go first."""
+"""Total size of the stored answers; the oldest are deleted first."""
 
 
 class Reply(NamedTuple):
-    """What was answered to a request with the digest ``request``."""
+    """Stored answer to a request; ``request`` is the digest of that request."""
 
     request: bytes
     status: int
@@ -30,7 +30,13 @@ class Reply(NamedTuple):
 
 
 class Replies:
-    """The answers in ``database``. ``clock``: seconds since 1970."""
+    """Table of stored answers.
+
+    Args:
+        database: The database.
+        max_bytes: Total size of the answers.
+        clock: Returns seconds since 1970.
+    """
 
     def __init__(
         self, database: Database, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.time
@@ -40,16 +46,16 @@ class Replies:
         self._clock = clock
 
     def get(self, name: bytes) -> Reply | None:
-        """What was answered under ``name`` in the last day."""
+        """Return the answer of the last day with the key digest ``name``, or None."""
         with self._database.connected() as connection:
-            said = "SELECT * FROM replies WHERE id = ? AND created_s > ?"
-            row = connection.execute(said, (name, self._clock() - KEPT_S)).fetchone()
+            query = "SELECT * FROM replies WHERE id = ? AND created_s > ?"
+            row = connection.execute(query, (name, self._clock() - KEPT_S)).fetchone()
         if row is None:
             return None
         return Reply(row["request"], row["status"], msgspec.json.decode(row["headers"]), row["body"])
 
     def add(self, name: bytes, reply: Reply) -> bool:
-        """Keep ``reply``, and forget those that are too old or too many; False where it is too long."""
+        """Store ``reply`` and delete old ones; return False if it is too long to store."""
         if len(reply.body) > min(MAX_REPLY_BYTES, self._max_bytes):
             return False
         now_s = self._clock()
@@ -63,14 +69,14 @@ class Replies:
 
 
 def name_of(owner: str, path: str, key: str) -> bytes:
-    """Under what the answer to ``owner``'s request for ``path`` with the idempotency key ``key`` is kept."""
+    """Return the digest under which the answer to a request with the idempotency key ``key`` is stored."""
     return hashlib.sha256("\0".join((owner, path, key)).encode()).digest()
 
 
 def _trim(connection: sqlite3.Connection, max_bytes: int) -> None:
     (total,) = connection.execute("SELECT coalesce(sum(length(body)), 0) FROM replies").fetchone()
     while total > max_bytes:
-        said = "SELECT id, length(body) AS num_bytes FROM replies ORDER BY created_s LIMIT 1"
-        oldest = connection.execute(said).fetchone()
+        query = "SELECT id, length(body) AS num_bytes FROM replies ORDER BY created_s LIMIT 1"
+        oldest = connection.execute(query).fetchone()
         connection.execute("DELETE FROM replies WHERE id = ?", (oldest["id"],))
         total -= oldest["num_bytes"]

@@ -1,4 +1,4 @@
-"""UNet paths that a server has chosen: a file in its data folder, so that a restart keeps the bytes of every seed."""
+"""UNet paths that a server has chosen, in a file of its data folder, so that seeds reproduce after a restart."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from diffserve.api.types import ServedModel, UNetPath
 
 FILE: Final = "unet-paths.json"
 MOST_PATHS: Final = 1024
-"""Paths kept in the file; the oldest are dropped first."""
+"""Number of stored paths; the oldest are dropped first."""
 
 log = logging.getLogger("diffserve.engine")
 
 
 class UNetPathFile:
-    """The paths in ``folder``. A folder that cannot be written keeps them in memory only, which is logged once."""
+    """Stored UNet paths of ``folder``. If it is not writable, paths stay in memory and a warning is logged once."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE

@@ -1,4 +1,4 @@
-"""The clients against a real server, plain and for asyncio."""
+"""Tests of both clients against a real server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client(text_server: RunningServer) -> Iterator[Client]:
         yield client
 
 
-def test_it_paints(client: Client, text_server: RunningServer, tmp_path: Path) -> None:
+def test_generate_returns_images_of_the_http_api(client: Client, text_server: RunningServer, tmp_path: Path) -> None:
     images = client.generate("a red fox", seed=5, num_inference_steps=3, n=2, size="96x80", sampler="euler")
     assert [image.seed for image in images.images] == [5, 6]
     assert (images.size, images.sampler, images.num_inference_steps, images.model) == ("96x80", "euler", 3, "sd15")
@@ -50,19 +50,19 @@ def test_it_paints(client: Client, text_server: RunningServer, tmp_path: Path) -
     assert "Seed: 5" in text
 
 
-def test_it_is_told_what_a_picture_began_from(client: Client) -> None:
+def test_images_report_the_stored_image_that_they_started_from(client: Client) -> None:
     [first] = client.generate("a cat", seed=5, num_inference_steps=4, similarity_threshold=1.0).images
     assert (first.similarity, first.skipped_steps) == (None, 0)
     with client.generate_stream("a cat", seed=6, num_inference_steps=4, similarity_threshold=0.9) as stream:
-        [begun] = [event for event in stream if isinstance(event, CompletedImage)]
-    assert (begun.similarity_threshold, begun.similarity, begun.image.skipped_steps) == (0.9, 1.0, 2)
-    assert begun.usage.num_evaluations == 2 * 2
-    text = read_infotext(begun.file)
+        [completed] = [event for event in stream if isinstance(event, CompletedImage)]
+    assert (completed.similarity_threshold, completed.similarity, completed.image.skipped_steps) == (0.9, 1.0, 2)
+    assert completed.usage.num_evaluations == 2 * 2
+    text = read_infotext(completed.file)
     assert text is not None
     assert "Similarity: 1, Skipped steps: 2" in text
 
 
-def test_it_watches_a_picture_become(client: Client) -> None:
+def test_a_stream_has_progress_previews_and_the_image(client: Client) -> None:
     with client.generate_stream("a red fox", seed=5, num_inference_steps=8, partial_images=3) as stream:
         events = list(stream)
     first, last = events[0], events[-1]
@@ -72,17 +72,17 @@ def test_it_watches_a_picture_become(client: Client) -> None:
     assert [(event.partial_image_index, event.step) for event in partials] == [(0, 2), (1, 4), (2, 6)]
     assert all(decode_image(event.file).data for event in partials)
     assert isinstance(last, CompletedImage)
-    again = client.generate("a red fox", seed=5, num_inference_steps=8).images[0]
-    assert replace(last.image, timings=again.timings, history_id=again.history_id) == again
+    image = client.generate("a red fox", seed=5, num_inference_steps=8).images[0]
+    assert replace(last.image, timings=image.timings, history_id=image.history_id) == image
 
 
-def test_several_pictures_come_one_by_one(client: Client) -> None:
+def test_a_stream_has_one_event_per_completed_image(client: Client) -> None:
     with client.generate_stream("a red fox", seed=5, num_inference_steps=2, n=3) as stream:
         completed = [event for event in stream if isinstance(event, CompletedImage)]
     assert sorted((event.image_index, event.seed) for event in completed) == [(0, 5), (1, 6), (2, 7)]
 
 
-def test_leaving_a_stream_ends_the_work(client: Client, text_server: RunningServer) -> None:
+def test_leaving_a_stream_cancels_the_request(client: Client, text_server: RunningServer) -> None:
     with client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim", n=2) as stream:
         for event in stream:
             if isinstance(event, Progress) and event.step:
@@ -95,13 +95,13 @@ def test_leaving_a_stream_ends_the_work(client: Client, text_server: RunningServ
 def test_a_stream_can_be_closed_from_another_thread(client: Client, text_server: RunningServer) -> None:
     stream = client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim", n=2)
     next(stream)
-    seen: list[object] = []
-    watching = threading.Thread(target=lambda: seen.extend(stream))
-    watching.start()
-    wait_for(lambda: len(seen) > 2, SOON_S, "some events")
+    events: list[object] = []
+    reader = threading.Thread(target=lambda: events.extend(stream))
+    reader.start()
+    wait_for(lambda: len(events) > 2, SOON_S, "some events")
     stream.close()
-    watching.join(SOON_S)
-    assert not watching.is_alive()
+    reader.join(SOON_S)
+    assert not reader.is_alive()
     wait_for(lambda: text_server.num_requests() == 0, SOON_S, "the cancellation")
 
 
@@ -115,17 +115,17 @@ def test_a_request_is_cancelled_by_its_id(client: Client) -> None:
     assert not client.cancel("img-1")
 
 
-def test_it_rewrites(client: Client) -> None:
+def test_rewrite_returns_prompts_or_a_fallback(client: Client) -> None:
     answer = client.rewrite("something with a fox", style="tags")
     [entry] = answer.prompts
     assert (entry.prompt, entry.revised_prompt, entry.fallback) == ("something with a fox", FOX, None)
     assert (answer.model, answer.style) == (NAME, "tags")
-    [doubtful] = client.rewrite("unsure").prompts
-    assert (doubtful.revised_prompt, doubtful.fallback) == (None, "unsure")
-    assert doubtful.warning is not None
+    [fallback] = client.rewrite("unsure").prompts
+    assert (fallback.revised_prompt, fallback.fallback) == (None, "unsure")
+    assert fallback.warning is not None
 
 
-def test_it_watches_a_prompt_become(client: Client) -> None:
+def test_a_rewrite_stream_ends_with_the_complete_result(client: Client) -> None:
     with client.rewrite_stream("a fox", n=2, seed=3) as stream:
         *deltas, last = stream
     assert "".join(event.text for event in deltas if isinstance(event, RewriteDelta) and event.index == 0) == FOX
@@ -133,12 +133,12 @@ def test_it_watches_a_prompt_become(client: Client) -> None:
     assert last.prompts == client.rewrite("a fox", n=2, seed=3).prompts
 
 
-def test_a_wish_is_rewritten_before_it_is_painted(client: Client) -> None:
+def test_generate_can_rewrite_the_prompt_first(client: Client) -> None:
     images = client.generate("with a fox", num_inference_steps=1, prompt_rewriter={"style": "tags"})
     assert images.images[0].revised_prompt == FOX
 
 
-def test_it_talks(client: Client) -> None:
+def test_chat_answers_at_once_and_as_a_stream(client: Client) -> None:
     answer = client.chat("a fox", temperature=0)
     assert (answer.text, answer.choices[0].finish_reason) == (FOX, "stop")
     turns = [ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="either")]
@@ -149,12 +149,12 @@ def test_it_talks(client: Client) -> None:
     assert [delta.finish_reason for delta in deltas][-1] == "stop"
 
 
-def test_it_lists_models(client: Client) -> None:
+def test_models_are_listed(client: Client) -> None:
     assert [model.id for model in client.models()][:2] == ["sd15", NAME]
     assert client.is_ready()
 
 
-def test_errors_say_the_servers_sentence(client: Client) -> None:
+def test_errors_have_the_servers_message(client: Client) -> None:
     with pytest.raises(InvalidRequest, match="num_inference_steps is 0") as caught:
         client.generate("a fox", num_inference_steps=0)
     assert (caught.value.param, caught.value.code) == ("num_inference_steps", "invalid_value")
@@ -166,8 +166,8 @@ def test_errors_say_the_servers_sentence(client: Client) -> None:
         client.rewrite_stream("a fox", style="rococo")
 
 
-def test_asyncio_has_it_all_at_once(text_server: RunningServer) -> None:
-    async def ask() -> None:
+def test_the_async_client_runs_requests_concurrently(text_server: RunningServer) -> None:
+    async def use() -> None:
         async with AsyncClient(text_server.url) as client:
             assert await client.is_ready()
             images, rewrites, chat, models = await asyncio.gather(
@@ -178,33 +178,33 @@ def test_asyncio_has_it_all_at_once(text_server: RunningServer) -> None:
             )
             assert rewrites.prompts[0].revised_prompt == chat.text == FOX
             assert models[0].id == images.model == "sd15"
-            async with client.generate_stream("a red fox", seed=5, num_inference_steps=2) as painting:
-                events = [event async for event in painting]
+            async with client.generate_stream("a red fox", seed=5, num_inference_steps=2) as image_stream:
+                events = [event async for event in image_stream]
             assert isinstance(events[-1], CompletedImage)
             assert events[-1].file == images.images[0].file
-            async with client.rewrite_stream("a fox") as rewriting:
-                assert [type(event) async for event in rewriting][-1] is Rewrites
-            async with client.chat_stream("a fox", temperature=0) as talking:
-                assert "".join([delta.text async for delta in talking]) == FOX
+            async with client.rewrite_stream("a fox") as rewrite_stream:
+                assert [type(event) async for event in rewrite_stream][-1] is Rewrites
+            async with client.chat_stream("a fox", temperature=0) as chat_stream:
+                assert "".join([delta.text async for delta in chat_stream]) == FOX
 
-    asyncio.run(ask())
+    asyncio.run(use())
 
 
-def test_asyncio_leaves_and_cancels_too(text_server: RunningServer) -> None:
-    async def ask() -> None:
+def test_the_async_client_cancels_requests(text_server: RunningServer) -> None:
+    async def use() -> None:
         async with AsyncClient(text_server.url) as client:
-            async with client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim") as painting:
-                async for event in painting:
+            async with client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim") as image_stream:
+                async for event in image_stream:
                     if isinstance(event, Progress) and event.step:
                         break
-            async with client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim") as painting:
-                assert await client.cancel(painting.request_id)
+            async with client.generate_stream("a red fox", num_inference_steps=1000, sampler="ddim") as image_stream:
+                assert await client.cancel(image_stream.request_id)
                 with pytest.raises(RequestCancelled):
-                    _ = [event async for event in painting]
-            assert not await client.cancel(painting.request_id)
+                    _ = [event async for event in image_stream]
+            assert not await client.cancel(image_stream.request_id)
             with pytest.raises(InvalidRequest, match="num_inference_steps is 0"):
                 async with client.generate_stream("a red fox", num_inference_steps=0):
                     pass
 
-    asyncio.run(ask())
+    asyncio.run(use())
     wait_for(lambda: text_server.num_requests() == 0, SOON_S, "the cancellation")

@@ -1,4 +1,4 @@
-"""Whatever the server offers under /v1, both clients have a function for."""
+"""Test that both clients have a method for every route under /v1."""
 
 from __future__ import annotations
 
@@ -22,48 +22,51 @@ from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 
 CONVERSATION = "/{conversation_id}"
-WITHOUT_FUNCTION = {
+WITHOUT_METHOD = {
     "/v1/completions": "chat does more",
     **dict.fromkeys(
         (
-            f"/v1/conversations{rest}"
-            for rest in ("", CONVERSATION, f"{CONVERSATION}/items", f"{CONVERSATION}/items/{{item_id}}")
+            f"/v1/conversations{suffix}"
+            for suffix in ("", CONVERSATION, f"{CONVERSATION}/items", f"{CONVERSATION}/items/{{item_id}}")
         ),
-        "ours go on by previous_response_id",
+        "these clients use previous_response_id",
     ),
     "/v1/images/files/{name}": "fetched by its whole URL, with any client",
-    "/v1/responses/{response_id}/input_items": "who asked knows what",
+    "/v1/responses/{response_id}/input_items": "the caller has the input",
 }
 EXAMPLES = ((bytes, b"x"), (int, 1), (str, "x"))
-"""Of arguments, by what their annotations name."""
+"""Example arguments by the type in their annotation."""
 
 
 def example(annotation: Any) -> Any:
-    """A value that ``annotation`` allows."""
-    named = {annotation, *getattr(annotation, "__args__", ())}
-    return next(value for kind, value in EXAMPLES if kind in named)
+    """Return a value of the type ``annotation``."""
+    types = {annotation, *getattr(annotation, "__args__", ())}
+    return next(value for kind, value in EXAMPLES if kind in types)
 
 
 def arguments(method: Callable[..., Any]) -> list[Any]:
-    """One for each parameter that wants one."""
+    """Return an example for each required parameter of ``method``."""
     hints = get_type_hints(method)
-    wanted = list(inspect.signature(method).parameters.values())[1:]
-    named = [one for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return [example(hints[one.name]) for one in named]
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [
+        example(hints[parameter.name])
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def methods(kind: type[Any]) -> dict[str, Callable[..., Any]]:
-    """Public ones, which ask a server; of both clients the same."""
-    found = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
-    return {name: value for name, value in found.items() if name != "close"}
+    """Return the public methods of a client class that send a request."""
+    functions = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: value for name, value in functions.items() if name != "close"}
 
 
-def asked_by_client() -> set[tuple[str, str]]:
-    """(method, path) of every function."""
-    asked: set[tuple[str, str]] = set()
+def requests_of_client() -> set[tuple[str, str]]:
+    """Return (HTTP method, path) of the request of every client method."""
+    requests: set[tuple[str, str]] = set()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.add((request.method, request.url.path))
+        requests.add((request.method, request.url.path))
         return httpx.Response(500)
 
     with Client("http://127.0.0.1:9") as client:
@@ -71,18 +74,18 @@ def asked_by_client() -> set[tuple[str, str]]:
         for method in methods(Client).values():
             with pytest.raises(DiffserveError):
                 method(client, *arguments(method))
-    return asked
+    return requests
 
 
-def offered(folder: Path) -> set[tuple[str, str]]:
-    """(method, path) of every route under /v1."""
+def routes_of_server(folder: Path) -> set[tuple[str, str]]:
+    """Return (HTTP method, path) of every route under /v1."""
 
     async def routes() -> set[tuple[str, str]]:
         config = load_settings(env={})
         pictures, database = KeptPictures(folder / "pictures", max_bytes=1), Database(folder)
         app = create_app(EngineClient(config), config.serve, Gate(), pictures=pictures, database=database)
-        found = [(method, getattr(route, "path", "").rstrip("/")) for route in app.routes for method in _methods(route)]
-        return {(method, path) for method, path in found if path.startswith("/v1/") and method != "HEAD"}
+        pairs = [(method, getattr(route, "path", "").rstrip("/")) for route in app.routes for method in _methods(route)]
+        return {(method, path) for method, path in pairs if path.startswith("/v1/") and method != "HEAD"}
 
     return asyncio.run(routes())
 
@@ -91,15 +94,15 @@ def _methods(route: Any) -> set[str]:
     return getattr(route, "methods", None) or set()
 
 
-def test_every_route_has_a_function_in_both_clients(tmp_path: Path) -> None:
-    asked, routes = asked_by_client(), offered(tmp_path)
-    kept = {("POST", "/v1/batches"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/history"), ("GET", "/v1/usage")}
-    assert {("POST", "/v1/images/edits"), *kept} <= routes
+def test_every_route_has_a_method_in_both_clients(tmp_path: Path) -> None:
+    requests, routes = requests_of_client(), routes_of_server(tmp_path)
+    stored = {("POST", "/v1/batches"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/history"), ("GET", "/v1/usage")}
+    assert {("POST", "/v1/images/edits"), *stored} <= routes
 
-    def has_function(method: str, path: str) -> bool:
+    def has_method(method: str, path: str) -> bool:
         pattern = re.compile(re.sub(r"\{[^}]*\}", "[^/]+", path))
-        return any(method == one and pattern.fullmatch(where) for one, where in asked)
+        return any(method == other and pattern.fullmatch(sent_path) for other, sent_path in requests)
 
-    missing = sorted((m, path) for m, path in routes if path not in WITHOUT_FUNCTION and not has_function(m, path))
-    assert not missing, "write a function for these in diffserve.client, or say in WITHOUT_FUNCTION why there is none"
+    missing = sorted((m, path) for m, path in routes if path not in WITHOUT_METHOD and not has_method(m, path))
+    assert not missing, "add client methods for these routes, or give a reason in WITHOUT_METHOD"
     assert methods(AsyncClient).keys() == methods(Client).keys()

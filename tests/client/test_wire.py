@@ -1,4 +1,4 @@
-"""The client's reading of bytes, and its words for a server that is away, another, or lost. No diffserve server."""
+"""Tests of event parsing and of the errors for unreachable, foreign and lost servers, without a diffserve server."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ PROGRESS = b'data: {"type":"image_generation.progress","id":"img-1","step":1,"st
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_are_the_same_however_the_bytes_arrive(size: int) -> None:
-    whole = EVENTS.encode()
+def test_events_do_not_depend_on_chunk_sizes(size: int) -> None:
+    stream = EVENTS.encode()
     parser = EventParser()
-    read = [data for at in range(0, len(whole), size) for data in parser.feed(whole[at : at + size])]
-    assert read == DATA
+    events = [data for at in range(0, len(stream), size) for data in parser.feed(stream[at : at + size])]
+    assert events == DATA
 
 
-def test_an_event_without_its_end_is_none() -> None:
+def test_an_incomplete_event_is_not_returned() -> None:
     assert list(EventParser().feed(b"data: 1\n")) == []
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("reported", "kind"),
     [
         (ErrorObject("x", "invalid_request_error", "n", "invalid_value"), InvalidRequest),
         (ErrorObject("x", "invalid_request_error", "model", "model_not_found"), ModelNotFound),
@@ -57,23 +57,23 @@ def test_an_event_without_its_end_is_none() -> None:
         (ErrorObject("x"), DiffserveError),
     ],
 )
-def test_an_error_keeps_the_servers_words(said: ErrorObject, kind: type[DiffserveError]) -> None:
-    error = error_of(said, {"retry-after-ms": "2500"})
+def test_an_error_keeps_the_servers_message(reported: ErrorObject, kind: type[DiffserveError]) -> None:
+    error = error_of(reported, {"retry-after-ms": "2500"})
     assert type(error) is kind
-    assert (error.message, error.param) == ("x", said.param if kind is not QueueFull else None)
-    assert error.code == (said.code or "internal_error")
+    assert (error.message, error.param) == ("x", reported.param if kind is not QueueFull else None)
+    assert error.code == (reported.code or "internal_error")
     if isinstance(error, QueueFull):
         assert error.retry_after_s == 2.5
 
 
-def test_a_newer_servers_events_are_passed_over() -> None:
+def test_unknown_events_are_ignored() -> None:
     reader = image_reader(1)
     assert list(reader.read(b'{"type":"image_generation.hologram"}')) == []
     assert list(reader.read(b"[DONE]")) == []
     assert not reader.is_complete
 
 
-def test_a_conversation_is_complete_at_its_mark_alone() -> None:
+def test_a_chat_stream_is_complete_only_after_done() -> None:
     reader = ChatReader()
     chunk = {"choices": [{"index": 1, "delta": {"content": "a"}}, {"index": 0, "delta": {}, "finish_reason": "stop"}]}
     assert list(reader.read(msgspec.json.encode(chunk))) == [
@@ -87,20 +87,20 @@ def test_a_conversation_is_complete_at_its_mark_alone() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:99999", "http://[::1", "a b"])
-def test_what_is_no_address_is_named(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"such as http://127\.0\.0\.1:8000"):
         Client(url)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1/"])
-def test_an_address_may_end_as_openais_clients_write_it(url: str) -> None:
+def test_a_url_may_end_in_v1(url: str) -> None:
     with Client(url) as client:
         assert client.url == "http://127.0.0.1:8000"
 
 
 def unused_url() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 CALLS: list[Callable[[Client], Any]] = [
@@ -112,15 +112,15 @@ CALLS: list[Callable[[Client], Any]] = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_server_that_is_away_is_one_sentence(call: Callable[[Client], Any]) -> None:
+def test_an_unreachable_server_is_reported(call: Callable[[Client], Any]) -> None:
     url = unused_url()
     with Client(url) as client, pytest.raises(ServerUnreachable) as caught:
         call(client)
     assert str(caught.value) == f"no server answers at {url}; start one with: diffserve serve"
 
 
-def test_a_server_that_is_away_is_one_sentence_for_asyncio_too() -> None:
-    async def ask() -> None:
+def test_the_async_client_reports_an_unreachable_server() -> None:
+    async def use() -> None:
         async with AsyncClient(unused_url()) as client:
             with pytest.raises(ServerUnreachable):
                 await client.models()
@@ -128,12 +128,12 @@ def test_a_server_that_is_away_is_one_sentence_for_asyncio_too() -> None:
                 async with client.generate_stream("a fox"):
                     pass
 
-    asyncio.run(ask())
+    asyncio.run(use())
 
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """The address of something that answers every connection with these bytes, and hangs up."""
+    """Yield the URL of a server that sends ``answer`` to every connection and closes it."""
 
     def serve(listener: socket.socket) -> None:
         while True:
@@ -164,7 +164,7 @@ def answering(answer: bytes) -> Iterator[str]:
     ],
 )
 @pytest.mark.parametrize("call", CALLS[:2])
-def test_another_server_is_not_taken_for_ours(answer: bytes, call: Callable[[Client], Any]) -> None:
+def test_the_answer_of_another_server_is_an_error(answer: bytes, call: Callable[[Client], Any]) -> None:
     with answering(answer) as url, Client(url) as client, pytest.raises((DiffserveError, ServerLost)) as caught:
         call(client)
     assert caught.value.code in ("unexpected_answer", "server_lost")
@@ -180,22 +180,22 @@ def test_another_server_is_not_taken_for_ours(answer: bytes, call: Callable[[Cli
     ],
     ids=["torn", "ended-early", "half-an-event"],
 )
-def test_a_server_that_is_lost_in_mid_paint_is_one_sentence(answer: bytes) -> None:
-    seen: list[Any] = []
+def test_a_lost_stream_is_reported(answer: bytes) -> None:
+    events: list[Any] = []
     with answering(answer) as url, Client(url) as client, pytest.raises(ServerLost, match="still running"):
-        seen.extend(iter(client.generate_stream("a fox")))
+        events.extend(iter(client.generate_stream("a fox")))
 
-    async def watch() -> None:
-        async with AsyncClient(url) as client, client.generate_stream("a fox") as events:
-            async for event in events:
-                seen.append(event)
+    async def read() -> None:
+        async with AsyncClient(url) as client, client.generate_stream("a fox") as stream:
+            async for event in stream:
+                events.append(event)
 
     with answering(answer) as url, pytest.raises(ServerLost, match="still running"):
-        asyncio.run(watch())
-    assert [event.step for event in seen] == [1, 1]
+        asyncio.run(read())
+    assert [event.step for event in events] == [1, 1]
 
 
-def test_an_answer_that_is_torn_is_a_lost_server() -> None:
+def test_a_truncated_answer_is_a_lost_server() -> None:
     with (
         answering(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"id"') as url,
         Client(url) as client,
@@ -204,23 +204,23 @@ def test_an_answer_that_is_torn_is_a_lost_server() -> None:
         client.generate("a fox")
 
 
-def test_an_error_in_a_stream_is_raised_with_the_servers_sentence() -> None:
-    told = b'data: {"error":{"message":"the engine stopped","type":"server_error","code":"engine_unavailable"}}\n\n'
+def test_an_error_in_a_stream_is_raised_with_the_servers_message() -> None:
+    event = b'data: {"error":{"message":"the engine stopped","type":"server_error","code":"engine_unavailable"}}\n\n'
     with (
-        answering(HEAD + b"Connection: close\r\n\r\n" + PROGRESS + told) as url,
+        answering(HEAD + b"Connection: close\r\n\r\n" + PROGRESS + event) as url,
         Client(url) as client,
         pytest.raises(EngineUnavailable, match="the engine stopped"),
     ):
         list(client.generate_stream("a fox"))
 
 
-def test_a_long_event_in_small_pieces_is_put_together_once() -> None:
+def test_a_long_event_in_small_chunks_is_parsed_in_linear_time() -> None:
     data = b"x" * 8_000_000
-    whole = b"data: " + data + b"\n\n"
+    stream = b"data: " + data + b"\n\n"
     parser = EventParser()
     events: list[bytes] = []
     started_s = time.thread_time()
-    for at in range(0, len(whole), 1000):
-        events += parser.feed(whole[at : at + 1000])
+    for at in range(0, len(stream), 1000):
+        events += parser.feed(stream[at : at + 1000])
     assert events == [data]
-    assert time.thread_time() - started_s < 1.0  # it took four seconds and more, in proportion to the square
+    assert time.thread_time() - started_s < 1.0  # quadratic parsing takes more than four seconds

@@ -1,4 +1,4 @@
-"""Keys and the file that keeps them."""
+"""Tests of API keys and of the database file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diffserve.store.database import FILE, MIGRATIONS
 from diffserve.store.keys import digest_of
 
 
-def test_a_key_is_told_once_and_kept_as_its_digest_alone(tmp_path: Path) -> None:
+def test_only_the_digest_of_a_key_is_stored(tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path))
     text, key = keys.add("app", ["generate", "metrics"], 60)
     assert len(text) > 40
@@ -31,25 +31,30 @@ def test_a_key_is_told_once_and_kept_as_its_digest_alone(tmp_path: Path) -> None
     assert (again != text, other.scopes, other.requests_per_minute) == (True, ("generate",), None)
 
 
-def test_wrong_keys_are_refused(tmp_path: Path) -> None:
+def test_invalid_keys_are_refused(tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path))
     keys.add("app")
-    for name, scopes, rate, said in (
-        ("", ["generate"], None, "the name is ''"),
-        ("../x", ["generate"], None, "the name is '../x'"),
-        ("a" * 65, ["generate"], None, "the name is"),
-        ("b", ["all"], None, "scopes are 'all'; choose of generate, metrics, admin"),
-        ("b", [], None, "scopes are none"),
-        ("b", ["generate"], 0, "requests a minute are 0"),
-        ("app", ["generate"], None, "there is a key 'app' already"),
+    for name, scopes, rate, message in (
+        ("", ["generate"], None, "got ''."),
+        (
+            "../x",
+            ["generate"],
+            None,
+            "name must be 1 to 64 letters, digits, dots, dashes, underscores or @",
+        ),
+        ("a" * 65, ["generate"], None, "got 'aaa"),
+        ("b", ["all"], None, "scopes must be one or more of generate, metrics, admin, got 'all'."),
+        ("b", [], None, "got none."),
+        ("b", ["generate"], 0, "requests per minute must be between 1 and 1000000, or omitted for no limit, got 0."),
+        ("app", ["generate"], None, "a key named 'app' already exists"),
     ):
-        with pytest.raises(InvalidRequest, match=said.replace(".", r"\.")):
+        with pytest.raises(InvalidRequest, match=message.replace(".", r"\.")):
             keys.add(name, scopes, rate)
-    with pytest.raises(InvalidRequest, match="there is no key 'x'"):
+    with pytest.raises(InvalidRequest, match="there is no active key 'x'"):
         keys.revoke("x")
 
 
-def test_a_file_of_the_future_or_a_broken_one_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_newer_or_broken_database_is_left_unchanged(tmp_path: Path) -> None:
     Database(tmp_path)
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
@@ -65,28 +70,28 @@ def test_a_file_of_the_future_or_a_broken_one_is_left_as_it_is(tmp_path: Path) -
         Database(tmp_path / "file" / "below")
 
 
-def test_many_at_once_make_one_file_and_one_secret(tmp_path: Path) -> None:
-    def enter(number: int) -> bytes:
+def test_concurrent_processes_create_one_database_and_one_secret(tmp_path: Path) -> None:
+    def open_database(number: int) -> bytes:
         database = Database(tmp_path)
         Keys(database).add(f"app-{number}")
         return database.secret("sessions")
 
     with ThreadPoolExecutor(8) as pool:
-        secrets = set(pool.map(enter, range(16)))
+        secrets = set(pool.map(open_database, range(16)))
     assert len(secrets) == 1
     assert len(Keys(Database(tmp_path)).all()) == 16
 
 
 @pytest.mark.slow
-def test_the_command_line_makes_lists_and_revokes(tmp_path: Path) -> None:
+def test_the_command_line_creates_lists_and_revokes_keys(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "diffserve", "keys", *arguments, "--data-dir", str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    made = run("add", "app", "--rate", "60")
-    assert (made.returncode, made.stdout[:3]) == (0, "ds-")
-    assert Keys(Database(tmp_path)).all()[0].digest == digest_of(made.stdout.strip())
+    added = run("add", "app", "--rate", "60")
+    assert (added.returncode, added.stdout[:3]) == (0, "ds-")
+    assert Keys(Database(tmp_path)).all()[0].digest == digest_of(added.stdout.strip())
     assert "app" in run("list").stdout
     assert run("revoke", "app").returncode == 0
-    twice = run("revoke", "app")
-    assert (twice.returncode, twice.stderr.count("\n")) == (2, 1)
+    second_revoke = run("revoke", "app")
+    assert (second_revoke.returncode, second_revoke.stderr.count("\n")) == (2, 1)

@@ -1,4 +1,4 @@
-"""What is kept in the folder of a server beside keys: files, batches, usage; and the file that it is kept in."""
+"""Tests of stored files, batches and usage, and of the database file."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path)
 
 
-def test_a_file_is_whole_or_not_there_and_its_owners_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [shelf.add(b"x" * 300), shelf.add(b"y" * 300, purpose="vision"), shelf.add(owner="key-2")]
-    for too_much, said in ((b"z" * 501, "longer than 500"), (b"z" * 401, "take 600 bytes of 1000")):
-        with pytest.raises(InvalidRequest, match=said):
-            shelf.add(too_much)
-    with monkeypatch.context() as full:
-        full.setattr("diffserve.store.files.SPARE_BYTES", 1 << 62)
+    for data, message in ((b"z" * 501, "longer than 500"), (b"z" * 401, "take 600 bytes of 1000")):
+        with pytest.raises(InvalidRequest, match=message):
+            shelf.add(data)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr("diffserve.store.files.SPARE_BYTES", 1 << 62)
         with pytest.raises(OSError, match="No space"):
             shelf.add()
-    with monkeypatch.context() as broken:
-        broken.setattr("diffserve.store.files.insert_file", lambda *_: 1 / 0)
+    with monkeypatch.context() as broken_insert:
+        broken_insert.setattr("diffserve.store.files.insert_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shelf.add()
-    assert shelf.names == set(names), "nothing half-written"
+    assert shelf.names == set(names), "no partial file remains"
     file = shelf.files.get("key-1", names[0])
     assert file is not None
     with shelf.files.open(file) as opened:
@@ -73,40 +73,41 @@ def test_a_file_is_whole_or_not_there_and_its_owners_alone(shelf: Shelf, monkeyp
     assert shelf.files.get("key-1", "../diffserve.sqlite") is None
     page = shelf.files.page("key-1", PageAsked(1))
     assert page is not None
-    assert ([one.id for one in page[0]], page[1]) == ([names[1]], True)
+    assert ([file.id for file in page[0]], page[1]) == ([names[1]], True)
     shelf.clock.now_s += 31 * 24 * 3600
     assert shelf.files.get("key-1", names[0]) is None
     shelf.files.sweep(in_use={names[1]})
     assert shelf.names == {names[1]}
 
 
-def test_each_line_is_in_the_output_once_whatever_is_torn(shelf: Shelf, tmp_path: Path) -> None:
+def test_each_line_is_in_the_output_once_after_a_torn_write(shelf: Shelf, tmp_path: Path) -> None:
     batch = shelf.batches.add("key-1", "/v1/images/generations", shelf.add(), 4, {"for": "me"})
     shelf.batches.move(batch.id, "in_progress", of=("validating",))
     shelf.batches.finish_lines(batch.id, [LineDone(1, b"one\n", False), LineDone(2, b"bad\n", True)])
-    with shelf.files.path(batch.output_file).open("ab") as torn:
-        torn.write(b"half of a line that was never done" * 9)
-    again = Shelf(tmp_path)
-    [found] = again.batches.unfinished()
-    assert (found.status, found.num_completed, found.num_failed, found.output_bytes) == ("in_progress", 1, 1, 4)
-    assert again.batches.done_lines(found) == {1, 2}
-    again.batches.finish_lines(batch.id, [LineDone(3, b"three\n", False)])
+    with shelf.files.path(batch.output_file).open("ab") as output_file:
+        output_file.write(b"half of an unfinished line" * 9)
+    reopened = Shelf(tmp_path)
+    [unfinished] = reopened.batches.unfinished()
+    assert (unfinished.status, unfinished.output_bytes) == ("in_progress", 4)
+    assert (unfinished.num_completed, unfinished.num_failed) == (1, 1)
+    assert reopened.batches.done_lines(unfinished) == {1, 2}
+    reopened.batches.finish_lines(batch.id, [LineDone(3, b"three\n", False)])
     with pytest.raises(sqlite3.IntegrityError):
-        again.batches.finish_lines(batch.id, [LineDone(3, b"three again\n", False)])
-    assert batch.output_file in again.batches.files_in_use()
-    again.files.sweep(again.batches.files_in_use())
-    again.batches.finish(batch.id, "cancelled")
-    again.batches.finish(batch.id, "completed")
-    over = again.batches.get(batch.id)
-    assert over is not None
-    assert (over.status, set(over.times), again.batches.files_in_use()) == (
+        reopened.batches.finish_lines(batch.id, [LineDone(3, b"three again\n", False)])
+    assert batch.output_file in reopened.batches.files_in_use()
+    reopened.files.sweep(reopened.batches.files_in_use())
+    reopened.batches.finish(batch.id, "cancelled")
+    reopened.batches.finish(batch.id, "completed")
+    finished = reopened.batches.get(batch.id)
+    assert finished is not None
+    assert (finished.status, set(finished.times), reopened.batches.files_in_use()) == (
         "cancelled", {"in_progress", "cancelled"}, set(),
     )  # fmt: skip
-    output = again.files.get("key-1", batch.output_file)
+    output = reopened.files.get("key-1", batch.output_file)
     assert output is not None
-    with again.files.open(output) as opened:
+    with reopened.files.open(output) as opened:
         assert (opened.read(), output.num_bytes) == (b"one\nthree\n", 10)
-    assert over.expires_s == over.created_s + WINDOW_S
+    assert finished.expires_s == finished.created_s + WINDOW_S
 
 
 def check_input(file: BinaryIO) -> int:
@@ -116,17 +117,17 @@ def check_input(file: BinaryIO) -> int:
     return check.num_lines
 
 
-def test_lines_are_found_whatever_ends_them() -> None:
-    said = b'\n{"custom_id":"a","body":{},"url":"images/generations/"}\r\n\r\nno json\n{"custom_id":"b","body":{}}'
-    assert [number for number, _ in lines_of(io.BytesIO(said))] == [2, 4, 5]
-    assert check_input(io.BytesIO(said)) == 3
+def test_lines_may_end_in_any_newline() -> None:
+    data = b'\n{"custom_id":"a","body":{},"url":"images/generations/"}\r\n\r\nno json\n{"custom_id":"b","body":{}}'
+    assert [number for number, _ in lines_of(io.BytesIO(data))] == [2, 4, 5]
+    assert check_input(io.BytesIO(data)) == 3
     assert path_of("/v1/chat/completions/") == path_of("/chat/completions") == "/v1/chat/completions"
     with pytest.raises(InvalidRequest, match="line 1 is longer than"):
         check_input(io.BytesIO(b" " * (9 << 20)))
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b" \n"])
-def test_a_file_of_empty_lines_is_refused_before_it_is_read(end: bytes) -> None:
+def test_a_file_of_empty_lines_is_refused_early(end: bytes) -> None:
     file = io.BytesIO(end * 5_000_000)
     with pytest.raises(InvalidRequest, match="more than 100000 lines") as refused:
         check_input(file)
@@ -153,7 +154,7 @@ def test_a_file_is_checked_in_slices_of_few_lines_and_bytes(num_lines: int, line
     assert len(ends) > 5
 
 
-def test_usage_adds_up_by_key_and_day(tmp_path: Path) -> None:
+def test_usage_is_summed_by_key_and_day(tmp_path: Path) -> None:
     usage = Usage(Database(tmp_path))
     usage.add({("key-1", "2026-01-02"): Used(1, 2, 3, 4, 5), ("", "2026-01-02"): Used(requests=1)})
     usage.add({("key-1", "2026-01-02"): Used(1, 1, 1, 1, 1), ("key-1", "2025-12-31"): Used(requests=9)})
@@ -162,28 +163,28 @@ def test_usage_adds_up_by_key_and_day(tmp_path: Path) -> None:
     assert (day_of(0.0), day_of(86400.0 * 366, 366)) == ("1970-01-01", "1970-01-01")
 
 
-def test_what_is_used_at_about_one_time_is_written_together_and_at_the_end(tmp_path: Path) -> None:
+def test_usage_is_written_in_groups_and_at_shutdown(tmp_path: Path) -> None:
     usage, written = Usage(Database(tmp_path)), list[int]()
 
-    class Noted(Usage):
+    class RecordingUsage(Usage):
         def add(self, used: Mapping[tuple[str, str], Used]) -> None:
             written.append(len(used))
             usage.add(used)
 
-    async def live() -> None:
-        book = UsageBook(Noted(Database(tmp_path)), clock=lambda: 0.0)
+    async def use() -> None:
+        book = UsageBook(RecordingUsage(Database(tmp_path)), clock=lambda: 0.0)
         for _ in range(3):
             book.count("key-1", Used(requests=1))
         await asyncio.sleep(4 * TOGETHER_S)
         assert written == [1]
-        book.count("key-1", Used(pictures=1))  # and the server is stopped before it is time
+        book.count("key-1", Used(pictures=1))  # and the server stops before the next write
 
-    asyncio.run(live())
+    asyncio.run(use())
     assert written == [1, 1]
     assert usage.days("1970-01-01") == [("key-1", "1970-01-01", Used(requests=3, pictures=1))]
 
 
-def test_a_write_that_failed_is_undone_and_its_connection_not_used_again(tmp_path: Path) -> None:
+def test_a_failed_write_is_rolled_back_and_its_connection_closed(tmp_path: Path) -> None:
     database = Database(tmp_path)
     usage = Usage(database)
     usage.add({("key-1", "2026-01-02"): Used(requests=1)})
@@ -191,7 +192,7 @@ def test_a_write_that_failed_is_undone_and_its_connection_not_used_again(tmp_pat
         first = connection
     with pytest.raises(sqlite3.IntegrityError), database.connected(at_once=False) as connection:
         connection.executescript("BEGIN; DELETE FROM usage; INSERT INTO usage (owner) VALUES ('key-2')")
-    assert connection is first, "small writes share one"
+    assert connection is first, "small writes reuse one connection"
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         first.execute("SELECT 1")
     with database.connected(at_once=False) as connection:
@@ -199,7 +200,7 @@ def test_a_write_that_failed_is_undone_and_its_connection_not_used_again(tmp_pat
     assert usage.days("2026-01-01") == [("key-1", "2026-01-02", Used(requests=1))]
 
 
-def test_a_file_of_before_is_copied_and_led_on(tmp_path: Path) -> None:
+def test_an_old_database_is_backed_up_and_migrated(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.executescript(MIGRATIONS[0])
         connection.execute("INSERT INTO keys VALUES ('key-1', 'app', x'00', 'generate', NULL, 1.0, NULL)")
@@ -207,21 +208,21 @@ def test_a_file_of_before_is_copied_and_led_on(tmp_path: Path) -> None:
     connection.close()
     assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]
     assert Usage(Database(tmp_path)).days("2000-01-01") == []
-    with sqlite3.connect(tmp_path / f"{FILE}.version-1") as before:
-        assert before.execute("PRAGMA user_version").fetchone() == (1,)
-        assert before.execute("SELECT name FROM keys").fetchone() == ("app",)
-    before.close()
+    with sqlite3.connect(tmp_path / f"{FILE}.version-1") as backup:
+        assert backup.execute("PRAGMA user_version").fetchone() == (1,)
+        assert backup.execute("SELECT name FROM keys").fetchone() == ("app",)
+    backup.close()
 
 
-def test_a_damaged_file_and_one_that_may_not_be_written_are_said_and_left(
+def test_a_damaged_or_read_only_database_is_reported_and_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # row 90 of the bad input
+) -> None:
     for number in range(50):
         Keys(Database(tmp_path)).add(f"app-{number}")
-    whole = (tmp_path / FILE).read_bytes()
-    damaged = whole[:4096] + b"\xff" * 8192 + whole[12288:]
+    intact = (tmp_path / FILE).read_bytes()
+    damaged = intact[:4096] + b"\xff" * 8192 + intact[12288:]
     (tmp_path / FILE).write_bytes(damaged)
-    with pytest.raises(ConfigError, match=r"cannot be used .* move it away, or name another folder"):
+    with pytest.raises(ConfigError, match=r"cannot be used .* move it away or choose another folder"):
         Database(tmp_path)
     assert (tmp_path / FILE).read_bytes() == damaged
 
@@ -229,6 +230,6 @@ def test_a_damaged_file_and_one_that_may_not_be_written_are_said_and_left(
         raise PermissionError(30, "Read-only file system")
 
     monkeypatch.setattr("diffserve.store.database.os.open", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be written: Read-only file system; mend that, or name another"):
+    with pytest.raises(ConfigError, match=r"cannot be written: Read-only file system; fix it or choose another"):
         Database(tmp_path)
     assert (tmp_path / FILE).read_bytes() == damaged
