@@ -126,7 +126,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
     """Return the lines of the prompts, and the fields of the last line; fields that are None are left out."""
     painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
-    controls = {f"ControlNet {place}": control.label for place, control in enumerate(result.controlnets)}
+    controls = {f"ControlNet {index}": control.label for index, control in enumerate(result.controlnets)}
     fields: dict[str, object] = {
         "Steps": result.num_steps,
         "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
@@ -182,7 +182,7 @@ def parse_infotext(text: str) -> Infotext:
     """
     num_bytes = check_length(text)
     lines, trailing_lines = text.strip().replace("\r\n", "\n").split("\n"), list[str]()
-    last_steps = max((place for place, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
+    last_steps = max((index for index, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
     fields, skipped = _read_settings(lines[-1])
     if not fields and last_steps >= 0:
         fields, skipped = _read_settings(lines[last_steps])

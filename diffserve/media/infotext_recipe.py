@@ -188,7 +188,7 @@ def _is_known(key: str) -> bool:
 
 
 def is_enlarged(read: Infotext) -> bool:
-    """Return whether the picture was enlarged in a second pass (A1111's hires fix)."""
+    """Return whether the image was enlarged in a second pass (A1111's hires fix)."""
     return "Hires upscale" in read.fields or "Hires resize" in read.fields
 
 

@@ -153,7 +153,7 @@ def _tile(kind: Kind) -> NDArray[np.float64]:
 
 def _bits(kind: Kind) -> NDArray[np.float64]:
     """Return the bits of the word for ``kind`` as 1 or -1."""
-    return np.array([1.0 if _word(kind) >> place & 1 else -1.0 for place in range(_BITS)])
+    return np.array([1.0 if _word(kind) >> index & 1 else -1.0 for index in range(_BITS)])
 
 
 def _word(kind: Kind) -> int:
