@@ -1,4 +1,4 @@
-"""Decoders: processes that read image files, limited in time and memory, and replaced when they end."""
+"""Image decoder processes: limits of time and memory, cancellation, and replacement of crashed processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diffserve.media.decoders import Decoder, Decoders
 from diffserve.media.provenance import examine
 from tests.image_bombs import scans
 
-SOON_S = 30.0
+EXIT_TIMEOUT_S = 30.0
 
 
 def file_of(picture: Picture) -> bytes:
@@ -51,7 +51,7 @@ def process_of(decoder: Decoder) -> psutil.Process:
 
 
 def spin(decoder: Decoder) -> None:
-    """Decode a file that takes minutes."""
+    """Decode a file that takes minutes to decode."""
     decoder.decode_image(slow_file())
 
 
@@ -62,13 +62,13 @@ def decode_many(decoder: Decoder, num_files: int) -> None:
 
 
 def slow_file() -> bytes:
-    """A file that the checks of its structure let pass only where they are switched off."""
+    """Return a file that passes the structure checks only if they are disabled."""
     return scans(4096, 100_000)
 
 
 @pytest.fixture
 def slow_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes that decode files of any number of scans."""
+    """Start decoder processes with the structure checks disabled."""
     program = (
         "import sys; from diffserve.media import image_structure, decoder_process; "
         "image_structure.MIN_SCANS = image_structure.MAX_SCANS = image_structure.MAX_SEGMENTS = 10**9; "
@@ -77,18 +77,18 @@ def slow_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "COMMAND", ("-c", program))
 
 
-def test_another_process_reads_what_this_one_would(decoder: Decoder) -> None:
-    file, see_through = file_of(noise()), transparent_file()
+def test_a_decoder_process_returns_the_same_results_as_direct_calls(decoder: Decoder) -> None:
+    file, transparent = file_of(noise()), transparent_file()
     assert decoder.decode_image(file) == images.decode_image(file)
-    assert decoder.decode_mask(see_through) == images.decode_mask(see_through)
-    assert decoder.decode_with_mask(see_through) == images.decode_with_mask(see_through)
+    assert decoder.decode_mask(transparent) == images.decode_mask(transparent)
+    assert decoder.decode_with_mask(transparent) == images.decode_with_mask(transparent)
     assert decoder.decode_with_mask(file) == (images.decode_image(file), None)
     assert decoder.read_infotext(file) == images.read_infotext(file)
-    assert decoder.read_infotext(see_through) is None
+    assert decoder.read_infotext(transparent) is None
     assert decoder.examine(file) == examine(file)
 
 
-def test_a_refusal_of_the_process_is_the_one_of_this_process(decoder: Decoder) -> None:
+def test_a_decoder_process_raises_the_same_errors_as_direct_calls(decoder: Decoder) -> None:
     for data in (b"GIF89a", b"\x89PNG\r\n\x1a\n", scans(64, 101)):
         with pytest.raises(InvalidRequest) as expected:
             images.decode_image(data, name="controlnets[1].image")
@@ -98,7 +98,7 @@ def test_a_refusal_of_the_process_is_the_one_of_this_process(decoder: Decoder) -
         assert facts[0] == facts[1]
 
 
-def test_the_process_stays_warm_and_small_and_knows_no_secrets(
+def test_the_process_is_reused_is_small_and_inherits_no_secrets(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIFFSERVE_API_KEY", "a secret of the server")
@@ -109,17 +109,15 @@ def test_the_process_stays_warm_and_small_and_knows_no_secrets(
     assert process.rlimit(psutil.RLIMIT_AS) == (decoder_process.MEMORY_BYTES, decoder_process.MEMORY_BYTES)
 
 
-def test_a_process_that_crashes_is_an_error_of_the_file_and_replaced(decoder: Decoder) -> None:
+def test_a_crashed_process_is_replaced(decoder: Decoder) -> None:
     first = process_of(decoder)
     first.send_signal(signal.SIGSEGV)
-    first.wait(SOON_S)
+    first.wait(EXIT_TIMEOUT_S)
     assert decoder.decode_image(file_of(noise())) == noise()
     assert process_of(decoder).pid != first.pid
 
 
-def test_the_largest_images_fit_into_the_memory_and_larger_needs_are_refused(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_image_fits_into_the_memory_limit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     file = BytesIO()
     Image.new("RGBA", (4096, 4096), (1, 2, 3, 4)).save(file, "PNG")
     picture, mask = decoder.decode_with_mask(file.getvalue())
@@ -132,11 +130,11 @@ def test_the_largest_images_fit_into_the_memory_and_larger_needs_are_refused(
     monkeypatch.setattr(decoders, "COMMAND", ("-c", program))
     with pytest.raises(InvalidRequest, match=r"damaged or too large|too much memory"):
         decoder.decode_with_mask(file.getvalue())
-    assert decoder.decode_image(file_of(noise())) == noise(), "the process goes on"
+    assert decoder.decode_image(file_of(noise())) == noise(), "the process continues"
 
 
 @pytest.mark.slow
-def test_a_request_has_its_cpu_time_for_all_its_files(
+def test_the_cpu_time_of_a_request_is_shared_by_its_files(
     slow_process: None, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoders, "CPU_S", 1.0)
@@ -151,7 +149,7 @@ def test_a_request_has_its_cpu_time_for_all_its_files(
 
 
 @pytest.mark.slow
-def test_cancelled_work_frees_its_place_and_its_process_at_once(slow_process: None) -> None:
+def test_cancellation_frees_the_decoder_immediately(slow_process: None) -> None:
     async def run() -> None:
         pool = Decoders(1)
         spinning = asyncio.create_task(pool.run("a", spin))
@@ -161,7 +159,7 @@ def test_cancelled_work_frees_its_place_and_its_process_at_once(slow_process: No
         started_s = time.monotonic()
         spinning.cancel()
         assert await waiting == noise()
-        assert time.monotonic() - started_s < 5.0, "with the start of a new process"
+        assert time.monotonic() - started_s < 5.0, "including the start of a new process"
         assert spinning.cancelled()
         pool.close()
 
@@ -169,7 +167,7 @@ def test_cancelled_work_frees_its_place_and_its_process_at_once(slow_process: No
 
 
 @pytest.mark.slow
-def test_slow_files_of_one_client_leave_a_place_for_others(slow_process: None) -> None:
+def test_slow_files_of_one_client_do_not_block_other_clients(slow_process: None) -> None:
     async def run() -> None:
         pool = Decoders(2)
         await pool.run("b", lambda decoder: decoder.decode_image(file_of(noise())))  # warm
@@ -188,8 +186,8 @@ def test_slow_files_of_one_client_leave_a_place_for_others(slow_process: None) -
     asyncio.run(run())
 
 
-def test_no_process_outlives_the_one_that_started_it(decoder: Decoder) -> None:
+def test_the_process_exits_when_the_parent_closes_the_connection(decoder: Decoder) -> None:
     process = process_of(decoder)
     assert decoder._connection is not None
     decoder._connection.close()
-    process.wait(SOON_S)
+    process.wait(EXIT_TIMEOUT_S)

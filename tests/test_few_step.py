@@ -1,4 +1,4 @@
-"""Few-step models are known by what lies on disk, and start right; what only sounds like one starts as ever."""
+"""Few-step models are recognized by their files and names, and get the right defaults; other models do not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def directory(path: Path, scheduler: dict[str, Any], unet: dict[str, Any] | None
         ("PixelWave-PCM-8step", LCM, {}, ("lcm", 8, 1.0, "leading")),
     ],
 )
-def test_directories_start_right(
+def test_few_step_directories_get_the_right_defaults(
     tmp_path: Path, name: str, scheduler: dict[str, Any], unet: dict[str, Any], start: tuple[Any, ...]
 ) -> None:
     model = load_settings(model=str(directory(tmp_path / name, scheduler, unet)), env={}).model
@@ -74,7 +74,7 @@ def test_directories_start_right(
         ("dreamshaper_8LCM", ("lcm", 4, 1.0, "leading")),
     ],
 )
-def test_single_files_start_right(tmp_path: Path, name: str, start: tuple[Any, ...]) -> None:
+def test_few_step_files_get_the_right_defaults(tmp_path: Path, name: str, start: tuple[Any, ...]) -> None:
     save_file({"conditioner.embedders.1.model.ln_final.weight": zeros(2)}, tmp_path / f"{name}.safetensors")
     model = load_settings(model=str(tmp_path / f"{name}.safetensors"), env={}).model
     assert tuple(getattr(model, key) for key in START) == start
@@ -97,32 +97,32 @@ def test_single_files_start_right(tmp_path: Path, name: str, start: tuple[Any, .
         *((style, (None, None, None, None)) for style in STYLES),
     ],
 )
-def test_requests_of_an_adapter_that_distils_start_right_where_they_leave_it_open(
-    name: str, start: tuple[Any, ...], tmp_path: Path
-) -> None:
-    params, said = begin_with_loras(DiffusionParams(loras=(Lora("ink"), Lora(name))))
+def test_few_step_loras_set_the_unset_fields_of_a_request(name: str, start: tuple[Any, ...], tmp_path: Path) -> None:
+    params, warnings = begin_with_loras(DiffusionParams(loras=(Lora("ink"), Lora(name))))
     assert tuple(getattr(params, key) for key in START) == start
-    assert [f"LoRA {name!r} is a few-step adapter" in text for text in said] == [True] * (start[0] is not None)
-    asked = DiffusionParams(loras=(Lora(name),), sampler="ddim", num_steps=30, guidance_scale=7.0, spacing="linspace")
-    assert begin_with_loras(asked) == (asked, said)
-    taken_away = DiffusionParams(loras=(Lora(name, -1.0),))
-    assert begin_with_loras(taken_away) == (taken_away, ())
-    if said:
+    assert [f"LoRA {name!r} is a few-step adapter" in text for text in warnings] == [True] * (start[0] is not None)
+    explicit = DiffusionParams(
+        loras=(Lora(name),), sampler="ddim", num_steps=30, guidance_scale=7.0, spacing="linspace"
+    )
+    assert begin_with_loras(explicit) == (explicit, warnings)
+    subtracted = DiffusionParams(loras=(Lora(name, -1.0),))
+    assert begin_with_loras(subtracted) == (subtracted, ())
+    if warnings:
         base = directory(tmp_path / "base", EULER | {"timestep_spacing": "leading"})
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter.json").write_text(json.dumps({"base": str(base)}))
         model = load_settings(model=str(tmp_path / name), env={}).model
-        assert tuple(getattr(model, key) for key in START) == start, "as the model that it makes of its base"
+        assert tuple(getattr(model, key) for key in START) == start, "as for the merged model"
 
 
-def test_a_name_alone_does_not_make_a_directory_one(tmp_path: Path) -> None:
+def test_a_name_alone_does_not_identify_a_few_step_directory(tmp_path: Path) -> None:
     for name in ("turbo-tests", "lightning", "turbocat", "flash-photography"):
         assert find_few_step(directory(tmp_path / name, EULER | LEADING)) is None
     assert find_few_step(directory(tmp_path / "turbos", EULER | TRAILING)) is None
     assert find_few_step(tmp_path / "none") is None
 
 
-def test_what_is_given_wins_and_a_bare_load_starts_the_same(
+def test_settings_override_the_detected_defaults_and_load_model_detects_them(
     tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tiny-lightning-2step"

@@ -1,4 +1,4 @@
-"""Constructs of A1111's prompt syntax that change nothing here are named, and never silently read as words."""
+"""Warnings about unsupported constructs of A1111's prompt syntax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diffserve.models.loras import Lora, read_tags
         ("[a|b] [c|d] [e|f] [g|h] [a|b]", "'[a|b]', '[c|d]', '[e|f]' and 1 more"),
     ],
 )
-def test_prompt_editing_and_alternation_are_named(prompt: str, quoted: str) -> None:
+def test_prompt_editing_and_alternation_produce_a_warning(prompt: str, quoted: str) -> None:
     for is_negative, name in ((False, "prompt"), (True, "negative prompt")):
         (sentence,) = unserved_constructs(prompt, is_negative=is_negative)
         assert sentence.startswith(f"{quoted} in the {name} changes nothing from step to step here;")
@@ -42,14 +42,14 @@ def test_text_without_such_constructs_causes_no_warning(prompt: str) -> None:
     assert unserved_constructs(prompt) == []
 
 
-def test_and_is_named_in_the_prompt_alone() -> None:
+def test_and_produces_a_warning_in_the_prompt_only() -> None:
     (sentence,) = unserved_constructs("a cat AND a dog :0.5 AND a bird")
     assert sentence == "'AND' in the prompt joins no prompts here; it was read as a word."
     assert unserved_constructs("a cat AND a dog", is_negative=True) == []
 
 
 @pytest.mark.parametrize("tag", ["<hypernet:ink:0.5>", "<Hypernet:ink>", "<other:a[b]:1>"])
-def test_other_networks_are_left_out_and_named(tag: str) -> None:
+def test_tags_of_other_networks_are_removed_with_a_warning(tag: str) -> None:
     prompt = f"a cat {tag}, a dog"
     assert encoded_text(prompt) == "a cat , a dog"
     (sentence,) = unserved_constructs(prompt)
@@ -58,7 +58,7 @@ def test_other_networks_are_left_out_and_named(tag: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "LORA", "LoRa", "lyco", "LyCO"])
-def test_tags_of_loras_are_read_in_any_case_and_by_both_names(kind: str) -> None:
+def test_lora_tags_are_read_in_any_case_and_with_both_names(kind: str) -> None:
     assert read_tags(f"a cat <{kind}:ink:0.5>") == ("a cat", (Lora("ink", 0.5),))
 
 
@@ -83,7 +83,7 @@ def test_plain_prompt_has_no_constructs() -> None:
         *("[" + ":1" * 15_000 + "]", "[a:" + " " * 30_000 + "]", "[a:" + "1" * 30_000 + "]"),
     ],
 )
-def test_long_prompts_are_read_in_no_time(prompt: str) -> None:
+def test_long_prompts_are_parsed_quickly(prompt: str) -> None:
     started_s = time.perf_counter()
     sentences = unserved_constructs(prompt)
     assert time.perf_counter() - started_s < 1.0
@@ -91,7 +91,7 @@ def test_long_prompts_are_read_in_no_time(prompt: str) -> None:
 
 
 @pytest.mark.slow
-def test_command_line_names_constructs_that_change_nothing(
+def test_command_line_warns_about_unsupported_constructs(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("a [cat|dog] AND a bird", "--negative", "a [red:blue:0.5]", "--steps", "1", "-o", str(tmp_path / "a.png"))

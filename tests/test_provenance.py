@@ -1,4 +1,4 @@
-"""What pictures of ours bear, and what is read from any: XMP, the mark, and content credentials of a real chain."""
+"""Provenance marks: XMP, watermark, and content credentials that are signed with a real certificate chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
 
 
 @pytest.mark.parametrize("image_format", FORMATS)
-def test_every_file_says_what_made_it_and_a_bare_one_says_nothing(image_format: ImageFormat) -> None:
+def test_every_file_has_its_marks_and_a_plain_file_has_none(image_format: ImageFormat) -> None:
     picture = photo(1, 128)
     for marks, has_mark in ((Marks(), True), (Marks(watermark=False), False)):
         assert marks.header == ("xmp;wm" if has_mark else "xmp")
@@ -29,37 +29,40 @@ def test_every_file_says_what_made_it_and_a_bare_one_says_nothing(image_format: 
             file = marks.write(
                 marked, kind=kind, image_format=image_format, quality=90, infotext="a\nSteps: 1, Seed: 2, Size: 8x8"
             )
-            found = examine(file)
-            assert found.is_generated
-            assert found.parameters
-            assert found.c2pa is None
-            assert found.xmp is not None
-            assert found.xmp.digital_source_type == source
-            assert found.xmp.creator_tool.startswith("diffserve ")
-            assert (found.watermark.kind if found.watermark else None) == (kind if has_mark else None)
-    bare = BytesIO()
-    Image.fromarray(picture.array).save(bare, image_format.upper())
-    assert examine(bare.getvalue()).told() == {
+            provenance = examine(file)
+            assert provenance.is_generated
+            assert provenance.parameters
+            assert provenance.c2pa is None
+            assert provenance.xmp is not None
+            assert provenance.xmp.digital_source_type == source
+            assert provenance.xmp.creator_tool.startswith("diffserve ")
+            assert (provenance.watermark.kind if provenance.watermark else None) == (kind if has_mark else None)
+    unmarked = BytesIO()
+    Image.fromarray(picture.array).save(unmarked, image_format.upper())
+    assert examine(unmarked.getvalue()).told() == {
         "is_generated": False, "xmp": None, "watermark": None, "c2pa": None, "parameters": False,
     }  # fmt: skip
 
 
-def test_what_others_wrote_as_xmp_is_read_and_what_is_hostile_does_no_harm() -> None:
+def test_xmp_of_other_tools_is_read_and_malformed_xmp_is_ignored() -> None:
     def examined(xmp: str) -> tuple[bool, str]:
         file = BytesIO()
         Image.new("RGB", (64, 64)).save(file, "JPEG", xmp=xmp.encode())
-        found = examine(file.getvalue())
-        return found.is_generated, found.xmp.digital_source_type if found.xmp else ""
+        provenance = examine(file.getvalue())
+        return provenance.is_generated, provenance.xmp.digital_source_type if provenance.xmp else ""
 
-    ours = DIGITAL_SOURCE_TYPES["generated"]
-    assert examined(f"<x><Iptc4xmpExt:DigitalSourceType>{ours}</Iptc4xmpExt:DigitalSourceType></x>") == (True, ours)
-    camera = ours.replace("trainedAlgorithmicMedia", "digitalCapture")
+    generated = DIGITAL_SOURCE_TYPES["generated"]
+    assert examined(f"<x><Iptc4xmpExt:DigitalSourceType>{generated}</Iptc4xmpExt:DigitalSourceType></x>") == (
+        True,
+        generated,
+    )
+    camera = generated.replace("trainedAlgorithmicMedia", "digitalCapture")
     assert examined(f"<x Iptc4xmpExt:DigitalSourceType='{camera}'/>") == (False, camera)
     assert examined("DigitalSourceType=" * 3000) == (False, "")
     assert examined("<!ENTITY a '&b;'>" * 100) == (False, "")
 
 
-def test_content_credentials_are_signed_read_and_missed_where_a_byte_has_changed(tmp_path: Path) -> None:
+def test_content_credentials_are_invalid_after_a_change_of_the_file(tmp_path: Path) -> None:
     pytest.importorskip("c2pa")
     files = make_chain(tmp_path, "a painter")
     marks, picture = Marks(signer=Signer(str(files.chain), str(files.key))), photo(1, 64)
@@ -70,18 +73,18 @@ def test_content_credentials_are_signed_read_and_missed_where_a_byte_has_changed
         signed = marks.write(marked, kind="composite", image_format=image_format, quality=100)
         plain = Marks().write(marked, kind="composite", image_format=image_format, quality=100)
         assert decode_image(signed) == decode_image(plain)
-        found = examine(signed).c2pa
-        assert found is not None
-        assert (found.state, found.signer, found.generator) == ("valid", "a painter", "diffserve")
-        assert found.digital_source_type == DIGITAL_SOURCE_TYPES["composite"]
-    told, lie = (f"a, Steps: {steps}" for steps in (1, 2))
-    jpeg = marks.write(picture, kind="generated", image_format="jpeg", quality=100, infotext=told)
-    forged = examine(jpeg.replace(told.encode("utf-16-be"), lie.encode("utf-16-be")))
+        provenance = examine(signed).c2pa
+        assert provenance is not None
+        assert (provenance.state, provenance.signer, provenance.generator) == ("valid", "a painter", "diffserve")
+        assert provenance.digital_source_type == DIGITAL_SOURCE_TYPES["composite"]
+    signed_text, forged_text = (f"a, Steps: {steps}" for steps in (1, 2))
+    jpeg = marks.write(picture, kind="generated", image_format="jpeg", quality=100, infotext=signed_text)
+    forged = examine(jpeg.replace(signed_text.encode("utf-16-be"), forged_text.encode("utf-16-be")))
     assert forged.c2pa is not None
     assert forged.c2pa.state == "invalid"
 
 
-def test_a_manifest_that_lies_elsewhere_is_not_fetched() -> None:
+def test_a_remote_manifest_is_not_fetched() -> None:
     pytest.importorskip("c2pa")
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.settimeout(0.2)
@@ -91,11 +94,11 @@ def test_a_manifest_that_lies_elsewhere_is_not_fetched() -> None:
         </rdf:RDF></x:xmpmeta>"""
         file = BytesIO()
         Image.new("RGB", (64, 64)).save(file, "JPEG", xmp=xmp.encode())
-        found = examine(file.getvalue())
+        provenance = examine(file.getvalue())
         with pytest.raises(TimeoutError):
             elsewhere.accept()
-    assert found.c2pa is not None, "it was looked for"
-    assert (found.c2pa.state, found.is_generated) == ("invalid", False)
+    assert provenance.c2pa is not None, "the reference was read"
+    assert (provenance.c2pa.state, provenance.is_generated) == ("invalid", False)
 
 
 def test_a_certificate_that_cannot_sign_is_refused(tmp_path: Path) -> None:
@@ -111,6 +114,6 @@ def test_a_certificate_that_cannot_sign_is_refused(tmp_path: Path) -> None:
         Signer(str(files.chain), "nowhere")
 
 
-def test_what_is_no_picture_is_refused_by_its_name() -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_its_name() -> None:
     with pytest.raises(InvalidRequest, match=r"a\.png is not a PNG, JPEG or WebP file"):
         examine(b"GIF89a", name="a.png")

@@ -1,4 +1,4 @@
-"""What a model of a closed world knows, and what is said of words that it does not."""
+"""Closed vocabulary of a model, and warnings about unknown words."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ WORLD = known_world()
         ("a break and a cat at 1:2", ("break", "1", "2")),
     ],
 )
-def test_words_that_were_never_taught_are_found(prompt: str, unknown: tuple[str, ...]) -> None:
+def test_unknown_words_are_found(prompt: str, unknown: tuple[str, ...]) -> None:
     assert WORLD.unknown_words(prompt) == unknown
 
 
-def test_a_word_that_was_learnt_besides_is_known() -> None:
-    learnt = WORLD.learning(("easynegative", "<cat-toy>"))
-    assert learnt.unknown_words("a fox, EasyNegative, <cat-toy>, wolf") == ("wolf",)
-    assert learnt.objects == WORLD.objects
+def test_words_of_textual_inversions_are_known() -> None:
+    extended = WORLD.learning(("easynegative", "<cat-toy>"))
+    assert extended.unknown_words("a fox, EasyNegative, <cat-toy>, wolf") == ("wolf",)
+    assert extended.objects == WORLD.objects
 
 
-def test_no_caption_holds_an_unknown_word() -> None:
+def test_captions_have_no_unknown_words() -> None:
     rng = random.Random(3)
     for scene in itertools.islice(scenes(3, held_out=True), 2000):
         assert WORLD.unknown_words(caption(scene, rng)) == ()
 
 
-def test_the_shipped_weights_say_what_the_captions_say() -> None:
+def test_the_vocabulary_of_the_embedded_model_matches_the_captions() -> None:
     shipped = read_vocabulary(BUILT_IN["embedded"])
     assert shipped == WORLD, "run diffserve.world.prompt_reading.write_world on the weights"
     assert (len(WORLD.objects), len(WORLD.places), len(WORLD.colors)) == (60, 8, 12)
 
 
-def test_file_that_is_no_world_is_named(tmp_path: Path) -> None:
+def test_an_invalid_vocabulary_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     assert read_vocabulary(tmp_path) is None
     write_world(tmp_path)
     assert read_vocabulary(tmp_path) == WORLD
@@ -68,13 +68,13 @@ def test_file_that_is_no_world_is_named(tmp_path: Path) -> None:
         read_vocabulary(tmp_path)
 
 
-def test_warning_names_a_few_and_counts_the_rest() -> None:
+def test_warning_lists_some_words_and_counts_the_others() -> None:
     words = tuple(f"word{number}" for number in range(MOST_NAMED + 2))
     assert "'word0'" in warn_of_unknown("embedded", words)
     assert "and 2 more" in warn_of_unknown("embedded", words)
     assert len(warn_of_unknown("embedded", ("x" * 30_000,))) < 200
 
 
-def test_every_word_is_lower_case_and_each_stands_once() -> None:
+def test_words_are_lower_case_sorted_and_unique() -> None:
     assert list(WORLD.words) == sorted({word.lower() for word in WORLD.words})
     assert isinstance(WORLD, Vocabulary)

@@ -1,1 +1,1 @@
-"""Image files: reading, writing, parameters in their metadata, provenance, and the protocol of the safety filter."""
+"""Image files: reading, writing, metadata parameters, provenance marks, and the safety filter protocol."""

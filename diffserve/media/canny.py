@@ -1,8 +1,8 @@
-"""Canny's edge detector, for ControlNets that were trained on edges. No torch.
+"""Canny edge detection for ControlNets trained on edges, in NumPy without torch.
 
-Canny, "A Computational Approach to Edge Detection", IEEE PAMI 1986: Gaussian, gradient, thinning to the ridges of its
-magnitude, and hysteresis. Gradient and thresholds are those that ControlNets for edges were trained with: Sobel's 3 x 3
-of 8-bit gray, |gx| + |gy|, 100 and 200.
+Canny, "A Computational Approach to Edge Detection", IEEE PAMI 1986: Gaussian blur, gradient, non-maximum suppression,
+hysteresis. The defaults match the training of edge ControlNets: 3 x 3 Sobel on 8-bit gray, |gx| + |gy|, thresholds 100
+and 200.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from diffserve.models.controlnets import CANNY_THRESHOLDS, PARAM
 SIGMA: Final = 1.0
 WEAK, STRONG = CANNY_THRESHOLDS
 GREY: Final = (0.299, 0.587, 0.114)
-"""Of red, green and blue (ITU-R BT.601)."""
+"""Luma weights of red, green and blue (ITU-R BT.601)."""
 SMOOTHING: Final = np.array([1.0, 2.0, 1.0], dtype=np.float32)
-"""Sobel's, along an edge."""
+"""Weights of the Sobel operator along an edge."""
 MAX_PIXELS: Final = 4096 * 2048
 
 Pixels = NDArray[np.uint8]
@@ -30,16 +30,16 @@ Floats = NDArray[np.float32]
 
 
 def edge_map(picture: Pixels, weak: float = WEAK, strong: float = STRONG, resolution: int = 0) -> Pixels:
-    """Return the edges of ``picture`` as a control map of its size, (height, width, 3).
+    """Return the edges of ``picture`` as a control map (height, width, 3) of the same size.
 
     Args:
         picture: Pixels (height, width, 3).
-        weak: Gradient above which a pixel that leads to a strong one is an edge.
+        weak: Gradient above which a pixel is an edge if it is connected to a strong pixel.
         strong: Gradient above which a pixel is an edge.
-        resolution: Pixels of the shorter side at which edges are found; 0: as many as the picture has.
+        resolution: Shorter side in pixels at which edges are detected; 0 keeps the size of the image.
 
     Raises:
-        InvalidRequest: The picture has too many pixels at this resolution.
+        InvalidRequest: The image has too many pixels at this resolution.
     """
     height, width = picture.shape[:2]
     scale = resolution / min(height, width) if resolution else 1.0
@@ -56,42 +56,47 @@ def edge_map(picture: Pixels, weak: float = WEAK, strong: float = STRONG, resolu
 
 
 def canny(picture: Pixels, weak: float = WEAK, strong: float = STRONG) -> Pixels:
-    """Return (height, width) uint8: 255 on the edges of ``picture`` (height, width, 3), 0 elsewhere.
+    """Return an edge image (height, width) uint8: 255 on the edges of ``picture``, 0 elsewhere.
 
-    An edge is a pixel whose gradient is the largest across it and above ``weak``, joined by others to one
-    above ``strong``.
+    An edge pixel has a gradient above ``weak`` that is a local maximum across the edge, and is connected through other
+    edge pixels to one above ``strong``.
+
+    Args:
+        picture: Pixels (height, width, 3).
+        weak: Lower threshold of the gradient.
+        strong: Upper threshold of the gradient.
     """
-    padded = np.pad(_blurred(picture.astype(np.float32) @ np.asarray(GREY, dtype=np.float32)), 1, mode="edge")
-    gx = _weighed(padded[:, 2:] - padded[:, :-2], SMOOTHING)
-    gy = _weighed((padded[2:] - padded[:-2]).T, SMOOTHING).T
+    padded = np.pad(_blur(picture.astype(np.float32) @ np.asarray(GREY, dtype=np.float32)), 1, mode="edge")
+    gx = _convolve_columns(padded[:, 2:] - padded[:, :-2], SMOOTHING)
+    gy = _convolve_columns((padded[2:] - padded[:-2]).T, SMOOTHING).T
     magnitude = np.abs(gx) + np.abs(gy)
     ridges = np.where(_is_ridge(magnitude, gx, gy), magnitude, 0.0)
-    return np.where(_joined(ridges > weak, ridges > strong), 255, 0).astype(np.uint8)
+    return np.where(_connected(ridges > weak, ridges > strong), 255, 0).astype(np.uint8)
 
 
-def _blurred(grey: Floats) -> Floats:
-    """Blur by a Gaussian of ``SIGMA`` pixels, out to three sigmas."""
+def _blur(grey: Floats) -> Floats:
+    """Apply a Gaussian blur of ``SIGMA`` pixels, truncated at three sigmas."""
     reach = math.ceil(3 * SIGMA)
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / SIGMA) ** 2)
     weights = (weights / weights.sum()).astype(np.float32)
     for _ in range(2):
-        grey = _weighed(np.pad(grey, ((reach, reach), (0, 0)), mode="edge"), weights).T
+        grey = _convolve_columns(np.pad(grey, ((reach, reach), (0, 0)), mode="edge"), weights).T
     return grey
 
 
-def _weighed(padded: Floats, weights: Floats) -> Floats:
-    """Return (height, width): weighted sums down the columns of (height + len(weights) - 1, width)."""
+def _convolve_columns(padded: Floats, weights: Floats) -> Floats:
+    """Correlate the columns of ``padded`` (height + len(weights) - 1, width) with ``weights`` to (height, width)."""
     height = len(padded) - len(weights) + 1
     total: Floats = weights[0] * padded[:height]
-    for place in range(1, len(weights)):
-        total += weights[place] * padded[place : place + height]
+    for offset in range(1, len(weights)):
+        total += weights[offset] * padded[offset : offset + height]
     return total
 
 
 def _is_ridge(magnitude: Floats, gx: Floats, gy: Floats) -> NDArray[np.bool_]:
-    """Return where ``magnitude`` is largest across the edge, in the nearest of four directions.
+    """Return a mask of the local maxima of ``magnitude`` across the edge, in the nearest of four directions.
 
-    It is above that of the pixel before and not below that of the pixel after: of two equal ones the first is taken.
+    A maximum exceeds the previous pixel and is at least the next pixel, so that the first of two equal pixels counts.
     """
     padded = np.pad(magnitude, 1)
     height, width = magnitude.shape
@@ -108,22 +113,22 @@ def _is_ridge(magnitude: Floats, gx: Floats, gy: Floats) -> NDArray[np.bool_]:
         (~flat & ~steep & falling, (1, 1)),
         (~flat & ~steep & ~falling, (1, -1)),
     ):
-        before, behind = shifted(-step[0], -step[1]), shifted(*step)
-        ridge |= has_direction & (magnitude > before) & (magnitude >= behind)
+        previous, following = shifted(-step[0], -step[1]), shifted(*step)
+        ridge |= has_direction & (magnitude > previous) & (magnitude >= following)
     return ridge
 
 
-def _joined(weak: NDArray[np.bool_], strong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the pixels of ``weak`` that are connected to ``strong``, searched from there outwards."""
+def _connected(weak: NDArray[np.bool_], strong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the pixels of ``weak`` that are connected to ``strong``, by a breadth-first search from ``strong``."""
     height, width = weak.shape
-    left = np.pad(weak, 1).ravel()  # a margin, so that every pixel has neighbors
+    unvisited = np.pad(weak, 1).ravel()  # a margin, so that every pixel has neighbors
     stride = width + 2
-    around = np.array([row * stride + column for row in (-1, 0, 1) for column in (-1, 0, 1) if row or column])
-    is_edge = np.zeros_like(left)
+    neighbors = np.array([row * stride + column for row in (-1, 0, 1) for column in (-1, 0, 1) if row or column])
+    is_edge = np.zeros_like(unvisited)
     front = np.flatnonzero(np.pad(strong, 1).ravel())
     while front.size:
         is_edge[front] = True
-        left[front] = False
-        near = np.unique((front[:, None] + around).ravel())
-        front = near[left[near]]
+        unvisited[front] = False
+        near = np.unique((front[:, None] + neighbors).ravel())
+        front = near[unvisited[near]]
     return is_edge.reshape(height + 2, stride)[1:-1, 1:-1]

@@ -1,5 +1,7 @@
-"""Content credentials: manifests after C2PA, signed with the server's own certificate and put into its pictures, and
-read from any. Needs the extra "c2pa". Offline: no time stamp is asked for, nothing that a manifest names is fetched.
+"""Content credentials: C2PA manifests, signed with the certificate of the server and embedded in image files.
+
+Signing and reading need the extra "c2pa". Both work offline: no time stamp is requested, and no URL in a manifest is
+fetched.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     pass
 
 ALGORITHMS: Final = ("es256", "es384", "es512", "ps256", "ed25519")
-"""What a key may sign with; the first that fits is taken."""
+"""Signing algorithms in the order in which they are tried; the first that works with the key is used."""
 
 INSTALL: Final = "install the extra: pip install 'diffserve[c2pa]'"
 _SETTINGS: Final = {
@@ -31,8 +33,15 @@ _SETTINGS: Final = {
 
 
 class ContentCredentials(msgspec.Struct, frozen=True):
-    """What a manifest says. ``state`` is "valid" where nothing was changed since, "trusted" where this machine trusts
-    its signer, too, else "invalid"."""
+    """Content of the C2PA manifest of an image file.
+
+    Attributes:
+        state: "valid" if the file is unchanged since signing, "trusted" if this machine also trusts the signer,
+            otherwise "invalid".
+        signer: Common name or issuer of the certificate.
+        generator: Name of the software that made the claim.
+        digital_source_type: IPTC digital source type.
+    """
 
     state: str
     signer: str
@@ -41,26 +50,31 @@ class ContentCredentials(msgspec.Struct, frozen=True):
 
 
 class Signer:
-    """Signs pictures with the chain in ``certificate`` and the private ``key``, both PEM files. Safe to share between
-    threads.
-
-    ConfigError where the extra is missing, a file cannot be read, or they do not belong together.
-    """
+    """Signer of image files with an X.509 certificate chain. Instances can be shared between threads."""
 
     def __init__(self, certificate: str, key: str) -> None:
-        self._chain, self._key = _read(certificate, "c2pa_certificate"), _read(key, "c2pa_key")
+        """Load the certificate chain and the key, and sign a test image.
+
+        Args:
+            certificate: Path of the certificate chain, a PEM file.
+            key: Path of the private key, a PEM file.
+
+        Raises:
+            ConfigError: The extra "c2pa" is missing, a file cannot be read, or key and certificate do not match.
+        """
+        self._chain, self._key = _read_file(certificate, "c2pa_certificate"), _read_file(key, "c2pa_key")
         try:
             import c2pa  # type: ignore[import-untyped]
         except ImportError:
             raise ConfigError(f"c2pa_certificate is given, but c2pa is not here; {INSTALL}.", param="c2pa") from None
         self._c2pa = c2pa
-        self._algorithm = self._try_out(certificate)
+        self._algorithm = self._find_algorithm(certificate)
 
     def sign(self, file: bytes, image_format: ImageFormat, kind: Kind) -> bytes:
-        """``file`` with a manifest in it that says what made it."""
-        return self._signed(file, image_format, kind, self._algorithm)
+        """Return ``file`` with a signed manifest that states its digital source type."""
+        return self._sign_with(file, image_format, kind, self._algorithm)
 
-    def _signed(self, file: bytes, image_format: ImageFormat, kind: Kind, algorithm: str) -> bytes:
+    def _sign_with(self, file: bytes, image_format: ImageFormat, kind: Kind, algorithm: str) -> bytes:
         info = self._c2pa.C2paSignerInfo(algorithm, self._chain, self._key, None)
         signed = BytesIO()
         with (
@@ -71,30 +85,30 @@ class Signer:
             builder.sign(signer, MEDIA_TYPES[image_format], BytesIO(file), signed)
         return signed.getvalue()
 
-    def _try_out(self, certificate: str) -> str:
-        """The algorithm of the key, found by signing a picture and reading it again."""
+    def _find_algorithm(self, certificate: str) -> str:
+        """Return the algorithm that fits the key, by signing a test image and verifying it."""
         from diffserve.api.types import Picture
         from diffserve.media.images import encode_image
 
-        file, said = encode_image(Picture(width_px=8, height_px=8, data=bytes(192))), ""
+        file, problem = encode_image(Picture(width_px=8, height_px=8, data=bytes(192))), ""
         for algorithm in ALGORITHMS:
             try:
-                found = read_credentials(self._signed(file, "png", "generated", algorithm), "png")
-            except Exception as error:  # of the library's own, by the dozen
-                said = said or str(error)
+                credentials = read_credentials(self._sign_with(file, "png", "generated", algorithm), "png")
+            except Exception as error:  # the library raises many types of its own
+                problem = problem or str(error)
                 continue
-            if found is not None and found.state != "invalid":
+            if credentials is not None and credentials.state != "invalid":
                 return algorithm
-            said = "its signature is not valid"
+            problem = "its signature is not valid"
         raise ConfigError(
-            f"c2pa_certificate {certificate!r} and its key cannot sign a picture: {said[:200]}; give a chain of PEM "
+            f"c2pa_certificate {certificate!r} and its key cannot sign a picture: {problem[:200]}; give a chain of PEM "
             "certificates, the signer's own first, which may sign documents, and its private key.",
             param="c2pa_certificate",
         )
 
 
 def read_credentials(file: bytes, image_format: ImageFormat) -> ContentCredentials | None:
-    """The manifest in ``file``; ``None`` where there is none, or the extra is missing."""
+    """Read the manifest in ``file``; ``None`` if there is none or the extra "c2pa" is not installed."""
     try:
         import c2pa
     except ImportError:
@@ -105,20 +119,22 @@ def read_credentials(file: bytes, image_format: ImageFormat) -> ContentCredentia
             if reader is None:
                 return None
             with reader:
-                return _told(json.loads(reader.json()), str(reader.get_validation_state() or "invalid").lower())
-    except Exception:  # whatever a reader says of hostile bytes, the answer is the same
+                state = str(reader.get_validation_state() or "invalid").lower()
+                return _credentials_of(json.loads(reader.json()), state)
+    except Exception:  # malformed files raise errors of many types
         return ContentCredentials("invalid", "", "", "")
 
 
-def _told(store: dict[str, Any], state: str) -> ContentCredentials:
+def _credentials_of(store: dict[str, Any], state: str) -> ContentCredentials:
     manifest = store.get("manifests", {}).get(store.get("active_manifest"), {})
-    assertions = [one for one in manifest.get("assertions", ()) if str(one.get("label", "")).startswith("c2pa.actions")]
-    actions = [action for one in assertions for action in one.get("data", {}).get("actions", ())]
+    assertions = manifest.get("assertions", ())
+    action_lists = [entry for entry in assertions if str(entry.get("label", "")).startswith("c2pa.actions")]
+    actions = [action for entry in action_lists for action in entry.get("data", {}).get("actions", ())]
     sources = [str(action["digitalSourceType"]) for action in actions if action.get("digitalSourceType")]
-    makers = [str(one.get("name", "")) for one in manifest.get("claim_generator_info") or ()]
+    generators = [str(info.get("name", "")) for info in manifest.get("claim_generator_info") or ()]
     signer = manifest.get("signature_info") or {}
     name = signer.get("common_name") or signer.get("issuer") or ""
-    return ContentCredentials(state, str(name)[:200], (makers or [""])[0][:200], (sources or [""])[0][:200])
+    return ContentCredentials(state, str(name)[:200], (generators or [""])[0][:200], (sources or [""])[0][:200])
 
 
 def _manifest(kind: Kind) -> dict[str, Any]:
@@ -134,7 +150,7 @@ def _manifest(kind: Kind) -> dict[str, Any]:
     }
 
 
-def _read(path: str, name: str) -> bytes:
+def _read_file(path: str, name: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A process that reads image files of clients: ``python -m diffserve.media.decoder_process --fd N``.
+"""Image decoder process: ``python -m diffserve.media.decoder_process --fd N``.
 
-It answers one question after the other until the other side closes the socket. Its memory is limited, and a question
-that takes more CPU time than it says ends the process, also in the middle of a C library.
+The process handles one request after another until the parent closes the socket. Its memory is limited. A request that
+exceeds its CPU time ends the process, even inside a C library.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from diffserve.processes.child_signals import leave_stopping_to_parent
 from diffserve.processes.frames import frame_of, read_frame
 
 MEMORY_BYTES: Final = 1 << 30
-"""Of address space; the largest image that is taken needs half of it."""
+"""Limit of the address space. The largest accepted image needs half of it."""
 
 
 class Function(NamedTuple):
-    """A function that reads a file, and the type of its result."""
+    """Function that reads an image file, and the type of its result."""
 
     call: Callable[..., Any]
     answer: Any
@@ -45,7 +45,7 @@ FUNCTIONS: Final = {
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Call ``function`` with the file ``data`` and ``options``, within ``cpu_s`` seconds of CPU time."""
+    """Request to call ``function`` on the file ``data`` with ``options``, within ``cpu_s`` seconds of CPU time."""
 
     function: str
     data: bytes
@@ -54,14 +54,14 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The value as msgpack, and the CPU time that it took."""
+    """Result of a request: the return value as msgpack, and the CPU time used."""
 
     value: msgspec.Raw
     cpu_s: float
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The InvalidRequest that was raised instead, and the CPU time until then."""
+    """Error of a request: the fields of the InvalidRequest that was raised, and the CPU time used."""
 
     message: str
     param: str | None
@@ -70,7 +70,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer until the other side closes the socket."""
+    """Handle requests until the parent closes the socket."""
     parser = argparse.ArgumentParser(prog="diffserve-decoder", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
     options = parser.parse_args(arguments)
@@ -86,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(question: Question) -> Answer | Refusal:
     started_s = time.process_time()
-    signal.setitimer(signal.ITIMER_PROF, question.cpu_s)  # SIGPROF ends the process, as nothing handles it
+    signal.setitimer(signal.ITIMER_PROF, question.cpu_s)  # SIGPROF has no handler and ends the process
     try:
         value = FUNCTIONS[question.function].call(question.data, **question.options)
-        encoded = msgspec.msgpack.encode(value, enc_hook=str)  # texts of PNG are of a subclass of str
+        encoded = msgspec.msgpack.encode(value, enc_hook=str)  # Pillow returns PNG text as a subclass of str
         return Answer(msgspec.Raw(encoded), time.process_time() - started_s)
     except InvalidRequest as error:
         refusal = error

@@ -1,8 +1,8 @@
-"""Reads image files of clients in processes that can be killed: a few places, and one for each client.
+"""Pool of image decoder processes that can be killed; each client uses at most one at a time.
 
-Decoders in C can take seconds for small files, can crash, and cannot be stopped within a process. Work that decodes is
-run with a :class:`Decoder`, which has the functions of :mod:`diffserve.media.images` that read files. A request has
-``CPU_S`` for all its files; what it holds is free as soon as it is cancelled.
+C decoders can take seconds for small files, can crash, and cannot be stopped within a process. A :class:`Decoder` runs
+the reading functions of :mod:`diffserve.media.images` in a separate process. The CPU time of a request, for all its
+files, is limited to ``CPU_S``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from diffserve.processes.frames import frame_of, read_frame
 
 COMMAND: Final[tuple[str, ...]] = ("-m", "diffserve.media.decoder_process")
 CPU_S: Final = 10.0
-"""CPU time for all files of one request: several times what the largest images need."""
+"""CPU time for all files of one request, several times what the largest images need."""
 
 WALL_S: Final = 60.0
-"""A process that does not answer for so long is killed, however little CPU time it gets."""
+"""Wall-clock time after which a process that has not answered is killed."""
 
-MOST_PROCESSES: Final = 4
-KEPT_ENVIRONMENT: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
-"""No key and no other secret of the server reaches a process that may be taken over."""
+MAX_PROCESSES: Final = 4
+INHERITED_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+"""Environment variables that decoder processes inherit. Malformed files may compromise a decoder, so no secrets."""
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ log = logging.getLogger("diffserve.media.decoders")
 
 
 class ImageReader(Protocol):
-    """The functions that read image files: in this process (:mod:`diffserve.media.images`) or in another."""
+    """Functions that read image files, in this process (:mod:`diffserve.media.images`) or in another one."""
 
     def decode_image(self, data: bytes, *, name: str = ...) -> Picture:
         """See :func:`diffserve.media.images.decode_image`."""
@@ -63,15 +63,15 @@ class ImageReader(Protocol):
 
 
 class Decoder:
-    """One process, started with the first file. Its functions block: call them in a thread.
+    """Decoder process, started on the first call. Its methods block: call them in a thread.
 
-    Every function raises InvalidRequest for a file that is refused, takes too long, or crashes the process.
+    Every reading method raises InvalidRequest for a file that is refused, takes too long, or crashes the process.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._left_s = CPU_S
+        self._cpu_left_s = CPU_S
         self._is_cancelled = False
 
     def decode_image(self, data: bytes, *, name: str = "image") -> Picture:
@@ -100,18 +100,18 @@ class Decoder:
         return provenance
 
     def begin(self) -> None:
-        """Give the next request its CPU time."""
-        self._left_s, self._is_cancelled = CPU_S, False
+        """Reset the CPU time and the cancellation for the next request."""
+        self._cpu_left_s, self._is_cancelled = CPU_S, False
 
     def cancel(self) -> None:
-        """End the running request from another thread; its function raises."""
+        """Kill the process from another thread, so that the running call raises."""
         self._is_cancelled = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and close the connection."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -121,38 +121,38 @@ class Decoder:
 
     def _call(self, function: str, data: bytes, **options: Any) -> Any:
         name = str(options.get("name", "image"))
-        if self._left_s <= 0.0:
+        if self._cpu_left_s <= 0.0:
             raise _too_complex(name)
-        question = Question(function, data, options, self._left_s)
+        question = Question(function, data, options, self._cpu_left_s)
         try:
-            connection = self._connected()
+            connection = self._ensure_connected()
             connection.settimeout(WALL_S)
             connection.sendall(frame_of(msgspec.msgpack.encode(question)))
             frame = read_frame(connection)
-        except OSError:  # also TimeoutError, and the pipe of a process that was killed
+        except OSError:  # including TimeoutError and a broken connection to a killed process
             frame = None
         if frame is None:
             raise self._failure(name)
         answer = msgspec.msgpack.decode(frame, type=Answer | Refusal)
-        self._left_s -= answer.cpu_s
+        self._cpu_left_s -= answer.cpu_s
         if isinstance(answer, Refusal):
             raise InvalidRequest(answer.message, param=answer.param, code=answer.code)
         return msgspec.msgpack.decode(answer.value, type=FUNCTIONS[function].answer)
 
-    def _connected(self) -> socket.socket:
+    def _ensure_connected(self) -> socket.socket:
         if self._is_cancelled:
             raise ConnectionAbortedError
         if self._connection is None or self._process is None or self._process.poll() is not None:
             self.close()
-            self._begin()
-        if self._is_cancelled:  # in the meantime
+            self._start_process()
+        if self._is_cancelled:  # while the process was starting
             raise ConnectionAbortedError
         assert self._connection is not None
         return self._connection
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         parent_end, child_end = socket.socketpair()
-        environment = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, *COMMAND, "--fd", str(child_end.fileno())],
@@ -165,14 +165,14 @@ class Decoder:
         self._connection = parent_end
 
     def _failure(self, name: str) -> InvalidRequest:
-        """End the process that gave no answer; return the error that says why."""
+        """Kill the process that did not answer and return the error to raise."""
         process, code = self._process, None
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.2)
         self.close()
         if self._is_cancelled:
-            return _too_complex(name)  # its caller is cancelled, too
+            return _too_complex(name)  # the caller was cancelled as well and discards this error
         is_slow = code in (None, -signal.SIGPROF)
         reason = "too much time" if is_slow else f"exit code {code}"
         log.warning("an image could not be decoded", extra={"reason": reason})
@@ -180,19 +180,23 @@ class Decoder:
 
 
 class Decoders:
-    """A few :class:`Decoder` processes for all clients; a client uses one at a time."""
+    """Pool of :class:`Decoder` processes; each client uses at most one at a time."""
 
     def __init__(self, num_processes: int | None = None) -> None:
-        """Make places; ``num_processes``: by default as many as there are cores, but 2 at least."""
-        count = num_processes or min(MOST_PROCESSES, max(2, os.cpu_count() or 1))
+        """Create the pool.
+
+        Args:
+            num_processes: Size of the pool; by default the number of cores, limited to 2 .. ``MAX_PROCESSES``.
+        """
+        count = num_processes or min(MAX_PROCESSES, max(2, os.cpu_count() or 1))
         self._places = ClientPlaces(count)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="decoders")
         self._idle: list[Decoder] = []
 
     async def run(self, client: str, read: Callable[[Decoder], T]) -> T:
-        """Return ``read(decoder)``, called in a thread when it is the turn of ``client``.
+        """Call ``read(decoder)`` in a thread when a decoder is free for ``client``, and return its result.
 
-        Where this is cancelled the decoder's process is killed, so that the place is free at once.
+        If the call is cancelled, the decoder process is killed, so that the next request does not wait for it.
         """
         async with self._places.taken(client):
             decoder = self._idle.pop() if self._idle else Decoder()
@@ -210,14 +214,14 @@ class Decoders:
                 self._idle.append(decoder)
 
     def close(self) -> None:
-        """End the processes that are idle; those that work end with this process."""
+        """End the idle processes; busy ones end with this process."""
         while self._idle:
             self._idle.pop().close()
 
 
 @functools.cache
 def shared_decoders() -> Decoders:
-    """Return the decoders of this process, for the API and the page."""
+    """Return the decoder pool that the API and the web page of this process share."""
     return Decoders()
 
 

@@ -1,7 +1,7 @@
-"""Checks how an image file is built before any of it is decoded: small files can take minutes to decode.
+"""Structure checks of image files before decoding, because small malicious files can take minutes to decode.
 
 A progressive JPEG is decoded scan by scan over the whole image: 10,000 scans of a few bytes take 10,000 times as long
-as one. PNG and WebP files of very many chunks, and JPEG files of very many segments, take long to open.
+as one. PNG and WebP files with very many chunks and JPEG files with very many segments are slow to open.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import re
 from typing import Final
 
 MAX_CHUNKS: Final = 10_000
-"""Of PNG and WebP; with the frames of an animation, of which only the first is decoded."""
+"""Limit for PNG and WebP, including the frames of an animation, of which only the first is decoded."""
 
 MIN_SCANS, MAX_SCANS = 20, 100
 MAX_SCANNED_PIXELS: Final = 400_000_000
-"""Of a JPEG: pixels times scans, within the two limits. Usual progressive files have 10 scans."""
+"""Limit of pixels times scans of a JPEG, within ``MIN_SCANS`` and ``MAX_SCANS``. Progressive files usually have 10."""
 
 MAX_SEGMENTS: Final = 500
-"""A color profile has 255 at most."""
+"""Limit for a JPEG. A color profile has at most 255."""
 
 MAX_EXIF_HEADERS: Final = 64
-"""Files have one; Pillow removes them one by one (CVE-2026-96643)."""
+"""Regular files have one. Pillow removes each in a separate pass (CVE-2026-96643)."""
 
 MAX_JUNK_BYTES: Final = 1 << 16
-"""Between the segments of a JPEG, where decoders differ in what they skip."""
+"""Limit of the bytes between the segments of a JPEG; decoders differ in what they skip."""
 
 EXIF_HEADER: Final = b"Exif\0\0"
 _SCAN_END: Final = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _EOI, _SOS = 0xD9, 0xDA
-_NO_FRAME: Final = frozenset({0xC4, 0xC8, 0xCC})  # of 0xC0 to 0xCF: tables, and a reserved marker
+_NO_FRAME: Final = frozenset({0xC4, 0xC8, 0xCC})  # markers in 0xC0 .. 0xCF for tables, and a reserved one
 _STANDALONE: Final = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
 
 
 def problem_of(image_format: str, data: bytes) -> str | None:
-    """Return what makes the file too complex to be decoded ("12000 scans"), or ``None``."""
+    """Return what makes the file too complex to decode ("more than 100 scans"), or ``None``."""
     if data.count(EXIF_HEADER) > MAX_EXIF_HEADERS:
         return f"more than {MAX_EXIF_HEADERS} EXIF headers"
     if image_format == "jpeg":
@@ -61,7 +61,7 @@ def _problem_of_chunks(data: bytes, *, is_png: bool) -> str | None:
 
 
 def _problem_of_jpeg(data: bytes) -> str | None:
-    """Walk over the segments up to the end of the image; what is damaged is left to the decoder."""
+    """Walk over the JPEG segments to the end of the image; damage is left for the decoder to report."""
     at, num_scans, num_segments, num_frames, num_junk, max_scans = 2, 0, 0, 0, 0, MAX_SCANS
     while True:
         start = data.find(b"\xff", at)
@@ -80,7 +80,7 @@ def _problem_of_jpeg(data: bytes) -> str | None:
             num_segments += 1
             if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
                 num_frames += 1
-                height, width = (int.from_bytes(data[at + place : at + place + 2], "big") for place in (3, 5))
+                height, width = (int.from_bytes(data[at + offset : at + offset + 2], "big") for offset in (3, 5))
                 max_scans = max(MIN_SCANS, min(MAX_SCANS, MAX_SCANNED_PIXELS // max(1, width * height)))
             at += max(2, int.from_bytes(data[at : at + 2], "big"))
         if marker == _SOS:

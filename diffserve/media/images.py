@@ -1,12 +1,8 @@
-"""Pictures as files: PNG, JPEG and WebP out, the same three in. No torch, no web framework.
+"""Encoding and decoding of PNG, JPEG and WebP files, without torch or a web framework.
 
-Every file says that a machine painted it: ``Software`` and, as XMP, the IPTC digital source type
-``trainedAlgorithmicMedia``, of one that began from somebody's picture ``compositeWithTrainedAlgorithmicMedia``. How it
-was painted travels as A1111 ``parameters`` (a PNG text chunk, or the EXIF user comment). The bytes depend on the
-picture and the text alone.
-
-Of files that are read, an animation is its first frame, 16 bits are 8, and colours are sRGB: those with another profile
-are converted, those without one are taken for it.
+Written files carry ``Software``, the IPTC digital source type as XMP, and the generation parameters as A1111
+``parameters`` (PNG text chunk or EXIF user comment). Equal pixels and texts give equal bytes. Decoding returns 8-bit
+sRGB and the first frame of an animation; images without a color profile are assumed to be sRGB.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from diffserve.media.watermark import Kind
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 MaskConvention = Literal["openai", "a1111"]
-"""Which pixels of a mask with transparency are repainted: the transparent ones (OpenAI) or the opaque ones (A1111)."""
+"""Pixels of a mask with an alpha channel to repaint: the transparent ones (OpenAI) or the opaque ones (A1111)."""
 
 MEDIA_TYPES: Final[dict[ImageFormat, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 SUFFIXES: Final[dict[str, ImageFormat]] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
@@ -43,7 +39,7 @@ DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
 }
 
 THUMBNAIL_QUALITY = 80
-_PNG_STRATEGY: Final = zlib.Z_RLE  # filtered and marked pixels hardly repeat: 0.6 of the time of a search for more
+_PNG_STRATEGY: Final = zlib.Z_RLE  # filtered pixels rarely repeat; takes 0.6 of the time of the default strategy
 _MAGIC: Final[tuple[tuple[bytes, int, ImageFormat], ...]] = (
     (b"\x89PNG\r\n\x1a\n", 0, "png"),
     (b"\xff\xd8\xff", 0, "jpeg"),
@@ -61,7 +57,7 @@ _XMP = f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 
 
 class XmpFacts(NamedTuple):
-    """What XMP says of where a picture is from, as it stands there; "" where it says nothing."""
+    """Provenance fields of an XMP packet, unchanged; "" for a missing field."""
 
     digital_source_type: str
     creator_tool: str
@@ -75,8 +71,15 @@ def encode_image(
     infotext: str | None = None,
     kind: Kind = "generated",
 ) -> bytes:
-    """``picture`` as a file. ``quality`` 0..100 matters for JPEG and WebP; ``infotext`` is what others read back,
-    shortened to ``infotext.MAX_BYTES``; ``kind``: what its XMP says."""
+    """Encode ``picture`` as an image file with metadata.
+
+    Args:
+        picture: The image to encode.
+        image_format: Format of the file.
+        quality: Quality of JPEG and WebP, 0 to 100.
+        infotext: Generation parameters to embed, shortened to ``infotext.MAX_BYTES``.
+        kind: Selects the digital source type in the XMP.
+    """
     infotext = None if infotext is None else shorten(infotext, MAX_BYTES)
     image, packet = Image.fromarray(picture.array), _XMP % DIGITAL_SOURCE_TYPES[kind]
     file = BytesIO()
@@ -92,7 +95,11 @@ def encode_image(
 
 
 def image_format_of(path: Path) -> ImageFormat:
-    """The format that ``path`` asks for by its suffix; InvalidRequest for any other suffix."""
+    """Return the image format for the suffix of ``path``.
+
+    Raises:
+        InvalidRequest: The suffix is not that of a supported format.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidRequest(
             f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}, "
@@ -105,14 +112,14 @@ def image_format_of(path: Path) -> ImageFormat:
 def read_infotext(data: bytes, *, may_shorten: bool = False) -> str | None:
     """Read the generation parameters in an image file, as A1111 and other tools write them.
 
-    They lie in the PNG chunk ``parameters`` or in the EXIF user comment.
+    They are in the PNG text chunk ``parameters`` or in the EXIF user comment.
 
     Args:
         data: A PNG, JPEG or WebP file.
-        may_shorten: Cut a longer text to ``infotext.MAX_BYTES`` instead of refusing it.
+        may_shorten: Shorten a longer text to ``infotext.MAX_BYTES`` instead of raising an error.
 
     Returns:
-        The text, or ``None`` where there is none.
+        The text, or ``None`` if there is none.
 
     Raises:
         InvalidRequest: ``data`` is not such a file, or the text is longer than ``infotext.MAX_BYTES``.
@@ -132,7 +139,11 @@ def read_infotext(data: bytes, *, may_shorten: bool = False) -> str | None:
 
 
 def format_of(data: bytes, *, name: str = "image") -> ImageFormat:
-    """Of an image file, told by its first bytes. InvalidRequest for any that is not taken."""
+    """Return the format of an image file, detected from its first bytes.
+
+    Raises:
+        InvalidRequest: ``data`` is not a PNG, JPEG or WebP file. The error names the parameter ``name``.
+    """
     kind = next((kind for magic, at, kind in _MAGIC if data[at : at + len(magic)] == magic), None)
     if kind is None:
         raise InvalidRequest(
@@ -142,7 +153,11 @@ def format_of(data: bytes, *, name: str = "image") -> ImageFormat:
 
 
 def read_xmp(data: bytes, *, name: str = "image") -> XmpFacts | None:
-    """What the XMP in an image file says, or ``None`` where there is none. InvalidRequest where it is no such file."""
+    """Read the provenance fields of the XMP packet in an image file; ``None`` if there is no packet.
+
+    Raises:
+        InvalidRequest: ``data`` is not an image file that can be read.
+    """
     info = _open(data, name).info
     packet = info.get("xmp") or info.get("XML:com.adobe.xmp")
     if not isinstance(packet, (bytes, str)):
@@ -153,10 +168,12 @@ def read_xmp(data: bytes, *, name: str = "image") -> XmpFacts | None:
 
 
 def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
-    """An uploaded PNG, JPEG or WebP as an RGB picture, upright, transparency laid over white.
+    """Decode a PNG, JPEG or WebP file to an upright RGB image, with transparency composited over white.
 
-    The file's kind is told by its first bytes and its size by its header, before any pixel is decoded. Anything else,
-    and anything damaged, is InvalidRequest with ``name`` as the parameter to blame.
+    Format and size are checked from the first bytes and the header, before any pixel is decoded.
+
+    Raises:
+        InvalidRequest: ``data`` is not such a file, is damaged, or is too large. The error names ``name``.
     """
     return decode_with_mask(data, name=name, max_pixels=max_pixels)[0]
 
@@ -164,14 +181,18 @@ def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECO
 def decode_with_mask(
     data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS
 ) -> tuple[Picture, Picture | None]:
-    """The same, and as a mask (255: repaint here) where it is transparent; ``None`` where that is nowhere."""
+    """Decode an image file as :func:`decode_image` does; also return its transparent pixels as a mask.
+
+    Returns:
+        The RGB image, and a mask with 255 for pixels to repaint, or ``None`` if all pixels are opaque.
+    """
     image, mask = _load(data, name, max_pixels), None
     if _has_alpha(image):
-        coloured = image.convert("RGBA")
-        repaint = np.asarray(coloured)[..., 3] < 128
+        rgba = image.convert("RGBA")
+        repaint = np.asarray(rgba)[..., 3] < 128
         mask = Picture.from_array(np.where(repaint, 255, 0).astype(np.uint8)) if repaint.any() else None
-        white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, coloured)
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, rgba)
     picture = Picture.from_array(np.asarray(image.convert("RGB"), dtype=np.uint8))
     return picture, mask
 
@@ -180,8 +201,8 @@ def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-def _in_srgb(image: Image.Image) -> Image.Image:
-    """A picture with another colour profile, in sRGB; as it is where it has none, or one that cannot be used."""
+def _to_srgb(image: Image.Image) -> Image.Image:
+    """Convert an image with a color profile to sRGB; return it unchanged without a usable profile."""
     profile = image.info.get("icc_profile")
     if not profile or len(profile) > MAX_PROFILE_BYTES or b"sRGB" in profile or b"s\0R\0G\0B" in profile:
         return image
@@ -189,15 +210,20 @@ def _in_srgb(image: Image.Image) -> Image.Image:
         return image
     try:
         mode = "RGBA" if image.mode == "RGBA" else "RGB"
-        theirs = ImageCms.ImageCmsProfile(BytesIO(profile))
-        converted = ImageCms.profileToProfile(image, theirs, ImageCms.createProfile("sRGB"), outputMode=mode)
-    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):  # of other channels than the picture's, or damaged
+        source_profile = ImageCms.ImageCmsProfile(BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, source_profile, ImageCms.createProfile("sRGB"), outputMode=mode)
+    except (
+        ImageCms.PyCMSError,
+        OSError,
+        ValueError,
+        TypeError,
+    ):  # damaged, or for other channels
         return image
     return image if converted is None else converted
 
 
-def _in_eight_bits(image: Image.Image) -> Image.Image:
-    """A picture of 16 bits a pixel, which is grey, in 8; any other as it is. Pillow would cut off what is above 255."""
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Convert 16-bit grayscale to 8 bits; return any other image unchanged. Pillow would clip values above 255."""
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).clip(0, 255).astype(np.uint8))
@@ -212,9 +238,8 @@ def decode_mask(
 ) -> Picture:
     """Decode a mask file to one channel in which 255 marks the pixels to repaint.
 
-    A file that is opaque throughout, with or without an alpha channel, is read the same way in both conventions: gray
-    values of 128 and above are repainted. Otherwise ``openai`` repaints where alpha is below 128, and ``a1111`` where
-    alpha is above 128.
+    If all pixels are opaque, with or without an alpha channel, both conventions repaint gray values of 128 and above.
+    Otherwise ``openai`` repaints where alpha is below 128, and ``a1111`` where alpha is above 128.
 
     Raises:
         InvalidRequest: ``data`` is not an image that can be read.
@@ -229,17 +254,22 @@ def decode_mask(
 
 
 def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool = False) -> Picture:
-    """``picture`` filling ``width_px`` x ``height_px``, by Lanczos. Where the aspects differ the excess is cropped, or
-    with ``is_padded`` all of it is kept and its edges go on.
+    """Resize ``picture`` to ``width_px`` x ``height_px`` and keep its aspect ratio.
 
-    A mask (one channel) takes the nearest pixel, so that it stays black and white.
+    Images use Lanczos resampling. Masks (one channel) use the nearest pixel, so that they stay black and white.
+
+    Args:
+        picture: The image or mask to resize.
+        width_px: New width.
+        height_px: New height.
+        is_padded: If the aspect ratios differ, pad by repeating the edges instead of cropping.
     """
     if (picture.width_px, picture.height_px) == (width_px, height_px):
         return picture
     ratios = (picture.width_px / width_px, picture.height_px / height_px)
     if is_padded:
-        inner = (max(1, round(picture.width_px / max(ratios))), max(1, round(picture.height_px / max(ratios))))
-        return _pad(resize(picture, *inner), width_px, height_px)
+        inner_size = (max(1, round(picture.width_px / max(ratios))), max(1, round(picture.height_px / max(ratios))))
+        return _pad(resize(picture, *inner_size), width_px, height_px)
     keep_width, keep_height = width_px * min(ratios), height_px * min(ratios)
     left, top = (picture.width_px - keep_width) / 2, (picture.height_px - keep_height) / 2
     filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
@@ -249,25 +279,34 @@ def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool =
 
 
 def thumbnail(data: bytes, side_px: int) -> bytes:
-    """A picture file in small: a WebP, its longer side at most ``side_px``, without what it was painted with.
-    InvalidRequest as for :func:`decode_image`; one of our own may be of any size."""
+    """Make a WebP thumbnail of an image file, without its generation parameters.
+
+    Args:
+        data: A PNG, JPEG or WebP file that this server wrote; the limit of its size is ``MAX_OWN_PIXELS``.
+        side_px: Maximum length of the longer side.
+
+    Raises:
+        InvalidRequest: ``data`` cannot be decoded.
+    """
     image = Image.fromarray(decode_image(data, max_pixels=MAX_OWN_PIXELS).array)
     image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS, reducing_gap=2.0)
-    small = Picture.from_array(np.asarray(image, dtype=np.uint8))
-    return encode_image(small, image_format="webp", quality=THUMBNAIL_QUALITY)
+    reduced = Picture.from_array(np.asarray(image, dtype=np.uint8))
+    return encode_image(reduced, image_format="webp", quality=THUMBNAIL_QUALITY)
 
 
 def stretch(picture: Picture, width_px: int, height_px: int) -> Picture:
-    """All of ``picture`` at that size, whatever becomes of its aspect; a mask by the nearest pixel."""
+    """Resize all of ``picture`` to this size without keeping its aspect ratio; masks use the nearest pixel."""
     filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
     resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_)
     return Picture.from_array(np.asarray(resized, dtype=np.uint8))
 
 
 def _pad(picture: Picture, width_px: int, height_px: int) -> Picture:
-    """``picture`` in the middle of ``width_px`` x ``height_px``, its outermost pixels repeated to the sides."""
-    across, along = width_px - picture.width_px, height_px - picture.height_px
-    margins = ((along // 2, along - along // 2), (across // 2, across - across // 2), (0, 0))
+    """Center ``picture`` in ``width_px`` x ``height_px`` and repeat its edge pixels outwards."""
+    extra_width, extra_height = width_px - picture.width_px, height_px - picture.height_px
+    vertical = (extra_height // 2, extra_height - extra_height // 2)
+    horizontal = (extra_width // 2, extra_width - extra_width // 2)
+    margins = (vertical, horizontal, (0, 0))
     return Picture.from_array(np.pad(picture.array, margins[: picture.array.ndim], mode="edge"))
 
 
@@ -290,12 +329,16 @@ def _exif(infotext: str | None) -> Image.Exif:
 
 
 def _user_comment(image: Image.Image) -> str:
-    """Return the EXIF user comment, "" where there is none. InvalidRequest where the EXIF block cannot be read."""
+    """Return the EXIF user comment, "" if there is none.
+
+    Raises:
+        InvalidRequest: The EXIF block cannot be read.
+    """
     try:
         comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
-    except Exception as error:  # hostile bytes raise errors of many types
+    except Exception as error:  # malformed files raise errors of many types
         raise _damaged("image") from error
-    if isinstance(comment, str):  # of the EXIF type ASCII, which Pillow reads as Latin-1
+    if isinstance(comment, str):  # EXIF type ASCII, which Pillow decodes as Latin-1
         comment = comment.encode("latin-1", "replace")
     return decode_user_comment(comment) if isinstance(comment, bytes) else ""
 
@@ -304,8 +347,8 @@ def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
     image = _open(data, name, max_pixels)
     try:
         image.load()
-        return _in_eight_bits(_in_srgb(ImageOps.exif_transpose(image)))
-    except Exception as error:  # whatever a decoder says of hostile bytes, the answer is the same
+        return _to_eight_bits(_to_srgb(ImageOps.exif_transpose(image)))
+    except Exception as error:  # malformed files raise errors of many types
         raise _damaged(name) from error
 
 

@@ -1,10 +1,8 @@
-"""The ``parameters`` text that Stable Diffusion tools write into a picture and read back.
+"""Writing and parsing of the ``parameters`` text that Stable Diffusion tools store in image files (infotext).
 
-Grammar: the prompt on one or more lines; then, if there is a negative prompt, a line ``Negative prompt: ...``; then a
-last line of ``Key: value`` pairs. A value that holds a comma, a colon or a newline is a JSON string; other tools also
-write JSON objects and arrays. What is not of this form in a line of settings is skipped, and a warning names it.
-
-Texts are written and read up to ``MAX_BYTES``, and reading takes time in proportion to their length.
+Grammar: the prompt on one or more lines; optionally ``Negative prompt: ...``; a last line of ``Key: value`` pairs. A
+value with a comma, a colon or a newline is a JSON string; other tools also write JSON objects and arrays. Parsing takes
+linear time, skips malformed parts of the last line, and reports them as warnings.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from diffserve.version import __version__
 from schedulers import SAMPLERS
 
 MAX_BYTES = 8192
-"""Of a whole text in UTF-8."""
+"""Maximum size of a text in UTF-8."""
 
 SOFTWARE = f"diffserve {__version__}"
 NEGATIVE = "Negative prompt: "
 ORIGINAL = "Original prompt"
-"""The wish, where it was rewritten into the prompt that was painted."""
+"""Key of the prompt of the user, if the image was generated from a rewritten prompt."""
 
 SCHEDULE_LABELS = {
     "karras": "Karras",
@@ -41,7 +39,7 @@ SCHEDULE_LABELS = {
 }
 
 RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
-"""As A1111 writes where its noise is from: "NV" are a CUDA generator's numbers on any device; on one it is silent."""
+"""A1111's labels of noise sources. "NV" is the sequence of a CUDA generator, on any device."""
 
 _MIN_PAIRS = 3
 _MAX_FRAGMENTS_NAMED = 3
@@ -50,15 +48,19 @@ _CUT = "…"
 _KEY = re.compile(r"\s*+([\w \-/]++):\s*+")
 _JSON_TEXT = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"')
 _JSON_DECODER = json.JSONDecoder()
-_MAX_JSON_CHARS = MAX_BYTES  # an error costs time in proportion to the text it is in
+_MAX_JSON_CHARS = MAX_BYTES  # the time of a parse error grows with the length of the text
 _VALUE_END = re.compile(r"\s*+(?:,|$)")
 
 
 class Infotext(msgspec.Struct, frozen=True, kw_only=True):
-    """A read ``parameters`` text: the two prompts and the pairs of the last line, values as text.
+    """Parsed ``parameters`` text.
 
-    is_shortened  the end of the prompts did not fit into the file
-    skipped       parts of the settings that are no ``Key: value`` pairs
+    Attributes:
+        prompt: The prompt, with LoRA tags.
+        negative_prompt: The negative prompt.
+        fields: The pairs of the last line, with values as text.
+        is_shortened: Whether the end of the prompts was cut to fit into the file.
+        skipped: Parts of the last line that are not ``Key: value`` pairs.
     """
 
     prompt: str
@@ -69,7 +71,7 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Name what was skipped, in at most one sentence."""
+        """Warning about skipped parts, as a tuple of at most one sentence."""
         if not self.skipped:
             return ()
         texts = [repr(text[:_MAX_FRAGMENT_CHARS]) for text in self.skipped[:_MAX_FRAGMENTS_NAMED]]
@@ -79,7 +81,7 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstPass(NamedTuple):
-    """What a picture was before a second pass enlarged it (A1111's hires fix), and by which upscaler."""
+    """Result of the first of two passes (A1111's hires fix), and the upscaler between the passes."""
 
     result: ImageResult
     width_px: int
@@ -88,36 +90,43 @@ class FirstPass(NamedTuple):
 
 
 def write_infotext(result: ImageResult, *, width_px: int, height_px: int, first: FirstPass | None = None) -> str:
-    """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size);
-    ``first``: what it was enlarged from."""
+    """Write the ``parameters`` text of ``result``.
+
+    Args:
+        result: The result to describe.
+        width_px: Width of the delivered image, which may have been generated at another size.
+        height_px: Height of the delivered image.
+        first: The first pass, if ``result`` is from the second pass of a hires fix.
+    """
     if first is not None:
-        return _of_both_passes(result, width_px, height_px, first)
+        return _write_two_passes(result, width_px, height_px, first)
     lines, fields = _lines_and_fields(result, width_px, height_px)
     return "\n".join([*lines, _last_line(fields)])
 
 
-def _of_both_passes(result: ImageResult, width_px: int, height_px: int, first: FirstPass) -> str:
+def _write_two_passes(result: ImageResult, width_px: int, height_px: int, first: FirstPass) -> str:
     lines, fields = _lines_and_fields(first.result, first.width_px, first.height_px)
-    then, own = _lines_and_fields(result, width_px, height_px)
+    second_lines, second_fields = _lines_and_fields(result, width_px, height_px)
     scale = width_px / first.width_px
+    changed_keys = [key for key in ("Sampler", "Schedule type") if second_fields[key] != fields[key]]
     is_even = round(first.height_px * scale) == height_px
     fields |= {
-        "Denoising strength": own["Denoising strength"],
+        "Denoising strength": second_fields["Denoising strength"],
         "Hires upscale": _number_text(scale) if is_even else None,
         "Hires resize": None if is_even else f"{width_px}x{height_px}",
         "Hires steps": result.num_steps,
         "Hires upscaler": first.upscaler,
-        **{f"Hires {key.lower()}": own[key] for key in ("Sampler", "Schedule type") if own[key] != fields[key]},
-        "Hires prompt": None if then[0] == lines[0] else then[0],
+        **{f"Hires {key.lower()}": second_fields[key] for key in changed_keys},
+        "Hires prompt": None if second_lines[0] == lines[0] else second_lines[0],
     }
     return "\n".join([*lines, _last_line(fields)])
 
 
 def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tuple[list[str], dict[str, object]]:
-    """The prompts, and what stands below them; None is left out."""
+    """Return the lines of the prompts, and the fields of the last line; fields that are None are left out."""
     painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
-    controls = {f"ControlNet {place}": control.label for place, control in enumerate(result.controlnets)}
+    controls = {f"ControlNet {index}": control.label for index, control in enumerate(result.controlnets)}
     fields: dict[str, object] = {
         "Steps": result.num_steps,
         "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
@@ -130,7 +139,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Variation seed": result.variation_seed,
         "Variation seed strength": _number_text(result.variation_strength) if result.variation_strength else None,
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
-        "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
+        "Eta": None if result.eta == _default_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
         "Clip skip": None if result.clip_skip == 1 else result.clip_skip,
         "CFG rescale phi": _number_text(result.guidance_rescale) if result.guidance_rescale else None,
@@ -148,13 +157,13 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Score": None if result.score is None else f"{result.score:.6g}",
         "RNG": RNG_LABELS[result.noise_source],
         "Spacing": result.spacing,
-        ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
+        ORIGINAL: None if result.original_prompt is None else _without_control_characters(result.original_prompt),
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
         "Version": SOFTWARE,
     }
-    lines = [with_tags(_plain(result.prompt), result.loras)]
+    lines = [with_tags(_without_control_characters(result.prompt), result.loras)]
     if result.negative_prompt.strip():
-        lines.append(NEGATIVE + _plain(result.negative_prompt))
+        lines.append(NEGATIVE + _without_control_characters(result.negative_prompt))
     return lines, fields
 
 
@@ -163,21 +172,21 @@ def _last_line(fields: Mapping[str, object]) -> str:
 
 
 def parse_infotext(text: str) -> Infotext:
-    """Read a ``parameters`` text as A1111 and other tools write it.
+    """Parse a ``parameters`` text as A1111 and other tools write it.
 
-    The settings are the last line, or the last line that begins with ``Steps:``, if it has at least three pairs.
-    Otherwise all of the text is prompt.
+    The settings are in the last line, or the last line that begins with ``Steps:``, if it has at least three pairs.
+    Otherwise the whole text is the prompt.
 
     Raises:
         InvalidRequest: ``text`` is longer than ``MAX_BYTES``.
     """
     num_bytes = check_length(text)
-    lines, below = text.strip().replace("\r\n", "\n").split("\n"), list[str]()
-    last_steps = max((place for place, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
+    lines, trailing_lines = text.strip().replace("\r\n", "\n").split("\n"), list[str]()
+    last_steps = max((index for index, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
     fields, skipped = _read_settings(lines[-1])
     if not fields and last_steps >= 0:
         fields, skipped = _read_settings(lines[last_steps])
-        lines, below = (lines[: last_steps + 1], lines[last_steps + 1 :]) if fields else (lines, [])
+        lines, trailing_lines = (lines[: last_steps + 1], lines[last_steps + 1 :]) if fields else (lines, [])
     if fields:
         lines.pop()
     prompt: list[str] = []
@@ -193,12 +202,16 @@ def parse_infotext(text: str) -> Infotext:
         negative_prompt="\n".join(negative),
         fields=fields,
         is_shortened=is_shortened,
-        skipped=tuple(part for part in (*skipped, *below) if part.strip()),
+        skipped=tuple(part for part in (*skipped, *trailing_lines) if part.strip()),
     )
 
 
 def check_length(text: str) -> int:
-    """The bytes of ``text``; InvalidRequest where there are more than ``MAX_BYTES``."""
+    """Return the number of bytes of ``text`` in UTF-8.
+
+    Raises:
+        InvalidRequest: There are more than ``MAX_BYTES``.
+    """
     num_bytes = _num_bytes(text)
     if num_bytes > MAX_BYTES:
         raise InvalidRequest(
@@ -210,8 +223,10 @@ def check_length(text: str) -> int:
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """``text`` within ``max_bytes`` of UTF-8: the prompts lose their end, the line of pairs stays whole, but for an
-    original prompt that takes more than half of ``max_bytes``."""
+    """Shorten ``text`` to ``max_bytes`` of UTF-8 by cutting the end of the prompts.
+
+    The last line stays complete, except that an original prompt of more than half of ``max_bytes`` is removed.
+    """
     if _num_bytes(text) <= max_bytes:
         return text
     head, _, last = text.rpartition("\n")
@@ -219,7 +234,7 @@ def shorten(text: str, max_bytes: int) -> str:
     if _num_bytes(fields.get(ORIGINAL, "")) > max_bytes // 2:
         last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
     end = f"{_CUT}\n{last}"
-    if not fields or _num_bytes(end) > max_bytes:  # no such line, or one that does not fit by itself
+    if not fields or _num_bytes(end) > max_bytes:  # no line of settings, or one that is too long itself
         head, end = text, _CUT
     return head.encode(errors="replace")[: max_bytes - _num_bytes(end)].decode(errors="ignore") + end
 
@@ -228,24 +243,24 @@ def _num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def _own_eta(sampler: str) -> float:
-    """The eta that ``sampler`` paints with where none is given: what a reader who finds none will take."""
+def _default_eta(sampler: str) -> float:
+    """Return the default eta of ``sampler``, which is not written to the text."""
     return (SAMPLERS[sampler].default_eta or 0.0) if sampler in SAMPLERS else 0.0
 
 
 def _number_text(*values: float) -> str:
-    """The shortest text that reads back as the value: "7" for 7.0, "7.5", "2.123456789"; of an interval "0.2-0.8"."""
-    return "-".join(repr(float(value) + 0.0).removesuffix(".0") for value in values)  # + 0.0: -0.0 is "0"
+    """Format numbers with the fewest digits that read back exactly: "7" for 7.0, "0.2-0.8" for an interval."""
+    return "-".join(repr(float(value) + 0.0).removesuffix(".0") for value in values)  # adding 0.0 turns -0.0 into 0.0
 
 
 def _digests_text(digests: Mapping[str, str]) -> str | None:
-    """The first twelve digits of each, as A1111 writes them and others look files up by them."""
-    told = (f"{name.replace(':', '').replace(',', '')}: {digest[:12]}" for name, digest in digests.items())
-    return ", ".join(told) or None
+    """Format digests as A1111 does, with their first twelve digits; other tools look files up by them."""
+    pairs = (f"{name.replace(':', '').replace(',', '')}: {digest[:12]}" for name, digest in digests.items())
+    return ", ".join(pairs) or None
 
 
-def _plain(text: str) -> str:
-    """``text`` without control characters other than newline and tab."""
+def _without_control_characters(text: str) -> str:
+    """Replace control characters other than newline and tab by spaces."""
     unified = text.replace("\r\n", "\n").replace("\r", "\n")
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else " " for c in unified)
 
@@ -259,11 +274,11 @@ def _quoted(value: str, *, always: bool) -> str:
 
 
 def _read_settings(line: str) -> tuple[dict[str, str], list[str]]:
-    """Read the pairs of a line of settings, and the parts between commas that are none.
+    """Parse a line of settings.
 
     Returns:
-        Pairs and other parts; both empty for a line that is part of a prompt. A line of settings has at least three
-        pairs, and either nothing else or ``Steps`` among them.
+        The pairs, and the parts between commas that are not pairs. Both are empty for a line of a prompt: a line of
+        settings has at least three pairs, and either no other parts or a pair ``Steps``.
     """
     fields, skipped = dict[str, str](), list[str]()
     start = 0
@@ -284,15 +299,15 @@ def _read_settings(line: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_value(line: str, start: int) -> tuple[str, int]:
-    """Read a JSON string, object or array, or plain text up to the next comma.
+    """Parse a JSON string, object or array, or plain text up to the next comma.
 
     Returns:
-        The value, of an object or array its JSON text, and the index at which it ends.
+        The value (the JSON text of an object or array) and the index of its end.
     """
     quoted = _JSON_TEXT.match(line, start)
     if quoted is not None:
         value = str(json.loads(quoted[0]))
-        return value.encode(errors="replace").decode(), quoted.end()  # halves of a surrogate pair stand for nothing
+        return value.encode(errors="replace").decode(), quoted.end()  # unpaired surrogates become "?"
     if line.startswith(("{", "["), start):
         with suppress(ValueError, RecursionError):
             end = start + _JSON_DECODER.raw_decode(line[start : start + _MAX_JSON_CHARS])[1]
@@ -304,5 +319,5 @@ def _read_value(line: str, start: int) -> tuple[str, int]:
 
 
 def seeds_told(seed: int, variation_seed: int | None) -> str:
-    """What tells a picture from others of its request: "seed 7", "seed 7, variation seed 9"."""
+    """Describe the seeds of an image: "seed 7" or "seed 7, variation seed 9"."""
     return f"seed {seed}" if variation_seed is None else f"seed {seed}, variation seed {variation_seed}"

@@ -1,4 +1,4 @@
-"""From the parameters in a picture to the request that repeats it: one table for HTTP, A1111's API, CLI and page."""
+"""Conversion of the parameters in an image file to a request that repeats it, for HTTP, A1111's API, CLI and page."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from diffserve.media.infotext import RNG_LABELS, SCHEDULE_LABELS, Infotext, pars
 from schedulers import SPACINGS
 
 DASH: Final = re.compile(r"(?<![eE])-")
-"""Between two numbers, not in the exponent of one: "1e-05-0.5"."""
+"""Dash between two numbers, but not in an exponent, as in "1e-05-0.5"."""
 
 SIZE: Final = re.compile(r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}")
 
 
 class RequestField(NamedTuple):
-    """The field of a request to ``/v1/images/generations`` that a recorded value stands for.
+    """Field of a request to ``/v1/images/generations`` that repeats a recorded value.
 
-    name  of the field
-    read  the value in its text; None where it is not known here, ValueError where it is none
+    Attributes:
+        name: Name of the field.
+        read: Parses the text of the value. Returns None for an unknown value and raises ValueError for a malformed one.
     """
 
     name: str
@@ -89,7 +90,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     "RNG": RequestField("noise_source", _noise_source),
     "Spacing": RequestField("spacing", _spacing),
 }
-"""Every recorded value that a request can repeat, by its key. A test holds this table against the writer."""
+"""Request field by infotext key, for all values that a request can repeat. A test compares the keys with the writer."""
 
 NOT_REPEATED: Final = frozenset(
     {
@@ -97,14 +98,14 @@ NOT_REPEATED: Final = frozenset(
         *("Painted size", "Refiner", "Score", "Similarity", "Skipped steps", "TI hashes", "Version"),
     }
 )
-"""What the writer records about a picture and no request asks for. Adapters are tags in the prompt."""
+"""Infotext keys that no request field repeats. LoRAs are tags in the prompt."""
 
 KEYS: Final = {field.name: key for key, field in REQUEST_FIELDS.items()}
-"""The key of each field of a request."""
+"""Infotext key by request field."""
 
 
 class Recorded(NamedTuple):
-    """The fields of a request that repeats a picture, and warnings about what cannot be repeated."""
+    """Fields of a request that repeats an image, and warnings about values that cannot be repeated."""
 
     fields: dict[str, Any]
     warnings: tuple[str, ...]
@@ -114,7 +115,7 @@ def parse_sent(text: str) -> Infotext:
     """Parse the ``infotext`` of a request.
 
     Raises:
-        InvalidRequest: It is too long.
+        InvalidRequest: The text is too long.
     """
     try:
         return parse_infotext(text)
@@ -131,18 +132,18 @@ def request_of(
     refused: Collection[str] = (),
     models: Collection[str] = (),
 ) -> Recorded:
-    """Return the request that the parameters ``read`` record.
+    """Return the request that repeats an image with the parameters ``read``.
 
     Args:
         read: The parameters, from ``parse_infotext``.
-        has_start: Whether the request has a picture to begin from.
-        has_second_pass: Whether the entry point repeats the second pass of A1111's hires fix, which is not in the
-            request that is returned.
-        refused: Fields that the model does not take.
-        models: Names of the models that there are; empty where that is not known.
+        has_start: Whether the request has an input image.
+        has_second_pass: Whether the caller repeats the second pass of A1111's hires fix, which the returned fields do
+            not include.
+        refused: Fields that the model does not support.
+        models: Names of the available models; empty if they are not known.
 
     Raises:
-        InvalidRequest: A value is none.
+        InvalidRequest: A value is malformed.
     """
     fields: dict[str, Any] = {"prompt": read.prompt, "negative_prompt": read.negative_prompt}
     warnings = [*read.warnings]
@@ -171,8 +172,8 @@ def request_of(
         warnings.append(f"The picture was painted by {model[:80]}, which is not served here.")
     if is_enlarged(read) and not has_second_pass:
         warnings.append("The picture was enlarged in a second pass (hires fix), which only /sdapi/v1/txt2img repeats.")
-    if others := [key for key in read.fields if not _is_known(key)]:
-        warnings.append(f"The parameters have {', '.join(others)[:200]}, which nothing here repeats.")
+    if unknown := [key for key in read.fields if not _is_known(key)]:
+        warnings.append(f"The parameters have {', '.join(unknown)[:200]}, which nothing here repeats.")
     if "ControlNet 0" in read.fields:
         warnings.append("The picture was painted with a ControlNet, whose picture is not in its parameters.")
     if "Similarity" in read.fields:
@@ -187,11 +188,11 @@ def _is_known(key: str) -> bool:
 
 
 def is_enlarged(read: Infotext) -> bool:
-    """Return whether the picture was enlarged in a second pass (A1111's hires fix)."""
+    """Return whether the image was enlarged in a second pass (A1111's hires fix)."""
     return "Hires upscale" in read.fields or "Hires resize" in read.fields
 
 
 def sampler_text(fields: dict[str, Any]) -> str | None:
-    """Return sampler and sigma schedule of ``fields`` in one text, as people write it: "DPM++ 2M Karras"."""
+    """Return the sampler and sigma schedule of ``fields`` as one text, such as "DPM++ 2M Karras"."""
     sampler, schedule = fields.get("sampler"), fields.get("sigma_schedule")
     return f"{sampler} {SCHEDULE_LABELS.get(schedule, schedule)}" if sampler and schedule else sampler

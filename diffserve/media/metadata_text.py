@@ -1,4 +1,4 @@
-"""Decode text that tools write into image files: EXIF user comments, and PNG chunks that break their specification."""
+"""Decoding of text in image files: EXIF user comments, and PNG text chunks in the wrong encoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 from typing import Final
 
 UNICODE_HEADER: Final = b"UNICODE\x00"
-"""Header of a user comment in UTF-16, whose byte order the EXIF specification leaves open."""
+"""Header of a UTF-16 user comment. The EXIF specification does not define the byte order."""
 
 _ENCODINGS: Final[dict[bytes, tuple[str, ...]]] = {
     UNICODE_HEADER: ("utf-16-be", "utf-16-le", "utf-8"),
@@ -19,23 +19,23 @@ _ENCODINGS: Final[dict[bytes, tuple[str, ...]]] = {
 _NO_HEADER: Final = _ENCODINGS[bytes(8)]
 _BYTE_ORDER_MARKS: Final = (b"\xfe\xff", b"\xff\xfe")
 _SAMPLE_BYTES: Final = 4096
-"""How much of a text is decoded to choose its encoding."""
+"""Number of bytes that are decoded to choose the encoding."""
 
 
 def decode_user_comment(comment: bytes) -> str:
-    """Decode an EXIF user comment with any of the four headers, or with none, as some writers leave it."""
+    """Decode an EXIF user comment with any of the four headers, or without one, as some tools write it."""
     header = next((header for header in _ENCODINGS if comment.startswith(header)), b"")
     content = comment.removeprefix(header)
     if content.startswith(_BYTE_ORDER_MARKS):
         encoding = "utf-16"
     else:
         encoding = _best_encoding(content, _ENCODINGS.get(header, _NO_HEADER))
-    text = codecs.getincrementaldecoder(encoding)("replace").decode(content)  # leaves out a cut last character
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(content)  # drops a truncated last character
     return text.removeprefix("\ufeff").rstrip("\0")
 
 
 def decode_png_text(text: str) -> str:
-    """Decode again a tEXt or zTXt chunk that was read as Latin-1, as specified, but was written in UTF-8."""
+    """Decode a PNG tEXt or zTXt chunk as UTF-8 if possible; it was read as Latin-1, as the specification says."""
     try:
         return text.encode("latin-1").decode()
     except UnicodeError:

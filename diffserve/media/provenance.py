@@ -1,7 +1,8 @@
-"""Where pictures are from: what those of ours bear when they leave, and what any picture says of it.
+"""Provenance marks: marking of generated images, and reading of the marks of any image file.
 
-Three marks, each enough by itself: XMP in the file (``media.images``), a watermark in the pixels (``media.watermark``),
-and with a certificate a signed manifest (``media.content_credentials``).
+There are three independent marks: XMP in the file (``media.images``), a watermark in the pixels (``media.watermark``),
+and, if a certificate is configured, a signed manifest (``media.content_credentials``). Images are marked on delivery;
+images that are only measured are not.
 """
 
 from __future__ import annotations
@@ -33,49 +34,59 @@ HEADER: Final = "X-Content-Provenance"
 
 
 class Marks:
-    """What pictures of ours bear. Marking and writing take a while: call them in a thread, from as many as you like."""
+    """Provenance marks of generated images: watermark, XMP and optionally a signed manifest.
+
+    ``mark`` and ``write`` are slow: call them in a thread. Instances can be shared between threads.
+
+    Attributes:
+        has_watermark: Whether ``mark`` embeds a watermark.
+        tell: Called in the writing thread with the seconds that it took to write each finished image.
+    """
 
     def __init__(self, *, watermark: bool = True, signer: Signer | None = None) -> None:
         self.has_watermark = watermark
         self._signer = signer
         self.tell: Callable[[float], None] = lambda _: None
-        """Is told how many seconds every finished picture took to be written, in the thread that wrote it."""
 
     @classmethod
     def of(cls, config: ServeConfig) -> Marks:
-        """As ``config`` says. Raises ConfigError for a certificate that cannot sign."""
+        """Create the marks that ``config`` selects.
+
+        Raises:
+            ConfigError: The certificate cannot sign.
+        """
         signer = Signer(config.c2pa_certificate, config.c2pa_key) if config.c2pa_certificate else None
         return cls(watermark=config.watermark, signer=signer)
 
     def without_watermark(self) -> Marks:
-        """The same, but for what is measured."""
-        plain = Marks(watermark=False, signer=self._signer)
-        plain.tell = self.tell
-        return plain
+        """Return a copy that embeds no watermark, for images that are measured."""
+        marks = Marks(watermark=False, signer=self._signer)
+        marks.tell = self.tell
+        return marks
 
     @property
     def header(self) -> str:
-        """For ``X-Content-Provenance``: what a picture bears."""
+        """Value of the header ``X-Content-Provenance``: the marks of an image."""
         return _header(is_signed=self._signer is not None, has_watermark=self.has_watermark)
 
     def mark(self, picture: Picture, kind: Kind) -> Picture:
-        """``picture`` with the mark in its pixels, where they have one."""
+        """Embed the watermark in ``picture``, if watermarks are enabled."""
         return embed(picture, kind) if self.has_watermark else picture
 
     def write(
         self, marked: Picture, *, kind: Kind, image_format: ImageFormat, quality: int, infotext: str | None = None
     ) -> bytes:
-        """A ``marked`` picture as a file, signed where we sign."""
-        began_s = time.perf_counter()
+        """Encode the ``marked`` image as a file, and sign it if there is a certificate."""
+        started_s = time.perf_counter()
         file = encode_image(marked, image_format=image_format, quality=quality, infotext=infotext, kind=kind)
         file = file if self._signer is None else self._signer.sign(file, image_format, kind)
         if infotext is not None:
-            self.tell(time.perf_counter() - began_s)
+            self.tell(time.perf_counter() - started_s)
         return file
 
 
 def header_of(config: ServeConfig) -> str:
-    """The same, as ``config`` says."""
+    """Return the value of ``X-Content-Provenance`` for the marks that ``config`` selects."""
     return _header(is_signed=bool(config.c2pa_certificate), has_watermark=config.watermark)
 
 
@@ -84,10 +95,14 @@ def _header(*, is_signed: bool, has_watermark: bool) -> str:
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """What a picture says of where it is from; ``None`` for what it does not have.
+    """Provenance of an image file; ``None`` for a mark that it does not have.
 
-    is_generated  whether any of it says that a machine painted the picture, all or in part
-    parameters    whether it tells how it was painted
+    Attributes:
+        is_generated: Whether any mark says that the image is generated, in whole or in part.
+        xmp: Provenance fields of the XMP packet.
+        watermark: Watermark in the pixels.
+        c2pa: Content of the C2PA manifest.
+        parameters: Whether the file holds generation parameters.
     """
 
     is_generated: bool
@@ -97,25 +112,33 @@ class Provenance(msgspec.Struct, frozen=True):
     parameters: bool
 
     def told(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all fields as values for JSON."""
         pairs = {"xmp": self.xmp, "watermark": self.watermark}
-        told = {name: None if pair is None else pair._asdict() for name, pair in pairs.items()}
-        return {"is_generated": self.is_generated} | told | {
+        marks = {name: None if pair is None else pair._asdict() for name, pair in pairs.items()}
+        return {"is_generated": self.is_generated} | marks | {
             "c2pa": msgspec.to_builtins(self.c2pa), "parameters": self.parameters
         }  # fmt: skip
 
 
 def examine(file: bytes, *, name: str = "image") -> Provenance:
-    """What ``file``, a PNG, JPEG or WebP, says. Takes a while: call it in a thread. Raises InvalidRequest."""
+    """Read all provenance marks of ``file``. This is slow: call it in a thread.
+
+    Args:
+        file: A PNG, JPEG or WebP file.
+        name: Name of the file in errors.
+
+    Raises:
+        InvalidRequest: The file cannot be decoded.
+    """
     watermark = detect(decode_image(file, name=name))
     xmp, c2pa = read_xmp(file, name=name), read_credentials(file, format_of(file, name=name))
-    said = (xmp.digital_source_type if xmp else "", c2pa.digital_source_type if c2pa else "")
-    says_so = any(source in DIGITAL_SOURCE_TYPES.values() for source in said)
-    return Provenance(says_so or watermark is not None, xmp, watermark, c2pa, _has_parameters(file))
+    sources = (xmp.digital_source_type if xmp else "", c2pa.digital_source_type if c2pa else "")
+    is_declared = any(source in DIGITAL_SOURCE_TYPES.values() for source in sources)
+    return Provenance(is_declared or watermark is not None, xmp, watermark, c2pa, _has_parameters(file))
 
 
 def _has_parameters(file: bytes) -> bool:
-    """Return whether ``file`` holds generation settings, which a camera's comment does not."""
+    """Return whether ``file`` holds generation parameters, as opposed to another comment."""
     try:
         text = read_infotext(file)
         return text is not None and bool(parse_infotext(text).fields)

@@ -1,8 +1,8 @@
-"""Messages between the server and the process of its safety filter: msgpack frames over a private socket, no pickle.
+"""Protocol between the server and the safety filter process: msgpack frames over a socket, no pickle.
 
-A filter is the object that a factory without arguments returns. It has some of the methods ``blocks_prompt(text)``,
-``blocks_negative_prompt(text)`` and ``blocks_picture(pixels)``, pixels (height, width, 3) uint8; each returns whether
-to block its argument. Without ``blocks_negative_prompt``, ``blocks_prompt`` judges negative prompts as well.
+A filter is the object that a factory without arguments returns. It has any of the methods ``blocks_prompt(text)``,
+``blocks_negative_prompt(text)`` and ``blocks_picture(pixels)``, pixels (height, width, 3) uint8; each returns a bool.
+Without ``blocks_negative_prompt``, ``blocks_prompt`` is also called for negative prompts.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from diffserve.api.types import Picture
 from diffserve.processes.frames import frame_of, read_frame
 
 OF_MODEL = "model"
-"""As a setting: the filter that came with the model."""
+"""Setting that selects the safety filter shipped with the model."""
 
 
 class SafetyQuestion(msgspec.Struct, frozen=True, tag=True):
-    """A text or a picture to judge; the answer is a Judgement."""
+    """Request to judge a prompt or an image; the answer is a Judgement."""
 
     subject: str | Picture
     is_negative: bool = False
 
 
 class FilterReady(msgspec.Struct, frozen=True, tag=True):
-    """The filter's first word: what it judges."""
+    """First message of the filter process: which inputs it judges."""
 
     judges_prompts: bool
     judges_pictures: bool
 
 
 class Judgement(msgspec.Struct, frozen=True, tag=True):
-    """Its answer."""
+    """Verdict of the filter on one prompt or image."""
 
     is_blocked: bool
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """Its last word: why it cannot be used."""
+    """Error message of the filter process: the reason why the filter cannot be used."""
 
     reason: str
 
@@ -49,16 +49,24 @@ _decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 
 
 def send(connection: socket.socket, message: Said) -> None:
-    """Write one message. OSError where the other side is gone."""
+    """Send one message.
+
+    Raises:
+        OSError: The other process has closed the connection.
+    """
     connection.sendall(encode(message))
 
 
 def encode(message: Said) -> bytes:
-    """Encode one message as a frame of msgpack."""
+    """Encode one message as a msgpack frame."""
     return frame_of(msgspec.msgpack.encode(message))
 
 
 def receive(connection: socket.socket) -> Said | None:
-    """The next message; ``None`` at the end. OSError, TimeoutError where the socket has one."""
+    """Receive the next message; ``None`` when the other process has closed the connection.
+
+    Raises:
+        OSError: The connection is broken, or the timeout of the socket has passed (TimeoutError).
+    """
     body = read_frame(connection)
     return None if body is None else _decoder.decode(body)

@@ -1,5 +1,4 @@
-"""A picture that somebody starts from: read, planned, brought to the size that is painted, and laid around the result.
-For every door."""
+"""Input images of img2img and inpainting: size planning, resizing, and compositing of the result with the original."""
 
 from __future__ import annotations
 
@@ -18,21 +17,28 @@ from diffserve.api.types import ModelInfo, Picture
 from diffserve.media.images import resize, stretch
 
 FEATHER: Final = 4 / 512
-"""Radius of the edge where painted goes over into kept, as a share of the shorter side; A1111 has 4 pixels of 512."""
+"""Blur radius of the mask edge, as a fraction of the shorter side; A1111 uses 4 pixels of 512."""
 
 
 def check_large_enough(picture: Picture, name: str) -> None:
-    """InvalidRequest where a side of ``picture`` has too few pixels to begin from."""
-    said = f"{name} is {picture.width_px}x{picture.height_px}; each side must have at least {MIN_SIDE_PX} pixels."
-    check(min(picture.width_px, picture.height_px) >= MIN_SIDE_PX, said, name, "image_too_small")
+    """Check that both sides of ``picture`` have at least ``MIN_SIDE_PX`` pixels.
+
+    Raises:
+        InvalidRequest: A side is too short. The error names the parameter ``name``.
+    """
+    message = f"{name} is {picture.width_px}x{picture.height_px}; each side must have at least {MIN_SIDE_PX} pixels."
+    check(min(picture.width_px, picture.height_px) >= MIN_SIDE_PX, message, name, "image_too_small")
 
 
 class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture and, where only a part of it is repainted, the mask of that part (255: repaint), of the same size.
+    """Input image and, for inpainting, a mask of the same size.
 
-    names    what errors call the two
-    feather  radius of the mask's soft edge, in pixels of the result; ``None``: by its size
-    region   (left, top, right, bottom) in pixels: that part alone is painted, and laid back into all of the picture
+    Attributes:
+        picture: The input image.
+        mask: Mask with 255 for pixels to repaint; ``None`` to repaint all of them.
+        names: Names of image and mask in errors.
+        feather_px: Blur radius of the mask edge, in pixels of the result; ``None`` for ``FEATHER`` of its shorter side.
+        region: Left, top, right and bottom in pixels of the part to generate, which is then pasted into the image.
     """
 
     picture: Picture
@@ -44,11 +50,11 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.mask is None:
             return
-        sizes = [(one.width_px, one.height_px) for one in (self.picture, self.mask)]
+        sizes = [(item.width_px, item.height_px) for item in (self.picture, self.mask)]
         (width, height), (mask_width, mask_height) = sizes
         image, mask = self.names
-        said = f"{mask} is {mask_width}x{mask_height} and {image} {width}x{height}; they must have the same size."
-        check(sizes[0] == sizes[1], said, mask, "invalid_image")
+        message = f"{mask} is {mask_width}x{mask_height} and {image} {width}x{height}; they must have the same size."
+        check(sizes[0] == sizes[1], message, mask, "invalid_image")
         check(255 in self.mask.data, f"the {mask} leaves nothing to repaint; nothing of it is marked.", mask)
 
     def plan(
@@ -60,13 +66,23 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
         max_side_px: int = MAX_SIDE_PX,
         may_shrink: bool = False,
     ) -> SizePlan:
-        """Where it is painted to be delivered at ``size``, its own unless given; ``may_shrink``: and where that is out
-        of bounds, the nearest of its aspect within them. Raises InvalidRequest."""
+        """Plan the size at which the image is generated.
+
+        Args:
+            info: The model.
+            size: Width and height of the delivered image; ``None`` for the size of the input image.
+            min_side_px: Minimum length of a side.
+            max_side_px: Maximum length of a side.
+            may_shrink: Whether to scale an input image into these limits; ``size`` is never changed.
+
+        Raises:
+            InvalidRequest: The size is outside the limits.
+        """
         if size is not None:
             return plan_size(info, size, min_side_px=min_side_px, max_side_px=max_side_px, may_pad=False)
         size = self.picture.width_px, self.picture.height_px
         if may_shrink:
-            size = _within(*size, min_side_px, max_side_px)
+            size = _fit_within(*size, min_side_px, max_side_px)
         try:
             return plan_size(info, size, min_side_px=min_side_px, max_side_px=max_side_px, may_pad=False)
         except InvalidRequest as error:
@@ -74,56 +90,63 @@ class StartPicture(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"of {name}, the {error.message} Give another size.", param=name) from None
 
     def fitted(self, width_px: int, height_px: int) -> tuple[Picture, Picture | None]:
-        """Picture and mask, or the region of both, at that size, what is too much at the sides cut off."""
-        mask = None if self.mask is None else resize(self._part(self.mask), width_px, height_px)
-        return resize(self._part(self.picture), width_px, height_px), mask
+        """Return image and mask, or the region of both, resized to this size and cropped to its aspect ratio."""
+        mask = None if self.mask is None else resize(self._crop_region(self.mask), width_px, height_px)
+        return resize(self._crop_region(self.picture), width_px, height_px), mask
 
     def around_mask(self, aspect: float, padding_px: int) -> StartPicture:
-        """The same with the region that its mask lies in, with ``padding_px`` around that, grown towards ``aspect``
-        (width / height) as far as the picture goes; without a mask as it is."""
+        """Return a copy whose region is the bounding box of the mask; without a mask, return ``self``.
+
+        Args:
+            aspect: Aspect ratio (width / height) to which the region is extended, as far as the image allows.
+            padding_px: Margin around the mask.
+        """
         if self.mask is None:
             return self
         rows, columns = np.nonzero(self.mask.array.max(axis=1))[0], np.nonzero(self.mask.array.max(axis=0))[0]
-        across = _grown(columns[0] - padding_px, columns[-1] + 1 + padding_px, 0, self.picture.width_px)
-        along = _grown(rows[0] - padding_px, rows[-1] + 1 + padding_px, 0, self.picture.height_px)
-        width, height = across[1] - across[0], along[1] - along[0]
-        across = _grown(*across, round(height * aspect), self.picture.width_px)
-        along = _grown(*along, round(width / aspect), self.picture.height_px)
-        return msgspec.structs.replace(self, region=(across[0], along[0], across[1], along[1]))
+        horizontal = _grow(columns[0] - padding_px, columns[-1] + 1 + padding_px, 0, self.picture.width_px)
+        vertical = _grow(rows[0] - padding_px, rows[-1] + 1 + padding_px, 0, self.picture.height_px)
+        width, height = horizontal[1] - horizontal[0], vertical[1] - vertical[0]
+        horizontal = _grow(*horizontal, round(height * aspect), self.picture.width_px)
+        vertical = _grow(*vertical, round(width / aspect), self.picture.height_px)
+        region = (horizontal[0], vertical[0], horizontal[1], vertical[1])
+        return msgspec.structs.replace(self, region=region)
 
-    def _part(self, picture: Picture) -> Picture:
+    def _crop_region(self, picture: Picture) -> Picture:
         if self.region is None:
             return picture
         left, top, right, bottom = self.region
         return Picture.from_array(picture.array[top:bottom, left:right])
 
     def lay_around(self, painted: Picture, mark: Callable[[Picture], Picture] = lambda picture: picture) -> Picture:
-        """``painted``, and where the mask says that nothing is repainted, what was there before, to the byte.
+        """Composite ``painted`` with the input image, which stays byte-identical outside the mask.
 
-        ``mark``: what is done to the painted pixels at the size that is delivered, and to no others.
+        Args:
+            painted: The generated image.
+            mark: Applied to the generated pixels before compositing, such as a watermark.
         """
         if self.mask is None:
             return mark(painted)
-        before, mask = self.picture, self.mask
+        original, mask = self.picture, self.mask
         if self.region is None:
-            before, whole_mask = self.fitted(painted.width_px, painted.height_px)
-            mask = whole_mask or mask
+            original, resized_mask = self.fitted(painted.width_px, painted.height_px)
+            mask = resized_mask or mask
         else:
             left, top, right, bottom = self.region
-            whole = before.array.copy()
-            whole[top:bottom, left:right] = stretch(painted, right - left, bottom - top).array
-            painted = Picture.from_array(whole)
+            pixels = original.array.copy()
+            pixels[top:bottom, left:right] = stretch(painted, right - left, bottom - top).array
+            painted = Picture.from_array(pixels)
         painted = mark(painted)
         width, height = painted.width_px, painted.height_px
         radius = FEATHER * min(width, height) if self.feather_px is None else self.feather_px
-        soft = Image.fromarray(mask.array).filter(ImageFilter.GaussianBlur(radius))
-        shares = np.minimum(np.asarray(soft, dtype=np.uint8), mask.array)  # outside the mask nothing changes
-        over = Image.composite(Image.fromarray(painted.array), Image.fromarray(before.array), Image.fromarray(shares))
-        return Picture.from_array(np.asarray(over, dtype=np.uint8))
+        blurred_mask = Image.fromarray(mask.array).filter(ImageFilter.GaussianBlur(radius))
+        alpha = np.minimum(np.asarray(blurred_mask, dtype=np.uint8), mask.array)  # nothing changes outside the mask
+        layers = (Image.fromarray(array) for array in (painted.array, original.array, alpha))
+        return Picture.from_array(np.asarray(Image.composite(*layers), dtype=np.uint8))
 
 
-def _grown(low: int, high: int, length: int, end: int) -> tuple[int, int]:
-    """low .. high within 0 .. end, grown on both sides to ``length`` where there is room."""
+def _grow(low: int, high: int, length: int, end: int) -> tuple[int, int]:
+    """Clip the range low .. high to 0 .. end and extend it on both sides to ``length`` if there is room."""
     low, high = max(0, int(low)), min(end, int(high))
     missing = min(length, end) - (high - low)
     if missing > 0:
@@ -132,8 +155,8 @@ def _grown(low: int, high: int, length: int, end: int) -> tuple[int, int]:
     return low, high
 
 
-def _within(width: int, height: int, low: int, high: int) -> tuple[int, int]:
-    """width x height, grown or shrunk until its sides lie within; a picture too long for both is cut."""
+def _fit_within(width: int, height: int, low: int, high: int) -> tuple[int, int]:
+    """Scale a size until its sides are between ``low`` and ``high``; sides that do not fit are clamped."""
     scale = 1.0
     if max(width, height) > high:
         scale = high / max(width, height)

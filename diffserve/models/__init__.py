@@ -1,1 +1,1 @@
-"""What can be known of model and adapter files before any tensor is read. No torch."""
+"""Inspection of model and adapter files before any tensor is read, without torch."""

@@ -1,6 +1,6 @@
-"""ControlNets as people ask for them: by name, with a picture that says what goes where, from a folder. No torch.
+"""ControlNets in requests, and the folder that they are found in, without torch.
 
-NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]     on the command line
+The syntax on the command line is ``NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ MAX_NAME_CHARS: Final = 200
 CONFIG: Final = "config.json"
 ALLOWED_CLASS: Final = "ControlNetModel"
 SINGLE_FILES: Final = (".safetensors", ".pth")
-"""Suffixes of ControlNets that other tools keep in one file, which are not served."""
+"""Suffixes of ControlNets in a single file, as other tools write them; these are not supported."""
 
-TOLD: Final = 12
-"""Names at most that an error lists."""
+MAX_NAMES_IN_ERROR: Final = 12
+"""Maximum number of names that an error lists."""
 
 WORK_SHARE: Final = 0.4
-"""Work of a ControlNet's row over that of its UNet's: by FLOPs 0.33 for SD 1.5 at 512 pixels, 0.44 for SDXL at 1024."""
+"""Cost of a ControlNet row relative to a UNet row; in FLOPs, 0.33 for SD 1.5 at 512 pixels, 0.44 for SDXL at 1024."""
 
 PASSED_THROUGH: Final = "none"
-"""The preprocessor of a picture that is a control map already."""
+"""Preprocessor of an image that is already a control map."""
 
 CANNY: Final = "canny"
 CANNY_THRESHOLDS: Final = (100.0, 200.0)
 MAX_THRESHOLD: Final = 2040.0
-"""The largest gradient of 8-bit gray."""
+"""Largest Sobel gradient of 8-bit gray."""
 
 MAX_RESOLUTION: Final = 2048
 ResizeMode = Literal["stretch", "crop", "fill"]
@@ -51,7 +51,7 @@ RESIZE_LABELS: Final[dict[bool | str, str]] = {
     "crop": "Crop and Resize",
     "fill": "Resize and Fill",
 }
-"""A1111's names of what brings a picture to the size of the one that is painted."""
+"""A1111's labels of the modes that resize a control image to the size of the generated image."""
 
 RESIZED: Final = "resize"
 _WORD, _SPAN = rf"(?!{RESIZED}$)[a-z]\w*", r"[\d.]+-[\d.]+"
@@ -62,16 +62,19 @@ _TAIL: Final = re.compile(
 
 
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ControlNet and how it is used, by its path below the folder, or the last part of that where it is unique.
+    """ControlNet of a request, and how it is applied.
 
-    scale         of what it adds to the UNet: 1 as it was trained
-    start, end    between which shares of the steps it is at work
-    preprocessor  what makes a control map of the picture; "none": it is one
-    image         digest of the picture as it was given (``digest_of``), filled in by the request that holds it
-    resize        bring its picture to the size of the one that is painted: True where it has the same aspect, or with
-                  any aspect by stretching it, cropping it, or repeating its edges; False: it has to have that size
-    thresholds    of the gradient, for "canny": weak and strong
-    resolution    pixels of the shorter side at which "canny" finds edges; 0: those of the picture that is painted
+    Attributes:
+        name: Path below the ControlNet folder, or the last part of the path if that is unique.
+        scale: Factor of the residuals that are added to the UNet; 1 as trained.
+        start: Fraction of the steps at which the ControlNet starts.
+        end: Fraction of the steps at which it stops.
+        preprocessor: Preprocessor that makes the control map; "none" if the image is a control map.
+        image: Digest of the image (``digest_of``), set by the request that holds the image.
+        resize: How to resize the image to the size of the generated image: True requires the same aspect ratio;
+            "stretch", "crop" and "fill" accept any; False requires the same size.
+        thresholds: Weak and strong gradient threshold of the preprocessor "canny".
+        resolution: Shorter side in pixels at which "canny" detects edges; 0 for the size of the generated image.
     """
 
     name: str
@@ -114,12 +117,12 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def active(self, step: int, num_steps: int) -> bool:
-        """Whether it is at work in ``step`` of ``num_steps`` (0-based): only steps that lie wholly between its ends."""
+        """Return whether the 0-based ``step`` of ``num_steps`` lies completely between ``start`` and ``end``."""
         return not (step / num_steps < self.start or (step + 1) / num_steps > self.end)
 
     @property
     def label(self) -> str:
-        """The ControlNet as A1111's extension writes one into a picture, and the digest of its image."""
+        """Infotext value of the ControlNet as A1111's extension writes it, and the digest of its image."""
         scale, start, end, weak, strong = (
             repr(number + 0.0).removesuffix(".0") for number in (self.scale, self.start, self.end, *self.thresholds)
         )
@@ -139,43 +142,56 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_control(text: str) -> tuple[Control, str]:
-    """From NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize], the control and where its picture lies. Raises
-    InvalidRequest."""
-    name, _, rest = text.partition(":")
-    found = _TAIL.fullmatch(rest)
+    """Parse ``NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]``.
+
+    Returns:
+        The control, and the path of its image.
+
+    Raises:
+        InvalidRequest: ``text`` is not of this form.
+    """
+    name, _, tail = text.partition(":")
+    match = _TAIL.fullmatch(tail)
     try:
-        if not found:
+        if not match:
             raise ValueError
-        scale = float(found["scale"] or 1.0)
-        start, end = map(float, (found["span"] or "0-1").split("-"))
+        scale = float(match["scale"] or 1.0)
+        start, end = map(float, (match["span"] or "0-1").split("-"))
     except ValueError:
-        said = (
+        message = (
             f"a ControlNet is given as {text[:MAX_NAME_CHARS]!r}; write NAME:IMAGE, and behind it what is "
             "wanted of :SCALE, :PREPROCESSOR, :START-END and :resize, for example canny:edges.png:0.8:0-0.5."
         )
-        raise InvalidRequest(said, param=PARAM) from None
-    preprocessor = found["preprocessor"] or PASSED_THROUGH
-    return Control(name, scale, start, end, preprocessor, resize=bool(found["resize"])), found["image"]
+        raise InvalidRequest(message, param=PARAM) from None
+    preprocessor = match["preprocessor"] or PASSED_THROUGH
+    return Control(name, scale, start, end, preprocessor, resize=bool(match["resize"])), match["image"]
 
 
 def check_controls(controls: Sequence[Control]) -> None:
-    """InvalidRequest for more of them than a picture takes."""
-    said = (
+    """Check the number of ControlNets of one image.
+
+    Raises:
+        InvalidRequest: There are more than ``MAX_CONTROLNETS``.
+    """
+    message = (
         f"{len(controls)} ControlNets are asked for at once; a picture takes at most {MAX_CONTROLNETS}: leave some out."
     )
-    check(len(controls) <= MAX_CONTROLNETS, said, PARAM)
+    check(len(controls) <= MAX_CONTROLNETS, message, PARAM)
 
 
 def digest_of(width_px: int, height_px: int, pixels: bytes) -> str:
-    """Of a picture, the same for the same pixels whatever file they came in: 16 hexadecimal digits."""
+    """Return a digest of decoded pixels, 16 hexadecimal digits, which does not depend on the file format."""
     return hashlib.sha256(b"%dx%d " % (width_px, height_px) + pixels).hexdigest()[:16]
 
 
 class ControlNetFolder:
-    """The ControlNets below the folder ``path``, or that it is itself ("": there is none), read at each call.
+    """Folder of ControlNets, read again at each call.
 
-    A ControlNet is a directory with a ``config.json``, as diffusers writes it. ``dtype``, as a model's, chooses between
-    variants of weights.
+    A ControlNet is a directory with a ``config.json``, as diffusers writes it.
+
+    Attributes:
+        path: The folder, which may itself be a ControlNet; "" if there is none.
+        dtype: Data type of the model, which selects the variant of the weights.
     """
 
     def __init__(self, path: str, dtype: str = "") -> None:
@@ -183,15 +199,15 @@ class ControlNetFolder:
         self.dtype = dtype
 
     def names(self) -> tuple[str, ...]:
-        """List the ControlNets that can be used, by their paths below the folder."""
+        """Return the names of the usable ControlNets, which are their paths below the folder."""
         return tuple(self.usable())
 
     def usable(self) -> dict[str, Path]:
-        """Return the directories of the ControlNets that can be used, by name, in order."""
+        """Return the directories of the usable ControlNets by name, sorted."""
         return {name: path for name, path in self._entries().items() if not self._problem(path)}
 
     def refused(self) -> dict[str, str]:
-        """Return why other directories and files below the folder cannot be used, by their names."""
+        """Return the reason for each unusable directory or file below the folder, by name."""
         problems = {name: self._problem(path) for name, path in self._entries().items()}
         return {name: problem for name, problem in problems.items() if problem}
 
@@ -199,24 +215,25 @@ class ControlNetFolder:
         """Return the directory of the ControlNet ``name``.
 
         Raises:
-            InvalidRequest: there is none, there are several that the name may mean, or it cannot be used.
+            InvalidRequest: The ControlNet does not exist, the name is ambiguous, or the ControlNet cannot be used.
         """
         entries, usable = self._entries(), self.names()
-        meant = names_for(name, usable) or names_for(name, entries)
-        there = ", ".join(usable[:TOLD]) + ", ..." * (len(usable) > TOLD)
-        if not meant:
-            way_out = f"there are {there}." if usable else "none are served here: start with --controlnet-dir DIR."
-            message = f"there is no ControlNet {name!r}; {way_out}"
+        matches = names_for(name, usable) or names_for(name, entries)
+        available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
+        if not matches:
+            hint = f"there are {available}." if usable else "none are served here: start with --controlnet-dir DIR."
+            message = f"there is no ControlNet {name!r}; {hint}"
             raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
-        if len(meant) > 1:
-            message = f"there are several ControlNets called {name!r}: {', '.join(meant[:TOLD])}; give one of these."
+        if len(matches) > 1:
+            listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
+            message = f"there are several ControlNets called {name!r}: {listed}; give one of these."
             raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
-        if problem := self._problem(entries[meant[0]]):
+        if problem := self._problem(entries[matches[0]]):
             raise InvalidRequest(f"ControlNet {name!r} cannot be used: {problem}", param=PARAM)
-        return entries[meant[0]]
+        return entries[matches[0]]
 
     def _entries(self) -> dict[str, Path]:
-        """Return what lies below the folder, by names that a request can give: directories before single files."""
+        """Return directories and single files below the folder by name; a directory hides a file of the same name."""
         if not self.path:
             return {}
         folder = Path(self.path).expanduser()
@@ -225,10 +242,10 @@ class ControlNetFolder:
         below = find_below(folder, lambda path: path.suffix in SINGLE_FILES or (path / CONFIG).is_file())
         files = {name.rpartition(".")[0]: path for name, path in below.items() if path.suffix in SINGLE_FILES}
         directories = {name: path for name, path in below.items() if path.suffix not in SINGLE_FILES}
-        return {name: path for name, path in sorted((files | directories).items()) if _can_be_asked(name)}
+        return {name: path for name, path in sorted((files | directories).items()) if _is_valid_name(name)}
 
     def _problem(self, path: Path) -> str:
-        """Say why no model can use the ControlNet ``path``; "" where some model can."""
+        """Return why no model can use the ControlNet ``path``; "" if it is usable."""
         if path.suffix in SINGLE_FILES:
             return f"{path.name} is a single file; diffserve takes a directory with {CONFIG}, as diffusers writes it."
         try:
@@ -244,7 +261,7 @@ def read_controlnet(directory: Path) -> dict[str, Any]:
     """Read the configuration of a ControlNet.
 
     Raises:
-        ModelLoadError: no model can use it.
+        ModelLoadError: No model can use the ControlNet.
     """
     file = directory / CONFIG
     config = read_json(file)
@@ -258,7 +275,7 @@ def read_controlnet(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _can_be_asked(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     try:
         return bool(Control(name).name)
     except InvalidRequest:

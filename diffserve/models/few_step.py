@@ -1,7 +1,7 @@
-"""Few-step models: recognized by their files and names, with the settings that each kind starts with. No torch.
+"""Recognition of few-step (distilled) models by their files and names, and their default settings, without torch.
 
-Almost no such model has a mark in its tensors, so the scheduler's configuration and the published name decide; KINDS is
-the table of both. A directory in the model hub's cache is known by the name two levels up.
+Tensors rarely identify such models, so the scheduler configuration and the published name decide (see ``KINDS``). The
+name of a directory in the cache of the model hub is that of the repository, two levels up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ EULER: Final = "euler"
 
 
 class Kind(NamedTuple):
-    """One way of distilling a model.
+    """Distillation method.
 
-    word        regular expression of the word in published names
-    sampler     what its publishers sample with; a sigma schedule may follow
-    spacing     the spacing of that sampler
-    is_acronym  the word is no ordinary one, so that it is evidence by itself
+    Attributes:
+        word: Regular expression for the word in published names.
+        sampler: Sampler that the publishers use, optionally with a sigma schedule.
+        spacing: Timestep spacing of that sampler.
+        is_acronym: Whether the word is not an ordinary word, so that it is sufficient evidence.
     """
 
     word: str
@@ -45,26 +46,26 @@ KINDS: Final[dict[str, Kind]] = {
     LIGHTNING: Kind("lightning", EULER, "trailing", is_acronym=False),
     TURBO: Kind("turbo", EULER, "trailing", is_acronym=False),
 }
-"""Kinds by name; where a name has several words, the first kind of this table counts.
+"""Kinds by name; if a model name matches several kinds, the first one of this table applies.
 
 lcm        latent consistency (Luo et al. 2023, arXiv 2310.04378)
 tcd        trajectory consistency (Zheng et al. 2024, arXiv 2402.19159)
 dmd2       distribution matching (Yin et al. 2024, arXiv 2405.14867), at the timesteps 999, 749, 499 and 249
-pcm        phased consistency (Wang et al. 2024, arXiv 2405.18407); "normalcfg" in the name takes guidance
+pcm        phased consistency (Wang et al. 2024, arXiv 2405.18407); "normalcfg" in the name: uses guidance
 flash      Flash Diffusion (Chadebec et al. 2024, arXiv 2406.02347)
-hyper      Hyper-SD (Ren et al. 2024, arXiv 2404.13686); "CFG" in the name takes guidance
+hyper      Hyper-SD (Ren et al. 2024, arXiv 2404.13686); "CFG" in the name: uses guidance
 lightning  SDXL-Lightning (Lin et al. 2024, arXiv 2402.13929)
 turbo      SD-Turbo and SDXL-Turbo (Sauer et al. 2023, arXiv 2311.17042)
 """
 
 SCHEDULERS: Final = {"LCMScheduler": LCM, "TCDScheduler": TCD}
-"""Classes that only models of a kind are published with."""
+"""Scheduler classes that only models of one kind are published with."""
 
 STOCHASTIC_SCHEDULERS: Final = ("DPMSolverSDEScheduler", "DPMSolverSinglestepScheduler")
-"""Classes that community models of turbo and lightning are published with, and base models are not."""
+"""Scheduler classes of community turbo and lightning models that base models are not published with."""
 
 MODEL_MARK: Final = re.compile(r"(?<![a-z])sd|xl(?![a-z])|v\d", re.IGNORECASE)
-"""Marks the name of a model, as opposed to the name of a folder: a family or a version."""
+"""Family or version in a name, which indicates a model name as opposed to another folder name."""
 
 STEPS: Final = re.compile(r"(?<!\d)(\d{1,2})[ _-]?steps?(?![a-z])", re.IGNORECASE)
 GUIDANCE_BY_NAME: Final = {
@@ -73,14 +74,14 @@ GUIDANCE_BY_NAME: Final = {
 }
 LORA: Final = re.compile(r"(?<![a-z])lora(?![a-z])", re.IGNORECASE)
 GUIDANCE_OF_LCM: Final = 8.5
-"""Where the UNet reads guidance as a number (``time_cond_proj_dim``)."""
+"""Guidance scale of UNets with guidance embedding (``time_cond_proj_dim``)."""
 
 DEFAULT_STEPS: Final = 4
-"""For a model that takes any few steps: the first number at which pictures are finished."""
+"""Steps for a model without a number in its name: the lowest number that gives finished images."""
 
 
 class FewStep(NamedTuple):
-    """The ``kind`` of a few-step model, the ``entries`` of a profile that it starts with, and why it was recognized."""
+    """Recognized few-step model: its kind, its default profile entries, and the reason for the recognition."""
 
     kind: str
     entries: dict[str, Any]
@@ -88,30 +89,33 @@ class FewStep(NamedTuple):
 
     @property
     def defaults(self) -> str:
-        """Steps, sampler, spacing and guidance that it starts with, for a message."""
-        start = self.entries
+        """Default sampler, steps, spacing and guidance, as text for a message."""
+        entries = self.entries
         return (
-            f"sampler {start['sampler']}, steps {start['num_steps']}, spacing {start['spacing']}, "
-            f"guidance {start['guidance_scale']:g}"
+            f"sampler {entries['sampler']}, steps {entries['num_steps']}, spacing {entries['spacing']}, "
+            f"guidance {entries['guidance_scale']:g}"
         )
 
 
 def find_few_step(path: Path) -> FewStep | None:
-    """Recognize the few-step model at ``path``: a diffusers directory, one with an adapter, or a single file.
+    """Recognize the few-step model at ``path``: a diffusers directory, an adapter directory, or a single file.
 
-    Returns ``None`` for all other models, and for what cannot be read, which the loader reports.
+    Returns:
+        The few-step model; ``None`` for other models and for files that cannot be read, which the loader reports.
     """
     name, path = _published_name(path), model_path(path)
     scheduler = read_json_object(path / "scheduler" / "scheduler_config.json")
     unet = read_json_object(path / "unet" / "config.json")
     class_name, kind_of_name = str(scheduler.get("_class_name", "")), _kind_of_name(name)
     if unet.get("time_cond_proj_dim"):
-        return _start(LCM, name, scheduler, "time_cond_proj_dim in unet/config.json", guidance_scale=GUIDANCE_OF_LCM)
+        return _make_few_step(
+            LCM, name, scheduler, "time_cond_proj_dim in unet/config.json", guidance_scale=GUIDANCE_OF_LCM
+        )
     if class_name in SCHEDULERS:
         kind = SCHEDULERS[class_name]
         if kind_of_name and KINDS[kind_of_name].sampler.startswith(KINDS[kind].sampler):
             kind = kind_of_name
-        return _start(kind, name, scheduler, f"the scheduler {class_name}")
+        return _make_few_step(kind, name, scheduler, f"the scheduler {class_name}")
     if kind_of_name is None:
         return None
     evidence = []
@@ -122,14 +126,14 @@ def find_few_step(path: Path) -> FewStep | None:
     is_of_model = KINDS[kind_of_name].is_acronym or STEPS.search(name) or MODEL_MARK.search(name)
     if scheduler and not evidence and not is_of_model:
         return None
-    return _start(kind_of_name, name, scheduler, " and ".join([f"the name {name!r}", *evidence]))
+    return _make_few_step(kind_of_name, name, scheduler, " and ".join([f"the name {name!r}", *evidence]))
 
 
 def find_few_step_lora(name: str) -> FewStep | None:
-    """Recognize the few-step adapter ``name``.
+    """Recognize the few-step LoRA ``name``.
 
-    Styles have such words in their names as well. A number of steps in the name excludes a style; so does "LoRA" after
-    turbo, and a family or "LoRA" beside an acronym.
+    Style LoRAs use the same words in their names. A name is that of a few-step LoRA if it has a number of steps, if it
+    has "turbo" and "LoRA", or if it has an acronym together with a model family or "LoRA".
     """
     kind = _kind_of_name(name)
     if kind is None:
@@ -138,13 +142,17 @@ def find_few_step_lora(name: str) -> FewStep | None:
     by_acronym = KINDS[kind].is_acronym and (is_lora or MODEL_MARK.search(name))
     if not (STEPS.search(name) or by_acronym or kind == FLASH or (kind == TURBO and is_lora)):
         return None
-    few_step = _start(kind, name, {}, f"the name {name!r}")
-    eta = {"eta": 0.0} if kind == PCM else {}  # its publishers sample without noise
+    few_step = _make_few_step(kind, name, {}, f"the name {name!r}")
+    eta = {"eta": 0.0} if kind == PCM else {}  # the publishers sample without noise
     return few_step._replace(entries=few_step.entries | eta)
 
 
 def begin_with_loras(params: DiffusionParams) -> tuple[DiffusionParams, tuple[str, ...]]:
-    """Fill what ``params`` leave open with the settings of their first few-step adapter; also returns a warning."""
+    """Fill unset fields of ``params`` with the defaults of their first few-step LoRA.
+
+    Returns:
+        The new parameters, and a warning if there is a few-step LoRA.
+    """
     for lora in params.loras:
         few_step = find_few_step_lora(lora.name.rpartition("/")[2]) if lora.scales[1] > 0 else None
         if few_step is None:
@@ -153,24 +161,24 @@ def begin_with_loras(params: DiffusionParams) -> tuple[DiffusionParams, tuple[st
             f"LoRA {lora.name!r} is a few-step adapter ({few_step.kind}, by its name). Where the request leaves them "
             f"open: {few_step.defaults}."
         )
-        left_open = {name: value for name, value in few_step.entries.items() if getattr(params, name) is None}
+        defaults = {name: value for name, value in few_step.entries.items() if getattr(params, name) is None}
         if params.sampler is not None:
-            left_open.pop("eta", None)  # which belongs to the sampler
-        return msgspec.structs.replace(params, **left_open), (message,)
+            defaults.pop("eta", None)  # applies to the default sampler only
+        return msgspec.structs.replace(params, **defaults), (message,)
     return params, ()
 
 
 def _kind_of_name(name: str) -> str | None:
-    for kind, row in KINDS.items():
-        if re.search(rf"(?<![a-z])(?:{row.word})(?![a-z])", name, re.IGNORECASE):
+    for kind, method in KINDS.items():
+        if re.search(rf"(?<![a-z])(?:{method.word})(?![a-z])", name, re.IGNORECASE):
             return kind
     return None
 
 
-def _start(
+def _make_few_step(
     kind: str, name: str, scheduler: dict[str, Any], reason: str, *, guidance_scale: float | None = None
 ) -> FewStep:
-    count, row = STEPS.search(name), KINDS[kind]
+    count, method = STEPS.search(name), KINDS[kind]
     pattern, with_guidance = GUIDANCE_BY_NAME.get(kind, (None, 1.0))
     if guidance_scale is None:
         guidance_scale = with_guidance if pattern and pattern.search(name) else 1.0
@@ -178,22 +186,22 @@ def _start(
     entries = {
         "num_steps": int(count[1]) if count and int(count[1]) else DEFAULT_STEPS,
         "guidance_scale": guidance_scale,
-        "sampler": "euler_a" if row.sampler == EULER and is_ancestral else row.sampler,
-        "spacing": row.spacing,
+        "sampler": "euler_a" if method.sampler == EULER and is_ancestral else method.sampler,
+        "spacing": method.spacing,
     }
     return FewStep(kind, entries, reason)
 
 
 def _published_name(path: Path) -> str:
-    """Return the name that the publisher chose: of the file or directory, or of the model in the hub's cache."""
-    place = path.absolute()
-    if place.parent.name == "snapshots":
-        return place.parent.parent.name
-    return place.stem if place.is_file() else place.name
+    """Return the published name: that of the file, of the directory, or of the repository in the cache of the hub."""
+    path = path.absolute()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name
+    return path.stem if path.is_file() else path.name
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in the file at ``path``; empty where it cannot be read or is no object."""
+    """Read the JSON object in the file at ``path``; empty if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

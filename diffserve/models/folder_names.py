@@ -1,4 +1,4 @@
-"""Find files and directories below a folder, and name them by their path below it: ``ink`` or ``style/ink``."""
+"""Search for files and directories below a folder, named by their relative path: ``ink`` or ``style/ink``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_DEPTH: Final = 8
 
 
 def find_below(folder: Path, is_match: Callable[[Path], bool]) -> dict[str, Path]:
-    """Find what matches in ``folder`` and its subfolders, which may be links; hidden entries are skipped.
+    """Find matching files and directories in ``folder`` and its subfolders, including symbolic links.
 
-    A directory that matches is not searched. What cannot be read is skipped.
+    Hidden and unreadable entries are skipped. Matching directories are not searched.
 
     Returns:
-        The path of each match by its path below ``folder``, with slashes, in order.
+        The path of each match by its relative path below ``folder``, with slashes, sorted.
     """
     matches: dict[str, Path] = {}
     _search(folder, "", is_match, set(), matches)
@@ -43,6 +43,6 @@ def _search(
 
 
 def names_for(name: str, names: Iterable[str]) -> list[str]:
-    """Return which of ``names`` the name of a request means: the same one, or those whose last part it is."""
+    """Return the matches for ``name`` in ``names``: an equal name, or else all paths whose last part is ``name``."""
     candidates = list(names)
     return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]

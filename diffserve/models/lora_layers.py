@@ -1,8 +1,8 @@
-"""Read which layers a LoRA file changes, from the names and shapes of its tensors and its metadata, without torch.
+"""Parsing of the layers that a LoRA file changes, from tensor names, shapes and metadata, without torch.
 
-The list of LoRAs and the loader both judge files by this module. Understood are the names of diffusers, old and
-new, of its attention processors, of PEFT, of ComfyUI and of kohya's trainer, whose UNet may be numbered as diffusers or
-as the original code (SGM) does.
+The list of LoRAs and the loader both use this module. It supports the tensor names of diffusers (old and new), its
+attention processors, PEFT, ComfyUI, and kohya's trainer with UNet layers numbered as in diffusers or in the original
+code (SGM).
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any, Final
 UNET: Final = "unet"
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 MAX_RANK: Final = 256
+"""Maximum rank of a LoRA."""
+
 MAX_TENSORS: Final = 20_000
-"""Of a LoRA file. One that changes all layers of SDXL and its text encoders has 3,400."""
+"""Maximum number of tensors in a LoRA file. A LoRA of all layers of SDXL and its text encoders has 3,400."""
 
 MAX_NAME_CHARS: Final = 500
-"""Of a tensor's name, which error messages quote."""
-"""Largest rank of an adapter that requests may name."""
+"""Maximum length of a tensor name, which error messages quote."""
+
 WHOLE: Final = -1
-"""In place of the rank of adapters that have a change without a low-rank form."""
+"""Value of the rank of an adapter that changes a layer in a way that has no low-rank form."""
 
 PEFT_PREFIX: Final = "base_model.model."
 PREFIXES: Final = {
@@ -40,13 +42,13 @@ PREFIXES: Final = {
     "text_encoders.clip_l.transformer.": TEXT_ENCODERS[0],
     "text_encoders.clip_g.transformer.": TEXT_ENCODERS[1],
 }
-"""Beginning of a tensor's name -> the component it changes; it is not part of the layer's name."""
+"""Component by prefix of a tensor name; the prefix is not part of the layer name."""
 BARE: Final = {
     **dict.fromkeys(("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "conv_in.", "conv_out."), UNET),
     "conv_norm_out.": UNET,
     **dict.fromkeys(("text_model.", "encoder.layers."), TEXT_ENCODERS[0]),
 }
-"""Beginning of a layer's name in files that name no component -> the component."""
+"""Component by start of the layer name, for files whose tensor names have no component prefix."""
 
 NAME: Final = re.compile(
     r"(?P<layer>.+)\.(?:(?:lora_linear_layer\.|lora\.|lora_)(?P<half>A|B|down|up)(?:\.default)?\.weight"
@@ -55,22 +57,22 @@ NAME: Final = re.compile(
 )
 PROCESSOR: Final = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.(?=down|up)")
 BUNDLED: Final = re.compile(r"bundle_emb\.(?P<word>[^.]+)\.")
-"""Tensors of embeddings that OneTrainer saves with a LoRA."""
+"""Tensor names of embeddings that OneTrainer saves with a LoRA."""
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 LAYER_NAME: Final = re.compile(r"[\w.]+")
 WORDS_KEY: Final = "modelspec.trigger_phrase"
-"""Of the Stability AI Model Metadata Standard, which trainers write."""
+"""Key of the trigger words in the Stability AI Model Metadata Standard, which trainers write."""
 
 IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
-"""Names of the tensors of an IP-Adapter (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
+"""Tensor names of an IP-Adapter (Ye et al. 2023, arXiv 2308.06721), in a separate file and in a UNet."""
 OTHER_KINDS: Final = {
     "hada_t": "LoHa in three factors (Tucker)",
     "oft_": "OFT",
     "on_input": "IA3",
     "lora_mid": "a LoCon in three factors (Tucker)",
 }
-"""Part of a tensor's name -> kind of adapter that it says."""
+"""Unsupported kind of adapter by part of a tensor name."""
 
 KNOWN_LAYERS: Final = {
     UNET: re.compile(
@@ -79,13 +81,13 @@ KNOWN_LAYERS: Final = {
     ),
     **dict.fromkeys(TEXT_ENCODERS, re.compile(r"encoder_layers_\d+_\w+|final_layer_norm|text_projection")),
 }
-"""Layers of the networks that are served, with underscores for dots."""
+"""Layer names of the supported networks, with underscores for dots."""
 
 NORM_LAYER: Final = re.compile(r"(?:.*_)?norm\d?(?:_out)?|.*_in_layers_0|.*_out_layers_0|out_0")
 
 
 class InvalidLoRAError(Exception):
-    """A file is no LoRA that can be used; the message says why, as the end of a sentence about the file."""
+    """Error of a file that is not a usable LoRA; the message completes a sentence whose subject is the file."""
 
 
 FIELDS: Final[Mapping[str | None, str]] = {
@@ -94,29 +96,29 @@ FIELDS: Final[Mapping[str | None, str]] = {
     **{"diff": "weight_delta", "w_norm": "weight_delta", "diff_b": "bias_delta", "b_norm": "bias_delta"},
     **{"dora_scale": "magnitude", "lora_magnitude_vector": "output_magnitude"},
 }
-"""What the pattern of names finds -> field of :class:`LayerChange`."""
+"""Field of :class:`LayerChange` by the group that ``NAME`` matches."""
 
 
 @dataclass
 class LayerChange:
-    """The names of the tensors that change one layer; empty where there are none.
+    """Names of the tensors that change one layer; "" for absent tensors.
 
-    ``down`` and ``up`` are a pair of matrices, whose product is added to the weight. The change of a LoHa (Hyeon-Woo et
-    al., "FedPara", arXiv 2108.06098) is the element-wise product of the products of two pairs. It has low rank, too:
-    that of the first pair times that of the second. All other changes have no low-rank form.
+    The product of the matrices ``down`` and ``up`` is added to the weight. The change of a LoHa (Hyeon-Woo et al.,
+    "FedPara", arXiv 2108.06098) is the element-wise product of two such products; its rank is the product of the ranks.
+    All other changes have no low-rank form.
 
     Attributes:
-        name: The layer's name as the file has it.
-        down, up: A pair of matrices.
-        second_down, second_up: The second pair of a LoHa.
-        alpha: The scale of the change times its rank.
-        lokr: The factors of a Kronecker product (LoKr, Yeh et al., arXiv 2309.14859), by "w1", "w2_a" and so on.
-        weight_delta, bias_delta: What is added to the weight and to the bias.
-        magnitude, output_magnitude: The norms of the changed weight's parts, one for each input or each output (DoRA,
-            Liu et al., arXiv 2402.09353). Of ``magnitude`` the shape says which; ``output_magnitude`` is PEFT's.
-        declared_alpha: Alpha where no tensor says it; ``None`` where nothing does.
+        name: Name of the layer in the file.
+        down, up: Pair of matrices.
+        second_down, second_up: Second pair of a LoHa.
+        alpha: Scale of the change times its rank.
+        lokr: Factors of a Kronecker product (LoKr, Yeh et al., arXiv 2309.14859), by "w1", "w2_a" and so on.
+        weight_delta, bias_delta: Tensors that are added to the weight and the bias.
+        magnitude, output_magnitude: Norms of the changed weight per input or per output (DoRA, Liu et al., arXiv
+            2402.09353). The shape of ``magnitude`` determines which; ``output_magnitude`` is the form of PEFT.
+        declared_alpha: Alpha from the metadata, if there is no tensor ``alpha``.
         is_stabilized: Whether the change is scaled by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv
-            2312.03732), not by alpha / rank.
+            2312.03732) instead of alpha / rank.
     """
 
     name: str = ""
@@ -135,29 +137,29 @@ class LayerChange:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The names of ``down`` and ``up`` of each pair."""
+        """Names of ``down`` and ``up`` of each pair."""
         pairs = ((self.down, self.up), (self.second_down, self.second_up))
         num_pairs = max((number for number, pair in enumerate(pairs, 1) if any(pair)), default=0)
         return pairs[:num_pairs]
 
     @property
     def dora(self) -> str:
-        """The name of the tensor with the magnitudes of a DoRA."""
+        """Name of the tensor with the magnitudes of a DoRA."""
         return self.magnitude or self.output_magnitude
 
     @property
     def is_whole(self) -> bool:
-        """Whether this change has no low-rank form."""
+        """Whether the change has no low-rank form."""
         return bool(self.lokr or self.weight_delta or self.bias_delta or self.dora)
 
     @property
     def changes_weight(self) -> bool:
-        """Whether the layer's weight is changed."""
+        """Whether the weight of the layer is changed."""
         return bool(self.pairs or self.lokr or self.weight_delta)
 
     @property
     def first_tensor(self) -> str:
-        """The name of one of the tensors, for messages."""
+        """Name of one of the tensors, for messages."""
         names = (self.down, self.up, self.second_down, self.second_up, *self.lokr.values(), self.weight_delta)
         return next(filter(None, (*names, self.bias_delta, self.dora, self.alpha)))
 
@@ -168,12 +170,13 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class LoRALayers:
-    """The layers that a LoRA file changes.
+    """Layers that a LoRA file changes.
 
-    layers         the changes by component and by layer, whose name has underscores for dots
-    rank           the largest rank of a layer; ``WHOLE`` where a layer's change has no low-rank form
-    words          what the file says a prompt should contain
-    bundled_words  embeddings that lie in the file, too, and are not read
+    Attributes:
+        layers: Changes by component and layer name (with underscores for dots).
+        rank: Largest rank of a layer; ``WHOLE`` if the change of any layer has no low-rank form.
+        words: Trigger words from the metadata.
+        bundled_words: Names of embeddings in the file, which are not loaded.
     """
 
     layers: dict[str, dict[str, LayerChange]]
@@ -183,14 +186,14 @@ class LoRALayers:
 
 
 def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]) -> LoRALayers:
-    """Read what a LoRA file changes.
+    """Parse the layers that a LoRA file changes.
 
     Args:
-        shapes: The shape of each tensor by its name.
-        metadata: The text values of the file's metadata.
+        shapes: Shape of each tensor by name.
+        metadata: Metadata of the file.
 
     Raises:
-        InvalidLoRAError: The file is not a LoRA, or holds more than one, or is damaged.
+        InvalidLoRAError: The file is not a LoRA, changes a layer twice, or is damaged.
     """
     if len(shapes) > MAX_TENSORS:
         raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are taken")
@@ -225,7 +228,11 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
 
 
 def check_layers_known(content: LoRALayers) -> None:
-    """Raise InvalidLoRAError where ``content`` changes layers that no network has which is served."""
+    """Check that all layers in ``content`` exist in a supported network.
+
+    Raises:
+        InvalidLoRAError: A layer is unknown, or the change does not apply to its type.
+    """
     for component, changes in content.layers.items():
         for layer, change in changes.items():
             if not KNOWN_LAYERS[component].fullmatch(layer):
@@ -238,7 +245,11 @@ def check_layers_known(content: LoRALayers) -> None:
 
 
 def refuse_ip_adapter(keys: Iterable[str]) -> None:
-    """Raise InvalidLoRAError where one of the tensors ``keys`` belongs to an IP-Adapter."""
+    """Check that none of the tensor names ``keys`` belongs to an IP-Adapter.
+
+    Raises:
+        InvalidLoRAError: A tensor belongs to an IP-Adapter.
+    """
     key = next(filter(IP_ADAPTER.match, keys), None)
     if key is not None:
         raise InvalidLoRAError(
@@ -248,7 +259,7 @@ def refuse_ip_adapter(keys: Iterable[str]) -> None:
 
 
 def flat_name(layer: str) -> str:
-    """Return a layer's name as kohya's trainer writes it; only some versions of text encoders have a prefix."""
+    """Return a layer name in the form of kohya's trainer, without the prefix that some text encoders have."""
     return layer.replace(".", "_").removeprefix("text_model_")
 
 
@@ -288,7 +299,7 @@ def _add(layers: dict[str, dict[str, LayerChange]], key: str) -> None:
 
 
 def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check the shapes of a layer's tensors as far as they do not depend on a model."""
+    """Check the shapes of the tensors of a layer as far as they do not depend on the model."""
     if not change.changes_weight and (change.dora or not change.bias_delta):
         raise InvalidLoRAError(f"holds {change.first_tensor!r}, which has no partner; a change is a pair of matrices")
     for first, second in (
@@ -339,7 +350,7 @@ def _check_lokr(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> Non
 
 
 def _processor_layer(match: re.Match[str]) -> str:
-    """Return the present name of a layer that is named as attention processors did."""
+    """Convert the layer name of an attention processor to the current form."""
     letters = match[1]
     if ".self_attn" in match.string[: match.start() + 1]:
         return f".{letters}_proj.lora."
@@ -348,7 +359,7 @@ def _processor_layer(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class _Declared:
-    """The alphas and the kind of scaling of one component, from PEFT's configuration in the file's metadata."""
+    """PEFT configuration of one component in the metadata of the file: alphas and kind of scaling."""
 
     alpha: float | None
     alphas: dict[str, float]
@@ -362,7 +373,7 @@ class _Declared:
             declared: Any = json.loads(metadata.get(METADATA_KEY, "{}"))
             entries = {name: declared.get(f"{component}.{name}") for name in names}
             alpha = None if entries["lora_alpha"] is None else float(entries["lora_alpha"])
-            alphas = {str(layer): float(one) for layer, one in (entries["alpha_pattern"] or {}).items()}
+            alphas = {str(layer): float(value) for layer, value in (entries["alpha_pattern"] or {}).items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidLoRAError(f"has {METADATA_KEY} that cannot be read ({error})") from error
         for layer in alphas:
@@ -373,5 +384,6 @@ class _Declared:
         return cls(alpha, alphas, bool(entries["use_rslora"]), bool(entries["use_dora"]))
 
     def alpha_of(self, layer: str) -> float | None:
-        """Return alpha of ``layer``: that of the first name which is its own or its end, as PEFT has it."""
-        return next((one for end, one in self.alphas.items() if f".{layer}".endswith(f".{end}")), self.alpha)
+        """Return the alpha of ``layer``: that of the first pattern that equals its name or its end, as in PEFT."""
+        matches = (alpha for end, alpha in self.alphas.items() if f".{layer}".endswith(f".{end}"))
+        return next(matches, self.alpha)

@@ -1,6 +1,7 @@
-"""LoRA adapters as requests name them: by name and scale, in a field or in the prompt, from folders. No torch.
+"""LoRAs in requests, as a field or as tags in the prompt, and the folders that they are found in, without torch.
 
-<lora:NAME>  <lora:NAME:SCALE>  <lora:NAME:TEXT_SCALE:UNET_SCALE>      in a prompt, as A1111 writes it; so is <lyco:...>
+The tags are those of A1111: ``<lora:NAME>``, ``<lora:NAME:SCALE>`` and ``<lora:NAME:TEXT_SCALE:UNET_SCALE>``. ``lyco``
+is equivalent to ``lora``.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ from diffserve.models.safetensors_header import FILES_KNOWN, METADATA, file_prob
 MAX_LORAS: Final = 8
 MAX_SCALE: Final = 10.0
 MAX_HEADER_BYTES: Final = 1 << 23
-"""Of a LoRA file. That of one with 20,000 tensors has 2 MB, and tags of a training set may take as much."""
+"""Maximum header size of a LoRA file. 20,000 tensors take 2 MB, and training tags may take as much."""
 
 MAX_NAME_CHARS: Final = 200
 SUFFIX: Final = ".safetensors"
-TOLD: Final = 12
-"""Names at most that an error lists."""
+MAX_NAMES_IN_ERROR: Final = 12
+"""Maximum number of names that an error lists."""
 
 _TAG: Final = re.compile(r"(?<!\\)<(?:lora|lyco):([^<>]*)>", re.IGNORECASE)
 _SCALES: Final = {"te": 0, "unet": 1}
-"""A1111's names of the two scales -> their places in a tag."""
+"""Position in a tag by A1111's names of the two scales."""
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter that a request asks for.
+    """LoRA of a request.
 
-    name        path of its file below the folder, without ``.safetensors``; or its last part where that is unique
-    scale       how much of its changes is applied: 1 as it was trained
-    unet_scale  how much of its changes to the UNet, where that differs; ``scale`` is that of the text encoders then
+    Attributes:
+        name: Path of the file below the folder, without ``.safetensors``, or its last part if that is unique.
+        scale: Scale of the changes; 1 as trained.
+        unet_scale: Scale of the changes to the UNet, if it differs; ``scale`` then applies to the text encoders.
     """
 
     name: str
@@ -62,12 +64,12 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def scales(self) -> tuple[float, float]:
-        """The scales of the changes to the text encoders and to the UNet."""
+        """Scales of the text encoders and of the UNet."""
         return self.scale, self.scale if self.unet_scale is UNSET else self.unet_scale
 
     @classmethod
     def read(cls, text: str) -> Lora:
-        """Read NAME, NAME:SCALE or NAME:TEXT_SCALE:UNET_SCALE; A1111's ``te=`` and ``unet=`` are taken, too.
+        """Parse NAME, NAME:SCALE or NAME:TEXT_SCALE:UNET_SCALE, also with A1111's ``te=`` and ``unet=``.
 
         Raises:
             InvalidRequest: ``text`` is not of this form.
@@ -75,9 +77,9 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name, *parts = text.split(":")
         scales: list[float | None] = [None, None]
         try:
-            for place, part in enumerate(parts):
+            for position, part in enumerate(parts):
                 key, equals, value = part.partition("=")
-                scales[_SCALES[key.strip()] if equals else place] = float(value if equals else part)
+                scales[_SCALES[key.strip()] if equals else position] = float(value if equals else part)
         except (ValueError, LookupError):
             message = (
                 f"a LoRA is given as {text[:MAX_NAME_CHARS]!r}; write NAME or NAME:SCALE, for example ink:0.8, or "
@@ -88,7 +90,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(name, text_scale).with_unet_scale(scales[1])
 
     def with_unet_scale(self, scale: float | None) -> Lora:
-        """Return the adapter with another scale for the UNet; ``None``: with the same as for the text encoders."""
+        """Return a copy with this scale of the UNet; ``None`` for the scale of the text encoders."""
         return msgspec.structs.replace(self, unet_scale=UNSET if scale in (None, self.scale) else scale)
 
     def __str__(self) -> str:
@@ -97,12 +99,13 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckedLoras(NamedTuple):
-    """What the headers of LoRA files say before their tensors are read.
+    """Properties of the LoRAs of a request, from the headers of their files.
 
-    rank      the rank that their factors are padded to; ``WHOLE`` where a change has no low-rank form
-    digest    of the files and their scales, to tell apart what they paint
-    words     trigger words that the files name
-    warnings  about parts of the files that are not loaded
+    Attributes:
+        rank: Rank to which the factors are padded; ``WHOLE`` if a change has no low-rank form.
+        digest: Digest of the files and scales, which distinguishes their effect on images.
+        words: Trigger words in the files.
+        warnings: Warnings about parts of the files that are not loaded.
     """
 
     rank: int
@@ -115,75 +118,91 @@ NO_LORAS: Final = CheckedLoras(0, b"")
 
 
 def check_loras(loras: Sequence[Lora]) -> None:
-    """InvalidRequest for more of them than a picture takes."""
-    said = f"{len(loras)} LoRAs are asked for at once; a picture takes at most {MAX_LORAS}: leave some out."
-    check(len(loras) <= MAX_LORAS, said, "loras")
+    """Check the number of LoRAs of one image.
+
+    Raises:
+        InvalidRequest: There are more than ``MAX_LORAS``.
+    """
+    message = f"{len(loras)} LoRAs are asked for at once; a picture takes at most {MAX_LORAS}: leave some out."
+    check(len(loras) <= MAX_LORAS, message, "loras")
 
 
 def read_tags(prompt: str) -> tuple[str, tuple[Lora, ...]]:
-    """``prompt`` without its tags, and what they ask for. Raises InvalidRequest for a tag that asks for nothing."""
+    """Parse the LoRA tags in ``prompt``.
+
+    Returns:
+        The prompt without the tags, and the LoRAs.
+
+    Raises:
+        InvalidRequest: A tag is malformed.
+    """
     loras = tuple(Lora.read(tag) for tag in _TAG.findall(prompt))
     return (_TAG.sub("", prompt).strip(), loras) if loras else (prompt, ())
 
 
 def read_list(text: str) -> tuple[Lora, ...]:
-    """Those of "ink:0.8, paper". Raises InvalidRequest."""
-    return tuple(Lora.read(one.strip()) for one in text.split(",") if one.strip())
+    """Parse a list of LoRAs such as "ink:0.8, paper".
+
+    Raises:
+        InvalidRequest: An entry is malformed.
+    """
+    return tuple(Lora.read(entry.strip()) for entry in text.split(",") if entry.strip())
 
 
 def with_tags(prompt: str, loras: Sequence[Lora]) -> str:
-    """What ``read_tags`` reads."""
+    """Append a tag for each LoRA to ``prompt``; the inverse of ``read_tags``."""
     return " ".join([prompt, *(f"<lora:{lora}>" for lora in loras)])
 
 
 class LoraFolders:
-    """The safetensors files in the folders ``paths`` and below, read at each call; the first of equal names counts."""
+    """Folders of LoRA files, read again at each call; the first of several files with the same name is used."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.paths = tuple(Path(path).expanduser() for path in paths)
 
     def names(self) -> tuple[str, ...]:
-        """List the files that can be used, by their paths below the folder, without suffix."""
+        """Return the names of the usable files, which are their paths below the folder without suffix."""
         return tuple(name for name, path in self._files().items() if not lora_problem(path))
 
     def refused(self) -> dict[str, str]:
-        """Return why the other files cannot be used, by their names."""
+        """Return the reason for each unusable file, by name."""
         problems = {name: lora_problem(path) for name, path in self._files().items()}
         return {name: f"it {problem}." for name, problem in problems.items() if problem}
 
     def find(self, name: str) -> Path:
-        """Return the file of the adapter ``name``.
+        """Return the file of the LoRA ``name``.
 
         Raises:
-            InvalidRequest: there is none, or there are several that the name may mean.
+            InvalidRequest: The file does not exist, or the name is ambiguous.
         """
         for folder in self.paths:
             if os.path.isfile(folder / f"{name}{SUFFIX}"):
                 return folder / f"{name}{SUFFIX}"
         files, usable = self._files(), self.names()
-        meant = names_for(name, usable) or names_for(name, files)
-        if len(meant) == 1:
-            return files[meant[0]]
-        if meant:
-            message = f"there are several LoRAs called {name!r}: {', '.join(meant[:TOLD])}; give one of these names."
+        matches = names_for(name, usable) or names_for(name, files)
+        if len(matches) == 1:
+            return files[matches[0]]
+        if matches:
+            listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
+            message = f"there are several LoRAs called {name!r}: {listed}; give one of these names."
             raise InvalidRequest(message, param="loras", code="unknown_lora")
-        there = ", ".join(usable[:TOLD]) + ", ..." * (len(usable) > TOLD)
-        way_out = f"there are {there}." if usable else "none are served here: start with --lora-dir DIR."
-        raise InvalidRequest(f"there is no LoRA {name!r}; {way_out}", param="loras", code="unknown_lora")
+        available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
+        hint = f"there are {available}." if usable else "none are served here: start with --lora-dir DIR."
+        raise InvalidRequest(f"there is no LoRA {name!r}; {hint}", param="loras", code="unknown_lora")
 
     def _files(self) -> dict[str, Path]:
-        """Return the files whose names a request can give, by name, in order."""
+        """Return the files with valid names, by name, sorted."""
         below: dict[str, Path] = {}
         for folder in reversed(self.paths):
             below |= find_below(folder, _is_file)
         names = {file.removesuffix(SUFFIX): path for file, path in sorted(below.items())}
-        return {name: path for name, path in names.items() if _can_be_asked(name)}
+        return {name: path for name, path in names.items() if _is_valid_name(name)}
 
 
 def lora_problem(path: Path) -> str:
-    """Say why no model can use the LoRA file ``path``, as the end of a sentence about it; "" where some model can.
+    """Return why no model can use the LoRA file ``path``, as the end of a sentence about it; "" if it is usable.
 
-    The result is cached for as long as the size and modification time of the file stay the same.
+    The result is cached until the size or modification time of the file changes.
     """
     try:
         status = path.stat()
@@ -208,7 +227,7 @@ def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
 
 
 def _header_problem(path: Path) -> str:
-    """Refuse a header that would take seconds to read, while everybody waits; "" where it is of a usual size."""
+    """Return a message if the header is so large that parsing it would block the server for seconds; else ""."""
     try:
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
@@ -222,7 +241,7 @@ def _is_file(path: Path) -> bool:
     return path.name.endswith(SUFFIX) and not os.path.isdir(path)
 
 
-def _can_be_asked(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     try:
         return bool(Lora(name).name)
     except InvalidRequest:

@@ -1,6 +1,6 @@
-"""Find and check the files of a model before any tensor is read, without torch: configurations and weight files.
+"""Search for the configuration and weight files of a model, without torch and without reading tensors.
 
-Pickle files are refused by name: reading one can run code.
+Pickle files are refused by suffix, because reading one can run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRANSFORMERS_STEM: Final = "model"
 PICKLE_SUFFIXES: Final = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 VARIANT_OF_DTYPE: Final = {"float16": "fp16", "bfloat16": "bf16"}
 VARIANTS: Final = ("", "fp16", "bf16", "non_ema")
-"""Variants of weights in the order in which they are taken; others come last."""
+"""Variants of weights in order of preference; others come last."""
 
 KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "addition_embed_type": (None, "text_time"),
@@ -31,14 +31,14 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "class_embeddings_concat": (False, None),
     "dual_cross_attention": (False, None),
 }
-"""Conditions beyond text in the configuration of a UNet or ControlNet -> the values that are served."""
+"""Supported values of configuration keys for conditions other than text, of a UNet or ControlNet."""
 
 CONVERT: Final = (
     "import sys, torch; from safetensors.torch import save_file; "
     "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
     "save_file({k: v.clone().contiguous() for k, v in d.items() if isinstance(v, torch.Tensor)}, sys.argv[2])"
 )
-"""A Python program that converts a pickle file of weights to safetensors and runs no code that lies in it."""
+"""Python program that converts a pickle file of weights to safetensors without running code in the file."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 def model_path(name: str | Path) -> Path:
     """Return the folder or file of the model ``name``.
 
-    ``~`` is the home folder. A folder of the hub's cache (``models--owner--name``) stands for its snapshot: the one
+    ``~`` is expanded. A folder in the cache of the hub (``models--owner--name``) is replaced by its snapshot: the one
     that ``refs/main`` names, or else the newest.
     """
     path = Path(name).expanduser()
@@ -56,15 +56,19 @@ def model_path(name: str | Path) -> Path:
     main = path / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
     folders = [folder for folder in snapshots.iterdir() if folder.is_dir()]
-    return next((folder for folder in folders if folder.name == commit), max(folders, key=_changed_s, default=path))
+    return next((folder for folder in folders if folder.name == commit), max(folders, key=_modified_s, default=path))
 
 
-def _changed_s(path: Path) -> float:
+def _modified_s(path: Path) -> float:
     return path.stat().st_mtime
 
 
 def refuse_pickle(file: Path) -> None:
-    """Raise ModelLoadError when ``file`` is of a kind whose reading can run code; the message has the way out."""
+    """Refuse a pickle file, because reading it can run code.
+
+    Raises:
+        ModelLoadError: ``file`` has the suffix of a pickle file. The message contains a command that converts it.
+    """
     if file.suffix in PICKLE_SUFFIXES:
         converted = file.with_name("model" if file.stem == "pytorch_model" else file.stem).with_suffix(".safetensors")
         raise ModelLoadError(
@@ -75,12 +79,12 @@ def refuse_pickle(file: Path) -> None:
 
 
 def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
-    """Find the safetensors files of a component: plain or as a variant (fp16, bf16, non_ema, ...), maybe in shards.
+    """Find the safetensors files of a component, which may be a variant (fp16, bf16, non_ema, ...) and sharded.
 
-    The variant of ``dtype`` is taken first, then the plain file. Where there is a choice, it is logged.
+    The variant of ``dtype`` is preferred, then the file without variant. A choice between several files is logged.
 
     Raises:
-        ModelLoadError: there is no such file, or only a pickle file.
+        ModelLoadError: There is no safetensors file, or only a pickle file.
     """
     files, choice = choose_weights(directory, stem, dtype=dtype)
     if choice:
@@ -89,7 +93,11 @@ def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
 
 
 def choose_weights(directory: Path, stem: str, *, dtype: str) -> tuple[list[Path], str]:
-    """Find weights as :func:`find_weights` does; return also a sentence about the choice, "" without one."""
+    """Find weights as :func:`find_weights` does, without logging.
+
+    Returns:
+        The files, and a sentence about the choice between several variants, "" if there was none.
+    """
     variants = _variants(directory, stem)
     if not variants:
         for suffix in PICKLE_SUFFIXES:
@@ -107,12 +115,12 @@ def choose_weights(directory: Path, stem: str, *, dtype: str) -> tuple[list[Path
 
 
 def _variants(directory: Path, stem: str) -> dict[str, Path]:
-    """Return the file of each variant ("": plain), or the index of its shards, as any release of diffusers names it."""
+    """Return the file or shard index of each variant ("" for none), in the naming of any release of diffusers."""
     word = r"(?:\.(\w+))?"
     weights = re.compile(rf"{re.escape(stem)}{word}\.safetensors")
     index = re.compile(rf"{re.escape(stem)}{word}\.safetensors{word}\.index{word}\.json")
     variants: dict[str, Path] = {}
-    for pattern in (index, weights):  # a single file replaces shards
+    for pattern in (index, weights):  # a single file takes precedence over shards
         for file in sorted(directory.glob(f"{stem}*")):
             match = pattern.fullmatch(file.name)
             if match and file.is_file():
@@ -138,7 +146,11 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in ``file``. Raises ModelLoadError when it is absent or something else."""
+    """Read the JSON object in ``file``.
+
+    Raises:
+        ModelLoadError: The file is missing, cannot be read, or is not a JSON object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What a model directory says of itself before any weight is read: family, native size, spacing. No torch.
+"""Detection of family, native size and timestep spacing of a model before any weight is read, without torch.
 
-The command line and the server use it to pick the built-in profile that a model given by path starts from.
+The command line and the server use it to choose the built-in profile for a model that is given by path.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from diffserve.models.vocabulary import EMBEDDED_DIRECTORY, knows_embedded_world
 
 ADAPTER_FILE = "adapter.json"
 ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
-"""For zero terminal SNR: no sigma schedule reaches the infinite first sigma, and only trailing spacing starts there."""
+"""Defaults for zero terminal SNR: the first sigma is infinite, which only trailing spacing without schedule reaches."""
 SDXL_TENSORS = (
     *("conditioner.embedders.1.", "conditioner.embedders.0.model."),
     *("model.diffusion_model.label_emb.", "label_emb.", "add_embedding."),
 )
-"""Its second text encoder, which its refiner has as the only one, and in files of a UNet alone what reads sizes."""
+"""Tensor prefixes that only SDXL has: its second text encoder (the only one of the refiner) and the size embedding."""
 SDXL_TURBO_SIZE = (512, 512)
-"""Which its single file does not say."""
+"""Native size of SDXL-Turbo, which its single file does not state."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``adapter.json`` says: which model a LoRA changes, and the defaults of the changed one.
+    """Content of ``adapter.json``: the base model of a LoRA, and the defaults of the combination.
 
-    base  "embedded", or a diffusers directory, relative to the adapter's own
+    Attributes:
+        base: "embedded", or a diffusers directory relative to the directory of the adapter.
+        sampler: Default sampler.
+        num_steps: Default number of steps.
+        guidance_scale: Default guidance scale.
     """
 
     base: str
@@ -42,16 +46,19 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The entries of a :class:`~diffserve.api.types.ModelProfile` that it gives."""
+        """Entries of a :class:`~diffserve.api.types.ModelProfile` that the file sets."""
         entries = msgspec.structs.asdict(self)
         return {key: value for key, value in entries.items() if key != "base" and value is not None}
 
 
 def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
-    """(name of the built-in profile, entries to lay over it) for the model at ``path``.
+    """Detect the profile of the model at ``path``. Unreadable files are ignored here; the loader reports them.
 
-    ``path`` is a diffusers directory, a single safetensors file, or a directory with an adapter. What cannot be read is
-    left out: the loader reports it with the whole story.
+    Args:
+        path: A diffusers directory, a single safetensors file, or a directory with an adapter.
+
+    Returns:
+        The name of the built-in profile, and the entries that override it.
     """
     is_file = path.suffix == ".safetensors"
     name = path.resolve().stem if is_file else path.resolve().name.removeprefix("models--").replace("--", "-")
@@ -65,13 +72,13 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
             entries |= {"good_sizes": [list(SDXL_TURBO_SIZE)], "max_side_px": 2 * max(SDXL_TURBO_SIZE)}
         return ("sdxl" if is_sdxl else "sd15"), entries
     if (path / ADAPTER_FILE).is_file():
-        profile, found = _from_adapter(path)
-        return profile, found | entries
-    found = _from_directory(path) | (few_step.entries if few_step else {})
+        profile, adapter_entries = _from_adapter(path)
+        return profile, adapter_entries | entries
+    detected = _from_directory(path) | (few_step.entries if few_step else {})
     if _is_embedded(path):
-        own = _from_directory(EMBEDDED_DIRECTORY)  # of which its profile knows more
-        return "embedded", entries | {key: value for key, value in found.items() if value != own.get(key)}
-    return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | found
+        embedded = _from_directory(EMBEDDED_DIRECTORY)  # the built-in profile has better values for these
+        return "embedded", entries | {key: value for key, value in detected.items() if value != embedded.get(key)}
+    return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | detected
 
 
 def _is_embedded(path: Path) -> bool:
@@ -82,34 +89,34 @@ def _is_embedded(path: Path) -> bool:
 
 
 def _from_adapter(path: Path) -> tuple[str, dict[str, Any]]:
-    """What its base says, then its own scheduler, then its own defaults."""
+    """Return profile and entries of an adapter: those of its base, overridden by its scheduler and its defaults."""
     try:
         spec = msgspec.convert(read_json_object(path / ADAPTER_FILE), AdapterSpec)
     except msgspec.ValidationError:
         return "sd15", {}
     base = path / Path(spec.base).expanduser()
     if spec.base == "embedded":
-        described: tuple[str, dict[str, Any]] = "embedded", {}
-    elif (base / ADAPTER_FILE).is_file():  # the loader refuses it
-        described = "sd15", {}
+        base_profile: tuple[str, dict[str, Any]] = "embedded", {}
+    elif (base / ADAPTER_FILE).is_file():  # refused by the loader
+        base_profile = "sd15", {}
     else:
-        described = describe_model(base)
-    profile, found = described
+        base_profile = describe_model(base)
+    profile, entries = base_profile
     few_step = find_few_step(path)
-    return profile, found | _from_directory(path) | (few_step.entries if few_step else {}) | spec.defaults
+    return profile, entries | _from_directory(path) | (few_step.entries if few_step else {}) | spec.defaults
 
 
 def _from_directory(path: Path) -> dict[str, Any]:
-    """The size the UNet was trained at and the spacing its scheduler was written for."""
-    found: dict[str, Any] = {}
+    """Return the training size of the UNet and the timestep spacing of the scheduler."""
+    entries: dict[str, Any] = {}
     sample_size = read_json_object(path / "unet" / "config.json").get("sample_size")
     levels = read_json_object(path / "vae" / "config.json").get("block_out_channels")
     if isinstance(sample_size, int) and isinstance(levels, list):
         side_px = sample_size * 2 ** (len(levels) - 1)
         if side_px not in (512, 1024):
-            found["good_sizes"] = [[side_px, side_px]]
-            found["max_side_px"] = 2 * side_px
+            entries["good_sizes"] = [[side_px, side_px]]
+            entries["max_side_px"] = 2 * side_px
     scheduler = read_json_object(path / "scheduler" / "scheduler_config.json")
     if scheduler.get("timestep_spacing") in ("leading", "trailing", "linspace"):
-        found["spacing"] = scheduler["timestep_spacing"]
-    return found | ({"sampler": ZERO_SNR["sampler"]} if scheduler.get("rescale_betas_zero_snr") else {})
+        entries["spacing"] = scheduler["timestep_spacing"]
+    return entries | ({"sampler": ZERO_SNR["sampler"]} if scheduler.get("rescale_betas_zero_snr") else {})

@@ -1,4 +1,4 @@
-"""Read and check the header of a safetensors file, without torch and without the ``safetensors`` library."""
+"""Reading and validation of safetensors headers, without torch and without the ``safetensors`` library."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BITS_PER_NUMBER: Final = {
 
 
 class _InvalidFileError(Exception):
-    """The message says what is wrong with the file and what to do, as the end of a sentence."""
+    """Error of an invalid file; the message completes a sentence whose subject is the file."""
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors file by name; empty where the file cannot be read."""
+    """Return the header of a safetensors file: tensor entries by name; empty if the file cannot be read."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
@@ -39,9 +39,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def file_problem(path: Path) -> str:
-    """Say why ``path`` is not a whole safetensors file, as the end of a sentence about it; "" where it is one.
+    """Return why ``path`` is not a complete safetensors file, as the end of a sentence about it; "" if it is valid.
 
-    The result is cached for as long as the size and modification time of the file stay the same.
+    The result is cached until the size or modification time of the file changes.
     """
     try:
         status = path.stat()
@@ -78,7 +78,7 @@ def _check_size(num_bytes: int, expected: int) -> None:
 
 
 def _check_header(header: object, data_bytes: int) -> None:
-    """Check a header as the ``safetensors`` library does: types, and tensors that fill the data without gaps."""
+    """Check a header as the ``safetensors`` library does: data types, and tensors that fill the data without gaps."""
     if not isinstance(header, dict):
         raise _InvalidFileError("is not a safetensors file, its header is not a JSON object; download it again")
     metadata = header.pop(METADATA, None)

@@ -1,6 +1,6 @@
-"""The world of a model that knows a closed one: what it can paint, and every word that it was taught.
+"""Vocabulary of models that were trained on a closed set of words: ``world.json`` in the model directory.
 
-``world.json`` in a model's directory says it; a model without such a file was taught more words than can be listed.
+Models without the file have an open vocabulary.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import msgspec
 from diffserve.api.errors import ModelLoadError
 from diffserve.api.prompt_syntax import encoded_text
 
-Told = TypeVar("Told")
+ContentT = TypeVar("ContentT")
 
 WORLD_FILE = "world.json"
 EMBEDDED_DIRECTORY: Final = Path(__file__).resolve().parents[1] / "embedded" / "weights"
-"""Of the model that ships inside."""
+"""Directory of the model that is part of the package."""
 
 MOST_NAMED = 6
 _WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s\x00-\x7f]")
-_PICTOGRAM = "So"  # the Unicode category of what is neither letter nor punctuation: emoji and the like
+_PICTOGRAM = "So"  # Unicode category "Symbol, other", which includes emoji
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What can be asked for.
+    """Closed vocabulary of a model.
 
-    objects, places, colors   as a caption names them, in the order in which people may be shown them
-    words                     every word of every caption, in lower case
+    Attributes:
+        objects, places, colors: Names as in the training captions, in display order.
+        words: All words of the training captions, in lower case.
     """
 
     objects: tuple[str, ...]
@@ -40,46 +41,60 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     words: tuple[str, ...]
 
     def unknown_words(self, prompt: str) -> tuple[str, ...]:
-        """Those of ``prompt`` that the model was never taught."""
+        """Return the words of ``prompt`` that are not in the vocabulary."""
         return unknown_words(prompt, self.words)
 
     def learning(self, names: Iterable[str]) -> Vocabulary:
-        """The same with the words of ``names``, which were learnt besides."""
-        learnt = (word for name in names for word in _WORD.findall(name.lower()))
-        return msgspec.structs.replace(self, words=tuple(dict.fromkeys((*self.words, *learnt))))
+        """Return a copy that also contains the words of ``names``, such as those of textual inversions."""
+        added = (word for name in names for word in _WORD.findall(name.lower()))
+        return msgspec.structs.replace(self, words=tuple(dict.fromkeys((*self.words, *added))))
 
 
 def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
-    """Return what the text encoder gets of ``prompt`` and is not among ``words``.
+    """Return the words of ``prompt`` that reach the text encoder and are not in ``words``.
 
-    Words are in lower case, each once; an emoji is a word.
+    Returns:
+        Unique words in lower case; an emoji counts as a word.
 
     Raises:
         InvalidRequest: A weight in ``prompt`` is out of bounds.
     """
-    known = set(words)
+    known_words = set(words)
     return tuple(
         word
         for word in dict.fromkeys(_WORD.findall(encoded_text(prompt).lower().replace("_", " ")))
         if (word[0].isalnum() or unicodedata.category(word[0]) == _PICTOGRAM)
-        and word not in known
-        and not known.issuperset(word.split("-"))
+        and word not in known_words
+        and not known_words.issuperset(word.split("-"))
     )
 
 
 def read_vocabulary(directory: Path) -> Vocabulary | None:
-    """What ``world.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
-    return read_beside(directory / WORLD_FILE, Vocabulary)
+    """Read ``world.json`` in ``directory``; ``None`` if there is no such file.
+
+    Raises:
+        ModelLoadError: The file cannot be read.
+    """
+    return read_model_file(directory / WORLD_FILE, Vocabulary)
 
 
 def knows_embedded_world(directory: Path) -> bool:
-    """Whether the model in ``directory`` says that it paints the world of the embedded one: that is what a copy of it
-    has in common with it, whole or pruned, and one that was trained by its recipe. Raises ModelLoadError."""
+    """Return whether the model in ``directory`` has the vocabulary of the embedded model.
+
+    This applies to copies of the embedded model, pruned copies, and models trained with the same recipe.
+
+    Raises:
+        ModelLoadError: The vocabulary cannot be read.
+    """
     return read_vocabulary(directory) == read_vocabulary(EMBEDDED_DIRECTORY)
 
 
-def read_beside(file: Path, kind: type[Told]) -> Told | None:
-    """What a ``file`` beside the weights says; ``None`` where there is none. Raises ModelLoadError."""
+def read_model_file(file: Path, kind: type[ContentT]) -> ContentT | None:
+    """Read a JSON file of a model directory as ``kind``; ``None`` if there is no such file.
+
+    Raises:
+        ModelLoadError: The file cannot be read.
+    """
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
@@ -89,9 +104,15 @@ def read_beside(file: Path, kind: type[Told]) -> Told | None:
 
 
 def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = False) -> str:
-    """The warning about ``words`` of the prompt, or of the ``negative`` one, that ``model_id`` does not know."""
-    named = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
-    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    """Return the warning that ``model_id`` does not know ``words`` of the prompt.
+
+    Args:
+        model_id: Name of the model.
+        words: The unknown words.
+        negative: Whether the words are from the negative prompt.
+    """
+    listed = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
+    ending = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     if negative:
-        return f"{model_id} was never taught {named}{more} of the negative prompt, and cannot keep that out."
-    return f"{model_id} was never taught {named}{more}, and paints without; have the prompt rewritten into its words."
+        return f"{model_id} was never taught {listed}{ending} of the negative prompt, which has no effect."
+    return f"{model_id} was never taught {listed}{ending}, which has no effect; use prompt rewriting or other words."
