@@ -49,7 +49,7 @@ def test_eta_that_is_no_share_is_refused(eta: float) -> None:
 
 def test_eta_above_what_a_step_holds_is_refused_and_below_is_taken() -> None:
     assert compile_table("ddim", SD, 50, eta=1.2, spacing="trailing").eta == 1.2
-    with pytest.raises(BadEta, match="more fresh noise than noise in all"):
+    with pytest.raises(BadEta, match="more fresh noise than its noise level allows"):
         compile_table("ddim", SD, 5, eta=3.0)
 
 

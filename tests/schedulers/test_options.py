@@ -54,12 +54,12 @@ def test_configuration_names_its_sampler(config: dict[str, Any], sampler: str) -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"_class_name": "DDIMScheduler", "clip_sample": True}, "clip_sample is True; ddim offers False only"),
+        ({"_class_name": "DDIMScheduler", "clip_sample": True}, "clip_sample is True; ddim supports False only"),
         ({"_class_name": "DDPMScheduler", "thresholding": True}, "thresholding is True"),
-        ({"_class_name": "DPMSolverMultistepScheduler", "solver_order": 3}, "of solver_order 3 is not offered"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "solver_order": 3}, "of solver_order 3 is not supported"),
         ({"_class_name": "DPMSolverMultistepScheduler", "use_lu_lambdas": True}, "use_lu_lambdas is True"),
         ({"_class_name": "DPMSolverMultistepScheduler", "solver_type": "heun"}, "solver_type is 'heun'"),
-        ({"_class_name": "UniPCMultistepScheduler", "solver_order": 3}, "solver_order is 3; unipc offers 2 only"),
+        ({"_class_name": "UniPCMultistepScheduler", "solver_order": 3}, "solver_order is 3; unipc supports 2 only"),
         ({"_class_name": "UniPCMultistepScheduler", "solver_type": "bh1"}, "solver_type is 'bh1'"),
         ({"_class_name": "UniPCMultistepScheduler", "disable_corrector": [0]}, r"disable_corrector is \[0\]"),
         ({"_class_name": "DPMSolverMultistepScheduler", "lambda_min_clipped": -2.0}, "lambda_min_clipped is -2.0"),
@@ -96,9 +96,9 @@ def test_option_that_is_not_applied_is_named_in_a_warning_of_the_table() -> None
 @pytest.mark.parametrize(
     ("sampler", "config", "warning"),
     [
-        ("dpmpp_2m", {"solver_order": 3}, "solver_order is 3 .*; dpmpp_2m uses 2; dpmpp_3m_sde has it"),
-        ("dpmpp_2m", {"algorithm_type": "sde-dpmsolver++"}, "'sde-dpmsolver\\+\\+'.*dpmpp_2m_sde has it"),
-        ("ddpm", {"variance_type": "fixed_large"}, "variance_type is 'fixed_large' .*ddpm_large has it"),
+        ("dpmpp_2m", {"solver_order": 3}, "solver_order is 3 .*; dpmpp_2m uses 2; for 3 use dpmpp_3m_sde"),
+        ("dpmpp_2m", {"algorithm_type": "sde-dpmsolver++"}, "'sde-dpmsolver\\+\\+'.*for .* use dpmpp_2m_sde"),
+        ("ddpm", {"variance_type": "fixed_large"}, "variance_type is 'fixed_large' .*for .* use ddpm_large"),
     ],
 )
 def test_field_that_the_name_of_a_sampler_overrules_is_a_warning(
