@@ -1,4 +1,4 @@
-"""From a sampler's name, a noise schedule and a step count to a StepTable."""
+"""Table compiler: turns a sampler name, a noise schedule and a step count into a :class:`StepTable`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ from schedulers.samplers import SAMPLERS, Sampler
 from schedulers.table import HISTORY, FloatArray, StepTable
 
 EXACT_ZERO_SNR_FLOOR = 2.0**-80
-"""Floor where diffusers works with an alphas_cumprod of exactly 0: no different from it even in float64."""
+"""Replacement for an ``alphas_cumprod`` of exactly 0 where diffusers keeps the 0; the results are equal in float64."""
 
 LARGE_VARIANCE_STEPS = 250
+"""Number of steps below which ``ddpm_large`` produces a warning about remaining noise."""
 
 
 def check_num_steps(num_steps: object, length: int) -> int:
-    """``num_steps`` as an int from 1 to the training ``length``; raises :class:`BadNumSteps` with the value."""
+    """Validate a step count and return it as an int.
+
+    Args:
+        num_steps: Step count from the caller; any integer type except bool.
+        length: Number of training timesteps, the largest allowed value.
+
+    Raises:
+        BadNumSteps: If the value is not an integer from 1 to ``length``.
+    """
     try:
         if isinstance(num_steps, bool):
             raise TypeError
@@ -36,28 +45,43 @@ def check_num_steps(num_steps: object, length: int) -> int:
 
 
 def start_step(num_steps: int, strength: float) -> int:
-    """First step to run under image-to-image: num_steps - int(num_steps * strength), as in diffusers.
+    """Return the index of the first step that image-to-image runs, as in diffusers.
 
-    Raises :class:`BadStrength` outside 0..1 or where no step is left.
+    Args:
+        num_steps: Number of steps of the whole schedule.
+        strength: Fraction of the steps to run, from 0 to 1.
+
+    Returns:
+        ``num_steps - int(num_steps * strength)``.
+
+    Raises:
+        BadStrength: If ``strength`` is outside 0..1 or leaves no step to run.
     """
     if not (math.isfinite(strength) and 0.0 <= strength <= 1.0):
         raise BadStrength(f"strength is {strength}; it must lie between 0 and 1.")
-    run = min(int(num_steps * strength), num_steps)
-    if run < 1:
+    steps_to_run = min(int(num_steps * strength), num_steps)
+    if steps_to_run < 1:
         raise BadStrength(
             f"strength {strength} of {num_steps} steps leaves no step to run; "
             f"give at least {1 / num_steps:.3g}, or more steps."
         )
-    return num_steps - run
+    return num_steps - steps_to_run
 
 
 def check_eta(sampler: Sampler, eta: float | None) -> tuple[float, tuple[str, ...]]:
-    """(eta to use, warnings); raises :class:`BadEta` for a value that is negative or not finite."""
+    """Validate ``eta`` for a sampler and fill in the sampler's default.
+
+    Returns:
+        The eta to use, and the warnings to report.
+
+    Raises:
+        BadEta: If ``eta`` is negative or not finite.
+    """
     if eta is not None and not (math.isfinite(eta) and eta >= 0.0):
         raise BadEta(f"eta is {eta}; it must be 0 (no fresh noise) or more.")
     if sampler.default_eta is None:
-        ignored = () if not eta else (f"eta {eta:g} has no meaning for {sampler.name} and was not used",)
-        return 0.0, ignored
+        warnings = () if not eta else (f"eta {eta:g} has no meaning for {sampler.name} and was not used",)
+        return 0.0, warnings
     return (sampler.default_eta if eta is None else eta), ()
 
 
@@ -88,24 +112,50 @@ def compile_table(
     strength: float = 1.0,
     restart: int | None = None,
 ) -> StepTable:
-    """Compile ``sampler`` for ``num_steps`` steps on ``schedule``.
+    """Compile a sampler for a noise schedule and a number of steps.
 
-    sampler            any name :func:`resolve_sampler` knows; a sigma schedule in it is used unless one is given
-    num_steps          1 up to the training length
-    spacing            "leading" | "linspace" | "quadratic" | "trailing"; ``None``: as diffusers' class by default.
-                       lcm has its own timesteps and takes none of them; a range of sigmas has none to space.
-    sigma_schedule     "beta" | "exponential" | "karras" | "sgm_uniform" | "simple"; ``None``: those of the timesteps,
-                       or the schedule's own ramp
-    steps_offset       added to leading timesteps (kept inside the training length)
-    set_alpha_to_one   ddim, plms: end at sigma 0, not at the smallest training sigma
-    final_sigmas_type  euler, dpmpp_*, unipc: "zero" or "sigma_min"
-    distillation_steps lcm, tcd: how many timesteps the model was distilled on, of which the steps are a subset
-    eta                ddim, euler_a: share of fresh noise; tcd: its gamma
-    strength           image-to-image: share of the steps to run, the last ones
-    restart            step (of ``num_steps``) from which another network runs: multistep samplers begin there with an
-                       empty history, as a second pipeline of diffusers does
+    Args:
+        sampler: Any name that :func:`resolve_sampler` accepts. A sigma schedule in the name ("DPM++ 2M Karras") applies
+            unless ``sigma_schedule`` is set.
+        schedule: Noise schedule the network was trained with.
+        num_steps: Number of sampling steps, from 1 to the training length.
+        spacing: "leading", "linspace", "quadratic" or "trailing"; ``None`` selects the default of the sampler's
+            diffusers class. Ignored by the lcm family, which has fixed timesteps, and for continuous schedules.
+        sigma_schedule: "beta", "exponential", "karras", "sgm_uniform" or "simple"; ``None`` uses the sigmas of the
+            timesteps, or ``schedule.ramp`` for continuous schedules.
+        steps_offset: Offset added to leading timesteps; lowered if it would exceed the training length.
+        set_alpha_to_one: For ddim and plms: end at sigma 0 instead of the smallest training sigma.
+        final_sigmas_type: For euler, dpmpp_* and unipc: "zero" or "sigma_min".
+        distillation_steps: For lcm and tcd: number of timesteps the model was distilled on. The steps are a subset.
+        eta: For ddim and euler_a: fraction of fresh noise. For tcd: gamma.
+        strength: For image-to-image: fraction of the steps to run, counted from the end.
+        restart: Step from which another network (a refiner) runs. Multistep samplers start there with an empty history,
+            as a second diffusers pipeline does.
 
-    Raises :class:`ScheduleError` (a ``ValueError``) of the kind that fits, with the value.
+    Returns:
+        The compiled table, immutable.
+
+    Raises:
+        ScheduleError: A subclass that names the invalid argument and its value. It is a ``ValueError``.
+
+    Example:
+        Generate one image::
+
+            from schedulers.update import advance, guide, new_history, rows_of, scale_input
+
+            schedule = NoiseSchedule.from_config(json.load(open("scheduler/scheduler_config.json")))
+            table = compile_table("DPM++ 2M Karras", schedule, 20)
+            rows = rows_of(table)  # (num_rows, NUM_COLUMNS) float32
+            generator = torch.Generator("cpu").manual_seed(seed)
+            # Image-to-image starts from latents + table.sigma[0] * torch.randn(...) instead.
+            x = table.init_scale * torch.randn(shape, generator=generator)  # (1, C, h, w)
+            history, no_noise = new_history(x), torch.zeros_like(x)
+            for index in range(table.num_rows):  # a batch stacks one row of each image's table
+                row = rows[index : index + 1]
+                output = network(scale_input(x, row), table.timestep[index])  # with guidance: guide(...)
+                noise = torch.randn(shape, generator=generator) if table.draws[index] else no_noise
+                x, denoised, history = advance(x, output, history, noise, row)
+            latents = table.out_scale * x
     """
     name, named_schedule = resolve_sampler(sampler)
     method = SAMPLERS[name]
@@ -114,12 +164,12 @@ def compile_table(
     used_eta, warnings = check_eta(method, eta)
     spacing = spacing or method.default_spacing
     sigma_schedule = sigma_schedule or named_schedule
-    if schedule.ramp:  # no timesteps that could be spaced
+    if schedule.ramp:  # continuous noise levels: there are no timesteps to space
         spacing = "linspace"
         sigma_schedule = sigma_schedule or (None if method.family == "lcm" else schedule.ramp)
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
         warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
-    # samplers that only ever scale x lose no digits to a huge sigma; those that add slopes to it would
+    # First-order samplers that only scale x keep full precision at a huge sigma. Samplers that add slopes do not.
     exact = method.family in ("ddim", "lcm") and method.order == 1 and schedule.prediction_type != "epsilon"
     train_sigmas = schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR)
     grid = make_grid(
@@ -150,14 +200,28 @@ def table_on_grid(
     *,
     restart: int | None = None,
 ) -> StepTable:
-    """The table of ``sampler`` on a given grid; :func:`compile_table` ends here."""
+    """Build the table of a sampler on a given grid; :func:`compile_table` calls this last.
+
+    Args:
+        sampler: Sampling method.
+        grid: Noise levels and timesteps of the steps.
+        preconditioning: Network input and output scaling.
+        spacing: Name of the timestep spacing, recorded in the table; also decides ``init_scale``.
+        sigma_schedule: Name of the sigma schedule, recorded in the table.
+        eta: Fraction of fresh noise, or gamma for tcd.
+        warnings: Messages to record in the table.
+        restart: Step at which the history of multistep samplers is cleared.
+
+    Raises:
+        BadEta: If ``eta`` asks for more noise than a step can hold.
+    """
     try:
         rows = sampler.write_rows(grid, eta)
         if restart is not None and restart > grid.start:
             before = [row for row in rows if row.step < restart]
             rows = before + sampler.write_rows(replace(grid, start=restart), eta)
     except ValueError as error:
-        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
+        message = f"eta is {eta}; a step of {sampler.name} would add more fresh noise than its noise level allows."
         raise BadEta(message) from error
     names = ("sigma", "timestep", "a", "n", "hx", "hd")
     columns: dict[str, FloatArray] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
@@ -165,7 +229,7 @@ def table_on_grid(
     c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
     columns["timestep"] = preconditioning.told(columns["sigma"], columns["timestep"])
     first, sigma_end = float(columns["sigma"][0]), float(grid.sigmas[-1])
-    starts_bare = not sampler.variance_preserving and spacing in ("linspace", "trailing")
+    starts_at_first_sigma = not sampler.variance_preserving and spacing in ("linspace", "trailing")
     return StepTable(
         sampler=sampler.name,
         spacing="lcm" if sampler.family == "lcm" else spacing,
@@ -179,7 +243,7 @@ def table_on_grid(
         draws=np.array([row.draws for row in rows]),
         step_of_row=np.array([row.step - grid.start for row in rows], dtype=np.int64),
         sigma_end=sigma_end,
-        init_scale=first if starts_bare else math.hypot(1.0, first),
+        init_scale=first if starts_at_first_sigma else math.hypot(1.0, first),
         out_scale=1.0 / math.hypot(1.0, sigma_end) if sampler.variance_preserving else 1.0,
         keeps_noise=sampler.keeps_noise,
         warnings=warnings,

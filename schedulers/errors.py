@@ -1,23 +1,23 @@
-# ruff: noqa: N818 - the tree is named after what happened
-"""Errors of the ``schedulers`` package. Every one is a ``ValueError`` that quotes the value and says what would do."""
+# ruff: noqa: N818 - error names describe the problem and do not end in "Error"
+"""Exceptions of the ``schedulers`` package: each is a ``ValueError`` that quotes the value and names valid ones."""
 
 from __future__ import annotations
 
 
 class ScheduleError(ValueError):
-    """Base of the tree."""
+    """Base class of all exceptions of the ``schedulers`` package."""
 
 
 class UnknownSampler(ScheduleError):
-    """No sampler of that name; lists the names and the nearest."""
+    """The sampler name is unknown; the message lists the known names and the closest one."""
 
 
 class UnknownSpacing(ScheduleError):
-    """No timestep spacing or sigma schedule of that name."""
+    """The timestep spacing or sigma schedule is unknown."""
 
 
 class BadNumSteps(ScheduleError):
-    """``num_steps`` is not a whole number from 1 to the training length."""
+    """``num_steps`` is not an integer from 1 to the training length."""
 
 
 class BadStrength(ScheduleError):
@@ -29,12 +29,12 @@ class BadEta(ScheduleError):
 
 
 class BadNoiseSchedule(ScheduleError):
-    """The betas or cumulative products given are no noise schedule."""
+    """The betas or their cumulative products do not form a valid noise schedule."""
 
 
 class UnsupportedOption(ScheduleError):
-    """A scheduler configuration asks for something that rows of a table cannot do (clipping, thresholding, ...)."""
+    """A scheduler configuration needs a feature that a step table cannot express (clipping, thresholding, ...)."""
 
 
-class LawBroken(ScheduleError):
-    """A table moves an image that is at rest, or loses count of its noise."""
+class InvalidTable(ScheduleError):
+    """A step table is inconsistent: it changes a noise-free image, or its noise levels do not match its rows."""

@@ -1,4 +1,4 @@
-"""What people call samplers: A1111 labels, k-diffusion and ComfyUI names, diffusers class names."""
+"""Sampler name resolution: A1111 labels, k-diffusion and ComfyUI names, and diffusers class names."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _ALIASES = {
     "unipc_bh2": "unipc",
     "unipcmultistep": "unipc",
 }
+"""Canonical sampler name by normalized alias."""
 
-_NEAREST = {
+_CLOSEST_SUPPORTED = {
     "ddim_cfgpp": "ddim",
     "dpm2": "heun",
     "dpm2_a": "euler_a",
@@ -48,18 +49,18 @@ _NEAREST = {
     "ipndm": "deis",
     "restart": "heun",
 }
-"""What comes nearest to A1111's and ComfyUI's that are not here, of their kind and order."""
+"""Supported sampler of a similar kind and order, by the name of an A1111 or ComfyUI sampler that is not supported."""
 
 _SUFFIXES = tuple(sorted(SIGMA_SCHEDULES, key=len, reverse=True))
 
 
-def _normal(name: str) -> str:
-    """Lower case, "++" spelled "pp", everything that is no letter or digit one underscore."""
+def _normalize(name: str) -> str:
+    """Return the name in lower case, with "pp" for "++" and one underscore for other non-alphanumeric characters."""
     lowered = name.strip().lower().replace("++", "pp")
     return "_".join("".join(c if c.isalnum() else " " for c in lowered).split())
 
 
-_LABELS = {_normal(sampler.label): sampler.name for sampler in SAMPLERS.values()}
+_LABELS = {_normalize(sampler.label): sampler.name for sampler in SAMPLERS.values()}
 
 
 def _look_up(key: str) -> str | None:
@@ -75,24 +76,28 @@ def _look_up(key: str) -> str | None:
 
 
 def resolve_sampler(name: str) -> tuple[str, str | None]:
-    """(canonical name, sigma schedule or ``None``) of any name in use: "DPM++ 2M Karras", "k_euler_a", "DDIMScheduler".
+    """Resolve a sampler name in any common spelling: "DPM++ 2M Karras", "k_euler_a", "DDIMScheduler".
 
-    Raises :class:`UnknownSampler`, which lists the names and the nearest one.
+    Returns:
+        The canonical name, and the sigma schedule in the name or ``None``.
+
+    Raises:
+        UnknownSampler: If the name is unknown; the message lists the known names and the closest one.
     """
-    key = _normal(name)
+    key = _normalize(name)
     for suffix in ("", *_SUFFIXES):
         bare = key.removesuffix(f"_{suffix}") if suffix else key
-        found = _look_up(bare)
-        if found and (not suffix or bare != key):
-            return found, suffix or None
+        sampler = _look_up(bare)
+        if sampler and (not suffix or bare != key):
+            return sampler, suffix or None
     bare = next((key.removesuffix(f"_{suffix}") for suffix in _SUFFIXES if key.endswith(f"_{suffix}")), key)
-    known = [*SAMPLERS, *_ALIASES, *_LABELS]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    nearest = _look_up(near[0]) if near else None
-    hint = f" Did you mean {nearest!r}?" if nearest else ""
-    if kin := _NEAREST.get(bare.removeprefix("k_")):
-        hint = f" The nearest here is {kin!r}."
+    known_names = [*SAMPLERS, *_ALIASES, *_LABELS]
+    matches = difflib.get_close_matches(key, known_names, n=1, cutoff=0.5)
+    suggestion = _look_up(matches[0]) if matches else None
+    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
+    if substitute := _CLOSEST_SUPPORTED.get(bare.removeprefix("k_")):
+        hint = f" The nearest here is {substitute!r}."
     raise UnknownSampler(
         f"sampler is {name!r}, which is not known.{hint} Known are {', '.join(SAMPLERS)}, "
-        f"each with a sigma schedule after it if wanted ({', '.join(SIGMA_SCHEDULES)})."
+        f"each optionally followed by a sigma schedule ({', '.join(SIGMA_SCHEDULES)})."
     )

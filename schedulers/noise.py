@@ -1,4 +1,4 @@
-"""The noise schedule a network was trained with: how much of the image is left at each training timestep."""
+"""Noise schedules of trained networks: the fraction of signal that remains at each training timestep."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from schedulers.preconditioning import EDM, Preconditioning
 from schedulers.table import FloatArray
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+"""Names of the beta schedules that :func:`make_betas` computes."""
 
 ZERO_SNR_FLOOR = 2.0**-24
-"""What diffusers' sigma-space schedulers put in place of an ``alphas_cumprod`` of exactly 0."""
+"""Replacement for an ``alphas_cumprod`` of exactly 0, as in the sigma-space schedulers of diffusers."""
 
 _MAX_COSINE_BETA = 0.999
 _DISTILLED = ("LCMScheduler", "TCDScheduler")
@@ -26,14 +27,25 @@ _SMALL_BETAS = (
     *_DISTILLED, "DPMSolverSDEScheduler", "HeunDiscreteScheduler", "KDPM2AncestralDiscreteScheduler",
     "KDPM2DiscreteScheduler",
 )  # fmt: skip
-"""Classes of diffusers whose betas run from 0.00085 to 0.012 by default, not from 0.0001 to 0.02."""
+"""diffusers classes whose betas run from 0.00085 to 0.012 by default instead of from 0.0001 to 0.02."""
 
 
 def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: float) -> FloatArray:
-    """Betas (T,) of a named schedule: "linear", "scaled_linear" (linear in the root) or "squaredcos_cap_v2" (cosine).
+    """Compute the betas of a named schedule.
 
-    Raises :class:`UnsupportedOption` for another name, :class:`BadNoiseSchedule` for fewer than one timestep.
-    Source: Ho et al. 2020 (linear), Rombach et al. 2022 (scaled_linear), Nichol & Dhariwal 2021 (cosine).
+    Args:
+        schedule: "linear" (Ho et al. 2020), "scaled_linear" (linear in the square root, Rombach et al. 2022) or
+            "squaredcos_cap_v2" (cosine, Nichol & Dhariwal 2021).
+        num_timesteps: Number of training timesteps T.
+        beta_start: First beta; not used by the cosine schedule.
+        beta_end: Last beta; not used by the cosine schedule.
+
+    Returns:
+        Betas (T,), float64.
+
+    Raises:
+        BadNoiseSchedule: If ``num_timesteps`` is below 1.
+        UnsupportedOption: If ``schedule`` is unknown.
     """
     if num_timesteps < 1:
         raise BadNoiseSchedule(f"num_train_timesteps is {num_timesteps}; a schedule needs at least 1.")
@@ -50,28 +62,33 @@ def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: f
 
 
 def to_zero_terminal_snr(alphas_cumprod: FloatArray) -> FloatArray:
-    """Shift and scale the root of ``alphas_cumprod`` (T,) so that the last is exactly 0 and the first stays.
+    """Rescale ``alphas_cumprod`` (T,) to zero terminal SNR.
 
-    Source: Lin et al. 2023, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
+    The square roots are shifted and scaled such that the last is exactly 0 and the first is unchanged. Source: Lin et
+    al. 2023, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
     """
     root = np.sqrt(alphas_cumprod)
-    moved = (root - root[-1]) * (root[0] / (root[0] - root[-1]))
-    moved[-1] = 0.0
-    return np.asarray(moved**2, dtype=np.float64)
+    rescaled = (root - root[-1]) * (root[0] / (root[0] - root[-1]))
+    rescaled[-1] = 0.0
+    return np.asarray(rescaled**2, dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """``alphas_cumprod`` (T,) float64, falling from near 1 to near 0, and what the network predicts.
+    """Noise schedule and prediction type of a trained network.
 
-    The last value may be exactly 0 (zero terminal SNR); samplers clamp it when they compile a table. A model of
-    continuous noise has no training timesteps: there the values are 1 / (1 + sigma^2) of T sigmas through its range.
+    Attributes:
+        alphas_cumprod: Signal fractions (T,), float64, strictly descending from near 1 to near 0. The last one may be 0
+            (zero terminal SNR); :func:`schedulers.compile_table` clamps it. For a continuous schedule without training
+            timesteps the values are 1 / (1 + sigma^2) of T sigmas that cover its range.
+        prediction_type: Quantity that the network predicts, see :class:`~schedulers.preconditioning.Preconditioning`.
+        sigma_data: Standard deviation of the training data, see there.
+        is_continuous: Whether the network takes ln(sigma) / 4 as input instead of a timestep.
+        ramp: Default sigma schedule of a range of sigmas; ``None`` for a schedule with timesteps.
 
-    sigma_data, is_continuous  see :class:`~schedulers.preconditioning.Preconditioning`
-    ramp                       sigma schedule by which a range without timesteps is walked, unless one is asked for
-
-    Raises :class:`BadNoiseSchedule` for values that are no schedule, :class:`UnsupportedOption` for a prediction type
-    that is not known.
+    Raises:
+        BadNoiseSchedule: If the values do not form a noise schedule.
+        UnsupportedOption: If the prediction type is unknown.
     """
 
     alphas_cumprod: FloatArray
@@ -83,14 +100,16 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         values = np.array(self.alphas_cumprod, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
-            raise BadNoiseSchedule(f"alphas_cumprod has shape {values.shape}; one number for each timestep is needed.")
+            raise BadNoiseSchedule(
+                f"alphas_cumprod has shape {values.shape}; it must be a list with one number per timestep."
+            )
         if not (np.isfinite(values).all() and values[0] < 1.0 and values[-1] >= 0.0 and (np.diff(values) < 0.0).all()):
             raise BadNoiseSchedule(
-                f"alphas_cumprod runs from {values[0]} to {values[-1]}; it must fall strictly, starting below 1."
+                f"alphas_cumprod runs from {values[0]} to {values[-1]}; it must decrease strictly and lie in [0, 1)."
             )
         if values.size == 1 and values[0] == 0.0:
-            raise BadNoiseSchedule("alphas_cumprod is [0.0]; nothing of the image is left at any timestep.")
-        _ = self.preconditioning  # raises
+            raise BadNoiseSchedule("alphas_cumprod is [0.0]; at least one value must be above 0.")
+        _ = self.preconditioning  # validates prediction_type and sigma_data
         values.setflags(write=False)
         object.__setattr__(self, "alphas_cumprod", values)
 
@@ -98,7 +117,16 @@ class NoiseSchedule:
     def from_betas(
         cls, betas: Any, prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
     ) -> NoiseSchedule:
-        """From betas (T,), each in (0, 1); ``zero_terminal_snr`` rescales so that the last timestep is pure noise."""
+        """Create a schedule from betas.
+
+        Args:
+            betas: Betas (T,), each in (0, 1).
+            prediction_type: Quantity that the network predicts.
+            zero_terminal_snr: Rescale the schedule such that the last timestep is pure noise.
+
+        Raises:
+            BadNoiseSchedule: If the betas are empty or outside (0, 1).
+        """
         values = np.asarray(betas, dtype=np.float64)
         if values.ndim != 1 or values.size == 0 or not ((values > 0.0) & (values < 1.0)).all():
             raise BadNoiseSchedule("betas must be a list of numbers between 0 and 1, one for each training timestep.")
@@ -107,9 +135,13 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """From the dict of a diffusers ``scheduler_config.json``; what is absent has that class's default.
+        """Create the schedule that a diffusers ``scheduler_config.json`` describes.
 
-        Raises :class:`UnsupportedOption` for a formulation that is not served.
+        Args:
+            config: Content of the file. Missing fields have the defaults of the class in ``_class_name``.
+
+        Raises:
+            UnsupportedOption: If the noise formulation is not supported.
         """
         check_formulation(config)
         if is_continuous(config) and (is_edm(config) or config.get("sigma_max") is not None):
@@ -134,7 +166,7 @@ class NoiseSchedule:
 
     @classmethod
     def _from_range(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """A range of sigmas: EDM's, or that of continuous velocity prediction."""
+        """Create the schedule of a range of sigmas: EDM, or continuous velocity prediction."""
         low, high = edm_range(config)
         ramp = "exponential" if config.get("use_exponential_sigmas") else str(config.get("sigma_schedule", "karras"))
         sigmas = RAMPS[ramp](high, low, int(config.get("num_train_timesteps", 1000)))[::-1]
@@ -149,21 +181,21 @@ class NoiseSchedule:
 
     @property
     def preconditioning(self) -> Preconditioning:
-        """How the network is asked and its answer read."""
+        """Input and output scaling of the network."""
         return Preconditioning(self.prediction_type, self.sigma_data, self.is_continuous)
 
     @property
     def num_timesteps(self) -> int:
-        """The training length T."""
+        """Number of training timesteps T."""
         return int(self.alphas_cumprod.size)
 
     @property
     def sigmas(self) -> FloatArray:
-        """(T,) noise standard deviation over unit signal, rising; infinite at the end of a zero-SNR schedule."""
+        """Noise levels (T,) relative to unit signal, ascending; the last is infinite at zero terminal SNR."""
         with np.errstate(divide="ignore"):
             return np.asarray(np.sqrt((1.0 - self.alphas_cumprod) / self.alphas_cumprod), dtype=np.float64)
 
     def finite_sigmas(self, floor: float = ZERO_SNR_FLOOR) -> FloatArray:
-        """:attr:`sigmas` with a last ``alphas_cumprod`` of exactly 0 taken to be ``floor``."""
-        kept = np.where(self.alphas_cumprod == 0.0, floor, self.alphas_cumprod)
-        return np.asarray(np.sqrt((1.0 - kept) / kept), dtype=np.float64)
+        """Return the noise levels (T,) with ``floor`` in place of an ``alphas_cumprod`` of exactly 0."""
+        clamped = np.where(self.alphas_cumprod == 0.0, floor, self.alphas_cumprod)
+        return np.asarray(np.sqrt((1.0 - clamped) / clamped), dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Reads a diffusers ``scheduler_config.json`` for one sampler, field by field, as diffusers' ``from_config`` does.
+"""Table options from a diffusers ``scheduler_config.json``, read for one sampler like diffusers' ``from_config``.
 
-A field that the sampler's class in diffusers has is applied, refused or reported in a warning; a field of other classes
-is ignored, as there. ``tests/schedulers/test_config_fields.py`` holds every sampler and field against diffusers.
+Fields of the sampler's own diffusers class are applied, refused or reported in a warning. Fields of other classes are
+ignored, as in diffusers. ``tests/schedulers/test_config_fields.py`` compares every sampler and field with diffusers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DPMPP_2M = ("dpmpp_2m", "dpmpp_2m_sde")
 _SIGMA_SCHEDULE_SAMPLERS = ("euler", "heun", *_DPMPP, "lms", "deis", "unipc")
 """Samplers whose diffusers class has ``use_karras_sigmas``, ``use_exponential_sigmas`` and ``use_beta_sigmas``."""
 
-_ONE_VALUE: dict[str, tuple[object, tuple[str, ...]]] = {
+_FIXED_FIELDS: dict[str, tuple[object, tuple[str, ...]]] = {
     "clip_sample": (False, ("ddim", "ddpm", "ddpm_large", "heun", "lcm", "tcd")),
     "thresholding": (False, ("ddim", "ddpm", "ddpm_large", "lcm", "tcd", "deis", *_DPMPP, "unipc")),
     "lower_order_final": (True, ("deis", *_DPMPP_2M, "unipc")),
@@ -39,53 +39,59 @@ _ONE_VALUE: dict[str, tuple[object, tuple[str, ...]]] = {
     "skip_prk_steps": (True, ("plms",)),
     "timestep_scaling": (10.0, ("lcm",)),
 }
-"""Fields that are served at one value only: (that value, the samplers whose diffusers class applies the field)."""
+"""Fields with a single supported value: (the value, the samplers whose diffusers class applies the field)."""
 
 _REFUSED_SOLVER_TYPES = {"dpmpp_2m": ("heun",), "dpmpp_2m_sde": ("heun",), "unipc": ("bh1",)}
-"""Values of ``solver_type`` that change the rows; diffusers takes any other for its default."""
+"""Unsupported values of ``solver_type`` by sampler; diffusers treats all other values as the default."""
 
-_NAMED_BY_SAMPLER: dict[str, tuple[object, dict[str, object]]] = {
+_SET_BY_SAMPLER: dict[str, tuple[object, dict[str, object]]] = {
     "algorithm_type": ("dpmsolver++", {"dpmpp_2m": "dpmsolver++", **dict.fromkeys(_DPMPP[1:], "sde-dpmsolver++")}),
     "solver_order": (2, {"dpmpp_2m": 2, "dpmpp_2m_sde": 2, "dpmpp_3m_sde": 3}),
     "variance_type": ("fixed_small", {"ddpm": "fixed_small", "ddpm_large": "fixed_large"}),
 }
-"""Fields that the name of a sampler decides: (diffusers' default, value by sampler). Other values get a warning."""
+"""Fields determined by the sampler name: (diffusers' default, value by sampler). Other values produce a warning."""
 
-_VARIANTS = {"fixed_small": "ddpm", "fixed_small_log": "ddpm", "fixed_large": "ddpm_large"}
+_DDPM_VARIANTS = {"fixed_small": "ddpm", "fixed_small_log": "ddpm", "fixed_large": "ddpm_large"}
+"""Canonical sampler name by ``variance_type``."""
 
 
 def sampler_of_config(config: Mapping[str, Any]) -> str:
-    """Canonical name of the sampler a configuration stands for; :class:`UnsupportedOption` where there is none."""
+    """Return the canonical name of the sampler that a scheduler configuration describes.
+
+    Raises:
+        UnknownSampler: If the class is unknown.
+        UnsupportedOption: If the solver or variance type is not supported.
+    """
     cls = str(config.get("_class_name", ""))
     name, _ = resolve_sampler(cls.removeprefix("EDM") if cls in EDM_CLASSES else cls)
     if name == "dpmpp_2m":
-        kind, order = str(config.get("algorithm_type", "dpmsolver++")), int(config.get("solver_order", 2))
-        known = {
+        algorithm, order = str(config.get("algorithm_type", "dpmsolver++")), int(config.get("solver_order", 2))
+        sampler_by_solver = {
             ("dpmsolver++", 2): name,
             ("sde-dpmsolver++", 2): "dpmpp_2m_sde",
             ("sde-dpmsolver++", 3): "dpmpp_3m_sde",
         }
-        if (kind, order) not in known:
+        if (algorithm, order) not in sampler_by_solver:
             raise UnsupportedOption(
-                f"algorithm_type {kind!r} of solver_order {order} is not offered; "
-                "take 'dpmsolver++' of order 2, or 'sde-dpmsolver++' of order 2 or 3."
+                f"algorithm_type {algorithm!r} of solver_order {order} is not supported; "
+                "use 'dpmsolver++' of order 2, or 'sde-dpmsolver++' of order 2 or 3."
             )
-        return known[kind, order]
+        return sampler_by_solver[algorithm, order]
     if name == "ddpm":
         variance = str(config.get("variance_type", "fixed_small"))
-        if variance not in _VARIANTS:
+        if variance not in _DDPM_VARIANTS:
             raise UnsupportedOption(f"variance_type is {variance!r}; known are fixed_large, fixed_small.")
-        return _VARIANTS[variance]
+        return _DDPM_VARIANTS[variance]
     return name
 
 
 def _sigma_schedule(config: Mapping[str, Any], sampler: str) -> str | None:
     if sampler not in _SIGMA_SCHEDULE_SAMPLERS:
         return None
-    wanted = [name for name in ("karras", "exponential", "beta") if config.get(f"use_{name}_sigmas")]
-    if len(wanted) > 1:
-        raise UnsupportedOption(f"the configuration asks for {' and '.join(wanted)} sigmas at once; keep one.")
-    return wanted[0] if wanted else None
+    enabled = [name for name in ("karras", "exponential", "beta") if config.get(f"use_{name}_sigmas")]
+    if len(enabled) > 1:
+        raise UnsupportedOption(f"the configuration enables {' and '.join(enabled)} sigmas at once; keep one of them.")
+    return enabled[0] if enabled else None
 
 
 def _distillation_steps(config: Mapping[str, Any], sampler: str) -> int:
@@ -93,26 +99,28 @@ def _distillation_steps(config: Mapping[str, Any], sampler: str) -> int:
     if SAMPLERS[sampler].family != "lcm" or steps is None:
         return DISTILLATION_STEPS
     if not isinstance(steps, int) or steps < 1:
-        raise UnsupportedOption(f"original_inference_steps is {steps!r}; it must be a whole number from 1 on.")
+        raise UnsupportedOption(f"original_inference_steps is {steps!r}; it must be a whole number of at least 1.")
     return steps
 
 
 def _check_fields(config: Mapping[str, Any], sampler: str, unchecked: Collection[str]) -> None:
-    """Raise :class:`UnsupportedOption` for a value that ``sampler`` does not offer, except of fields ``unchecked``."""
-    for name, (only, samplers) in _ONE_VALUE.items():
-        value = config.get(name, only)
-        if sampler in samplers and name not in unchecked and value != only:
-            raise UnsupportedOption(f"{name} is {value!r}; {sampler} offers {only!r} only.")
+    """Raise :class:`UnsupportedOption` if a field outside ``unchecked`` has a value the sampler does not support."""
+    for name, (supported, samplers) in _FIXED_FIELDS.items():
+        value = config.get(name, supported)
+        if sampler in samplers and name not in unchecked and value != supported:
+            raise UnsupportedOption(f"{name} is {value!r}; {sampler} supports {supported!r} only.")
     if "solver_type" not in unchecked and config.get("solver_type") in _REFUSED_SOLVER_TYPES.get(sampler, ()):
-        raise UnsupportedOption(f"solver_type is {config['solver_type']!r}; {sampler} does not offer it.")
+        raise UnsupportedOption(f"solver_type is {config['solver_type']!r}; {sampler} does not support it.")
     if sampler in ("deis", "unipc") and "solver_order" not in unchecked and config.get("solver_order", 2) != 2:
-        raise UnsupportedOption(f"solver_order is {config['solver_order']}; {sampler} offers 2 only.")
-    bound = config.get("lambda_min_clipped")
-    if sampler in _DPMPP and bound is not None and "lambda_min_clipped" not in unchecked:
-        noisiest = float(NoiseSchedule.from_config(config).alphas_cumprod[-1])
-        if noisiest * (1.0 + math.exp(-2.0 * bound)) < 1.0:  # log(alpha / sigma) of the last timestep is below it
+        raise UnsupportedOption(f"solver_order is {config['solver_order']}; {sampler} supports 2 only.")
+    min_lambda = config.get("lambda_min_clipped")
+    if sampler in _DPMPP and min_lambda is not None and "lambda_min_clipped" not in unchecked:
+        last_alpha = float(NoiseSchedule.from_config(config).alphas_cumprod[-1])
+        if (
+            last_alpha * (1.0 + math.exp(-2.0 * min_lambda)) < 1.0
+        ):  # log(alpha / sigma) of the last timestep is below it
             raise UnsupportedOption(
-                f"lambda_min_clipped is {bound}, which leaves out the noisiest timesteps; {sampler} does not offer it."
+                f"lambda_min_clipped is {min_lambda}, which skips the first timesteps; {sampler} does not support it."
             )
 
 
@@ -120,22 +128,22 @@ def _warnings(config: Mapping[str, Any], sampler: str, not_applied: Collection[s
     warnings = [
         f"{name} is {config[name]!r} in the model's scheduler configuration; {sampler} does not apply it."
         for name in not_applied
-        if sampler in _ONE_VALUE[name][1] and config.get(name, _ONE_VALUE[name][0]) != _ONE_VALUE[name][0]
+        if sampler in _FIXED_FIELDS[name][1] and config.get(name, _FIXED_FIELDS[name][0]) != _FIXED_FIELDS[name][0]
     ]
-    for name, (default, by_sampler) in _NAMED_BY_SAMPLER.items():
+    for name, (default, by_sampler) in _SET_BY_SAMPLER.items():
         value, used = config.get(name, default), by_sampler.get(sampler)
         if used is None or value in (None, default, used) or (name == "variance_type" and value == "fixed_small_log"):
             continue
-        other = next((f"; {other} has it" for other, has in by_sampler.items() if has == value), "")
-        warnings.append(f"{name} is {value!r} in the model's scheduler configuration; {sampler} uses {used!r}{other}.")
+        hint = next((f"; for {value!r} use {other}" for other, setting in by_sampler.items() if setting == value), "")
+        warnings.append(f"{name} is {value!r} in the model's scheduler configuration; {sampler} uses {used!r}{hint}.")
     return tuple(warnings)
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The arguments of :func:`schedulers.compile_table` that a model's configuration decides.
+    """Arguments of :func:`schedulers.compile_table` that a model's scheduler configuration determines.
 
-    ``warnings`` name the fields that the configuration has and the sampler does not apply.
+    ``warnings`` holds one message for each field of the configuration that the sampler does not apply.
     """
 
     sampler: str
@@ -158,18 +166,19 @@ class TableOptions:
     ) -> TableOptions:
         """Read the options of a sampler on a model with this scheduler configuration.
 
-        What the file does not say has the default of the sampler's own class in diffusers (euler: "linspace"; plms:
-        ``set_alpha_to_one`` False).
+        Missing fields have the defaults of the sampler's diffusers class ("linspace" spacing for euler,
+        ``set_alpha_to_one`` False for plms).
 
         Args:
             config: Content of ``scheduler_config.json``.
-            sampler: Any name of a sampler; default: the configuration's own.
-            ignore: Fields that are not read (StableDiffusionPipeline, for one, drops ``clip_sample``).
-            not_applied: Fields of one value that are not applied either, with a warning for another value.
+            sampler: Any sampler name; default: the sampler of the configuration.
+            ignore: Fields to ignore without a warning (StableDiffusionPipeline drops ``clip_sample``, for example).
+            not_applied: Fields to ignore with a warning if their value is not the supported one.
 
         Raises:
-            UnsupportedOption: For a field that no row can apply (clipping, Lu lambdas, ...), and for a formulation that
-                is not served.
+            UnknownSampler: If ``sampler`` is unknown.
+            UnsupportedOption: If a field cannot be applied (clipping, Lu lambdas, ...), or the noise formulation is not
+                supported.
         """
         check_formulation(config)
         named_schedule = None
@@ -198,7 +207,10 @@ class TableOptions:
         strength: float = 1.0,
         restart: int | None = None,
     ) -> StepTable:
-        """The table of these options; raises as :func:`schedulers.compile_table` does."""
+        """Compile a table with these options.
+
+        Args and exceptions are those of :func:`schedulers.compile_table`. The table includes :attr:`warnings`.
+        """
         options = asdict(self)
         warnings = options.pop("warnings")
         table = compile_table(

@@ -1,7 +1,7 @@
-"""How a network is asked and how its answer is read: the three factors and the number that stands for the noise level.
+"""Network input and output scaling, by prediction type (Karras et al. 2022, table 1).
 
-the network sees  c_in(sigma) * x  and  the timestep, or c_noise(sigma) = ln(sigma) / 4
-denoised        = c_skip(sigma) * x + c_out(sigma) * output
+The network input is ``c_in(sigma) * x``, with the training timestep or ``c_noise(sigma) = ln(sigma) / 4``. The denoised
+estimate is ``c_skip(sigma) * x + c_out(sigma) * output``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from schedulers.errors import UnsupportedOption
 from schedulers.table import FloatArray
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
-"""What a network of discrete timesteps may predict."""
+"""Prediction types of networks with discrete timesteps."""
 
 EDM = "edm"
-"""The network's answer where Karras et al. 2022 write F: minus velocity, in units of ``sigma_data``."""
+"""Prediction type of EDM networks: F in Karras et al. 2022, the negative velocity in units of ``sigma_data``."""
 
 
 @dataclass(frozen=True)
 class Preconditioning:
-    """The only place where prediction types differ.
+    """Scaling of the network input and output for one prediction type.
 
-    prediction_type  "epsilon" | "sample" | "v_prediction" | "edm"
-    sigma_data       standard deviation of the data that the factors were chosen for; other than 1 for "v_prediction"
-                     and "edm" only
-    is_continuous    the network is told ln(sigma) / 4 (Karras et al. 2022, table 1), not a training timestep
+    Attributes:
+        prediction_type: "epsilon", "sample", "v_prediction" or "edm".
+        sigma_data: Standard deviation of the training data. Values other than 1 are for "v_prediction" and "edm" only.
+        is_continuous: Whether the network takes ln(sigma) / 4 as input instead of a training timestep.
 
-    Raises :class:`UnsupportedOption` for a prediction type or a ``sigma_data`` that it does not have.
+    Raises:
+        UnsupportedOption: If the prediction type is unknown, or ``sigma_data`` is not valid for it.
     """
 
     prediction_type: str = "epsilon"
@@ -45,11 +46,11 @@ class Preconditioning:
         if not (np.isfinite(self.sigma_data) and self.sigma_data > 0.0 and (scaled or self.sigma_data == 1.0)):
             raise UnsupportedOption(
                 f"sigma_data is {self.sigma_data} with {self.prediction_type}; it must be positive, "
-                "and 1 but for velocity and EDM."
+                "and 1 for types other than v_prediction and edm."
             )
 
     def factors(self, sigma: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """(c_in, c_skip, c_out), each (R,), at ``sigma`` (R,)."""
+        """Return the factors c_in, c_skip and c_out, each (R,), at noise levels ``sigma`` (R,)."""
         c_in = 1.0 / np.hypot(self.sigma_data, sigma)
         if self.prediction_type == "epsilon":
             return c_in, np.ones_like(sigma), -sigma
@@ -59,5 +60,10 @@ class Preconditioning:
         return c_in, (self.sigma_data * c_in) ** 2, slope if self.prediction_type == EDM else -slope
 
     def told(self, sigma: FloatArray, timestep: FloatArray) -> FloatArray:
-        """What the network is told (R,) of rows at ``sigma`` (R,), whose training timesteps are ``timestep`` (R,)."""
+        """Return the time input of the network: ``timestep``, or ln(sigma) / 4 for a continuous schedule.
+
+        Args:
+            sigma: Noise levels (R,).
+            timestep: Training timesteps (R,) of these noise levels.
+        """
         return np.asarray(0.25 * np.log(sigma)) if self.is_continuous else timestep

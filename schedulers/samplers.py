@@ -1,4 +1,4 @@
-"""The samplers on offer: how each is called, what it is, and which function writes its rows."""
+"""Registry of samplers: names, descriptions, properties and the functions that write their rows."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from schedulers.multistep import dpmpp_2m_rows, dpmpp_3m_sde_rows
 from schedulers.table import Row
 
 RowWriter = Callable[[Grid, float], list[Row]]
+"""Function (grid, eta) that returns the rows of a sampler."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sampling method, described for a list in a user interface and for :func:`schedulers.compile_table`.
+    """Sampling method, with the metadata that user interfaces and :func:`schedulers.compile_table` need.
 
-    name, label            canonical name; the label that A1111 users know
-    summary                one line
-    diffusers_class        the scheduler class of diffusers that it agrees with
-    family                 how it reads a spacing, see :mod:`schedulers.grids`
-    final                  what decides the last sigma: "alpha" (set_alpha_to_one), "sigma" (final_sigmas_type), or
-                           always "zero" or "sigma_min"
-    write_rows             (grid, eta) -> rows
-    order                  order of convergence once the history is full (in distribution where stochastic)
-    stochastic             draws fresh noise on the way (ddim only when eta is not 0)
-    evaluations_per_step   network evaluations a step, apart from the first and last steps
-    default_eta            share of fresh noise unless asked otherwise; ``None``: eta has no meaning here
-    keeps_noise            obeys the noise law
+    Attributes:
+        name: Canonical name.
+        label: Label in A1111.
+        summary: Description in one line.
+        diffusers_class: Scheduler class of diffusers with the same results.
+        family: Interpretation of spacings, see :data:`schedulers.grids.FAMILIES`.
+        final: Option that determines the last sigma: "alpha" (set_alpha_to_one) or "sigma" (final_sigmas_type); or the
+            fixed choice "zero" or "sigma_min".
+        write_rows: Function that returns the rows for a grid and eta.
+        order: Order of convergence with a full history; convergence in distribution if stochastic.
+        stochastic: Whether the sampler adds fresh noise by default.
+        evaluations_per_step: Network evaluations per step; the first and last steps may need fewer.
+        default_eta: Default fraction of fresh noise; ``None`` if the sampler ignores eta.
+        keeps_noise: Whether the rows reproduce the noise levels of the table (False for ddpm_large only).
     """
 
     name: str
@@ -47,17 +50,17 @@ class Sampler:
 
     @property
     def takes_eta(self) -> bool:
-        """eta means something here."""
+        """Whether the sampler uses eta."""
         return self.default_eta is not None
 
     @property
     def variance_preserving(self) -> bool:
-        """diffusers keeps this sampler's latents at unit variance: they start from noise of standard deviation 1."""
+        """Whether diffusers keeps the latents of this sampler at unit variance."""
         return self.family != "k"
 
     @property
     def default_spacing(self) -> str:
-        """The spacing that diffusers' class takes when a configuration does not say."""
+        """Default timestep spacing of the diffusers class."""
         return "leading" if self.family in ("ddim", "lcm") else "linspace"
 
 

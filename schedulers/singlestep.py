@@ -1,4 +1,4 @@
-"""Samplers without memory from step to step: Euler, DDIM, DDPM, Heun, LCM, TCD, predictor-corrector."""
+"""Single-step samplers, without history across steps: Euler, DDIM, DDPM, Heun, LCM, TCD, predictor-corrector."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from schedulers.grids import Grid
 from schedulers.table import Row
 
 LANGEVIN_SNR = 0.16
+"""Signal-to-noise ratio of the Langevin step of the predictor-corrector sampler (Song et al. 2021)."""
 
 
 def _fresh_noise(sigma: float, sigma_next: float, eta: float) -> float:
-    """Standard deviation of the new noise: eta times that of the exact reverse step from sigma to sigma_next."""
+    """Return the standard deviation of new noise: ``eta`` times that of the exact reverse step."""
     ratio = sigma_next / sigma
     return eta * sigma_next * math.sqrt(max(0.0, 1.0 - ratio * ratio))
 
 
 def ancestral_row(grid: Grid, i: int, eta: float, draws: bool) -> Row:
-    """From step i to i + 1, keeping what the fresh noise leaves room for. eta 0 is Euler and DDIM, eta 1 is DDPM."""
+    """Build the row of a step that replaces part of the noise in x by fresh noise.
+
+    Args:
+        grid: Noise levels and timesteps.
+        i: Index of the step.
+        eta: Fraction of fresh noise: 0 is Euler and DDIM, 1 is DDPM.
+        draws: Whether the row draws from the random generator.
+
+    Raises:
+        ValueError: If the fresh noise exceeds the noise level at the end of the step.
+    """
     sigma, sigma_next = float(grid.sigmas[i]), float(grid.sigmas[i + 1])
     n = _fresh_noise(sigma, sigma_next, eta)
     a = math.sqrt(sigma_next * sigma_next - n * n) / sigma
@@ -25,17 +36,17 @@ def ancestral_row(grid: Grid, i: int, eta: float, draws: bool) -> Row:
 
 
 def ddim_rows(grid: Grid, eta: float) -> list[Row]:
-    """DDIM with any eta (Song et al. 2021, equation 12); diffusers draws at every step once eta is not 0."""
+    """Write the rows of DDIM (Song et al. 2021, equation 12); it draws at every step if eta is not 0."""
     return [ancestral_row(grid, i, eta, eta > 0.0) for i in range(grid.start, grid.num_steps)]
 
 
 def ddpm_rows(grid: Grid, eta: float) -> list[Row]:
-    """DDPM with the posterior ("fixed_small") variance (Ho et al. 2020); no draw at timestep 0."""
+    """Write the rows of DDPM with posterior ("fixed_small") variance (Ho et al. 2020), without a draw at timestep 0."""
     return [ancestral_row(grid, i, 1.0, grid.timesteps[i] > 0.0) for i in range(grid.start, grid.num_steps)]
 
 
 def ddpm_large_rows(grid: Grid, eta: float) -> list[Row]:
-    """DDPM with the forward ("fixed_large") variance: the mean of ddpm, with more noise than the law allows."""
+    """Write the rows of DDPM with forward ("fixed_large") variance: the mean of ddpm, with more noise."""
     rows = []
     for row in ddpm_rows(grid, eta):
         s, t = row.sigma, float(grid.sigmas[row.step + 1])
@@ -45,30 +56,33 @@ def ddpm_large_rows(grid: Grid, eta: float) -> list[Row]:
 
 
 def euler_rows(grid: Grid, eta: float) -> list[Row]:
-    """Euler's method on the probability-flow equation in sigma (Karras et al. 2022, algorithm 1 without churn)."""
+    """Write the rows of Euler's method on the probability-flow ODE (Karras et al. 2022, algorithm 1 without churn)."""
     return [ancestral_row(grid, i, 0.0, False) for i in range(grid.start, grid.num_steps)]
 
 
 def euler_a_rows(grid: Grid, eta: float) -> list[Row]:
-    """Euler with ancestral noise; diffusers draws at every step, the last included."""
+    """Write the rows of Euler with ancestral noise; it draws at every step including the last, as in diffusers."""
     return [ancestral_row(grid, i, eta, True) for i in range(grid.start, grid.num_steps)]
 
 
 def lcm_rows(grid: Grid, eta: float) -> list[Row]:
-    """Latent consistency (Luo et al. 2023): jump to the image, put noise back; no draw at the last step."""
+    """Write the rows of LCM (Luo et al. 2023): predict the clean image and add noise again, except at the last step."""
     rows = []
     for i in range(grid.start, grid.num_steps):
         n = float(grid.sigmas[i + 1])
-        more = i + 1 < grid.num_steps
-        rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=more))
+        is_last = i + 1 == grid.num_steps
+        rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=not is_last))
     return rows
 
 
 def tcd_rows(grid: Grid, eta: float) -> list[Row]:
-    """Strategic stochastic sampling of trajectory consistency models (Zheng et al. 2024, arXiv 2402.19159).
+    """Write the rows of TCD: strategic stochastic sampling (Zheng et al. 2024, arXiv 2402.19159).
 
-    Each step jumps to timestep (1 - eta) * t_next and adds noise up to the level of t_next; ``eta`` is the paper's
-    gamma, and ``eta`` in diffusers. The last step ends at training timestep 0 without noise.
+    Each step moves to timestep (1 - eta) * t_next and adds noise up to the level of t_next. ``eta`` is gamma in the
+    paper and ``eta`` in diffusers. The last step ends at training timestep 0 and adds no noise.
+
+    Raises:
+        ValueError: If ``eta`` is above 1.
     """
     assert grid.train_sigmas is not None
     rows = []
@@ -88,10 +102,10 @@ def tcd_rows(grid: Grid, eta: float) -> list[Row]:
 
 
 def heun_rows(grid: Grid, eta: float) -> list[Row]:
-    """Heun's method (Karras et al. 2022, algorithm 1 without churn): two rows a step, one where it ends at 0 or leaves
-    pure noise.
+    """Write the rows of Heun's method (Karras et al. 2022, algorithm 1 without churn).
 
-    The first row pushes x moved by half its own slope, so that the second need not undo the predictor.
+    A step has two rows, or one if it is the last, ends at sigma 0 or starts from pure noise. The first row pushes x
+    moved by half of the slope, so the second row does not have to undo the full Euler step.
     """
     rows = []
     for i in range(grid.start, grid.num_steps):
@@ -108,19 +122,21 @@ def heun_rows(grid: Grid, eta: float) -> list[Row]:
 
 
 def pc_rows(grid: Grid, eta: float) -> list[Row]:
-    """Predictor-corrector (Song et al. 2021, algorithm 2): an exact reverse step, then Langevin dynamics at its end.
+    """Write the rows of predictor-corrector sampling (Song et al. 2021, algorithm 2).
 
-    Both draw. Song et al. take the Langevin step from the norms of the score and of the draw, 2 (snr |z| / |score|)^2;
-    here it is the value of that for a score of the expected norm, 2 snr^2 sigma^2, and the move is the exact
-    Ornstein-Uhlenbeck one for a frozen denoised estimate, so that the noise stays book-kept. To first order in the step
-    the two agree. Their reverse-diffusion predictor has the same drift and a little more noise, which no law keeps.
+    Each step is an exact reverse step, followed by a Langevin step at its end. Both draw noise. There are two
+    differences from the paper, so that the noise levels of the table are exact:
+
+    * The Langevin step size is 2 snr^2 sigma^2, the paper's 2 (snr |z| / |score|)^2 for a score of the expected norm.
+      The update is the exact Ornstein-Uhlenbeck step for a constant denoised estimate. Both agree to first order.
+    * The paper's reverse-diffusion predictor has the same drift and slightly more noise.
     """
-    keep = math.exp(-2.0 * LANGEVIN_SNR**2)
+    decay = math.exp(-2.0 * LANGEVIN_SNR**2)
     rows = []
     for i in range(grid.start, grid.num_steps):
         rows.append(ancestral_row(grid, i, 1.0, True))
         target = float(grid.sigmas[i + 1])
         if i + 1 < grid.num_steps:
-            n = target * math.sqrt(1.0 - keep * keep)
-            rows.append(Row(i, target, float(grid.timesteps[i + 1]), keep, (1.0 - keep,), n, draws=True))
+            n = target * math.sqrt(1.0 - decay * decay)
+            rows.append(Row(i, target, float(grid.timesteps[i + 1]), decay, (1.0 - decay,), n, draws=True))
     return rows

@@ -1,7 +1,7 @@
-"""Every field of every diffusers scheduler class, for every sampler: as in diffusers, or refused, or warned, or listed.
+"""Scheduler configuration fields, compared with diffusers for every sampler and every scheduler class.
 
-The fields are read from the classes of the installed diffusers, so a field that a new release adds fails here until it
-has a probe. A difference that is meant to stay has a row in docs/parity.md under the key in ``DIFFERENCES``.
+The fields come from the installed diffusers, so a field of a new release fails here until it has a probe. Every
+intentional difference is listed in ``DIFFERENCES`` and has a row with the same key in docs/parity.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BOUND = 1e-4
 NUM_STEPS = 20
 ABSENT = "absent"
-"""Marks a probe that leaves the field out of the file."""
+"""Probe value that omits the field from the configuration."""
 
 PUBLISHED = {**SD, "_class_name": "EulerDiscreteScheduler", "clip_sample": False, "skip_prk_steps": True}
-"""A file as Stable Diffusion XL's, to which every probe is added."""
+"""Configuration like that of Stable Diffusion XL, to which every probe is added."""
 
 VELOCITY = {"prediction_type": "v_prediction"}
 PROBES: dict[str, tuple[Any, ...]] = {
@@ -77,18 +77,18 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "use_lu_lambdas": (True,),
     "variance_type": ("fixed_large", "fixed_small", "fixed_small_log"),
 }
-"""Values to try of each field."""
+"""Values to test, by field."""
 
-NAMED: dict[str, dict[str, Any]] = {
+FROM_CONFIG_ARGUMENTS: dict[str, dict[str, Any]] = {
     "ddpm_large": {"variance_type": "fixed_large"},
     "dpmpp_2m_sde": {"algorithm_type": "sde-dpmsolver++"},
     "dpmpp_3m_sde": {"algorithm_type": "sde-dpmsolver++"},
 }
-"""Arguments that a user of diffusers has to add to ``from_config`` to get the sampler of this name."""
+"""Arguments of diffusers' ``from_config`` that select the sampler, by sampler name."""
 
 
 class Difference(NamedTuple):
-    """A row of docs/parity.md: at these values of the field the samplers differ from diffusers."""
+    """Row of docs/parity.md: field values for which some samplers intentionally differ from diffusers."""
 
     field: str
     values: tuple[Any, ...]
@@ -107,29 +107,34 @@ DIFFERENCES: dict[str, Difference] = {
 
 
 def fields_of(class_name: str) -> tuple[str, ...]:
-    """The fields of a scheduler configuration that a class of diffusers reads."""
+    """Return the names of the configuration fields of a diffusers scheduler class."""
     names = inspect.signature(getattr(diffusers, class_name).__init__).parameters
     return tuple(name for name in names if name != "self")
 
 
 FIELDS = sorted({field for name in DISCRETE_CLASSES if name != "DPMSolverSDEScheduler" for field in fields_of(name)})
-"""Of every class that is served; DPMSolverSDEScheduler cannot be imported without torchsde."""
+"""Fields of all supported classes except DPMSolverSDEScheduler, which requires torchsde."""
 
 
-def test_every_field_of_diffusers_has_a_probe_and_no_probe_is_left_over() -> None:
+def test_probes_cover_exactly_the_fields_of_diffusers() -> None:
     assert sorted(PROBES) == FIELDS
 
 
-def file_of(class_name: str, field: str, value: Any) -> dict[str, Any]:
-    """A scheduler_config.json of this class with the field set, or left out."""
+def config_with(class_name: str, field: str, value: Any) -> dict[str, Any]:
+    """Return a configuration of a scheduler class with ``field`` set to ``value``, or omitted if it is ABSENT."""
     file = {**PUBLISHED, "_class_name": class_name, field: value}
     if field == "rescale_betas_zero_snr":
-        file |= VELOCITY  # the only kind of prediction that means something at zero signal
+        file |= VELOCITY  # other prediction types are undefined at zero signal
     return {name: value for name, value in file.items() if value is not ABSENT}
 
 
 def run_both(file: Mapping[str, Any], sampler: str) -> float | str:
-    """Error of the final latents relative to the largest, or why there is none: who refused, or that it was warned."""
+    """Compare a run with diffusers.
+
+    Returns:
+        The largest error of the final latents relative to the largest value, or the reason why there is no comparison:
+        a refusal or a warning.
+    """
     try:
         options = TableOptions.from_config(file, sampler)
         schedule = NoiseSchedule.from_config(file)
@@ -141,7 +146,7 @@ def run_both(file: Mapping[str, Any], sampler: str) -> float | str:
         return f"warned: {' '.join(options.warnings)}"
     network = make_network(schedule)
     try:
-        scheduler = scheduler_class(sampler).from_config(file, **NAMED.get(sampler, {}))
+        scheduler = scheduler_class(sampler).from_config(file, **FROM_CONFIG_ARGUMENTS.get(sampler, {}))
         scheduler.set_timesteps(NUM_STEPS)
         expected = run_diffusers(scheduler, table, network).latents
     except (NotImplementedError, ValueError, IndexError) as error:
@@ -156,13 +161,13 @@ def test_field_is_applied_as_in_diffusers_or_named_in_a_refusal_or_warning(sampl
     own_class = SAMPLERS[sampler].diffusers_class
     for class_name in {str(PUBLISHED["_class_name"]), own_class}:
         for value in PROBES[field]:
-            outcome = run_both(file_of(class_name, field, value), sampler)
+            outcome = run_both(config_with(class_name, field, value), sampler)
             is_listed = any(
                 field == row.field and value in row.values and sampler in row.samplers for row in DIFFERENCES.values()
             )
             if is_listed:
                 differs = outcome > BOUND if isinstance(outcome, float) else outcome.startswith("diffusers refuses")
-                assert differs, f"{value!r} is as in diffusers now: take it out of the list ({outcome})"
+                assert differs, f"{value!r} matches diffusers now: remove it from DIFFERENCES ({outcome})"
             elif isinstance(outcome, float):
                 assert outcome < BOUND, f"{field}={value!r} of {class_name}"
             elif not outcome.startswith("diffusers refuses"):

@@ -1,7 +1,7 @@
-"""Every sampler agrees with diffusers' own scheduler over whole trajectories: same noise, same network, every step.
+"""Agreement of every sampler with its diffusers scheduler over whole trajectories, with equal noise and network.
 
-In float32 the bound is the one users see. In float64 the same algorithms are compared where float32 says little,
-because diffusers itself loses digits there: sigmas of 4096 (zero SNR), 20000 (cosine), or a Heun step over all noise.
+Float32 comparisons have the bound that users see. Float64 comparisons cover cases in which diffusers loses precision in
+float32: sigmas of 4096 (zero SNR) and 20000 (cosine schedule), and Heun steps over the full noise range.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ pytestmark = [
 FLOAT32_BOUND = 1e-4
 FLOAT64_BOUND = 1e-5
 LCM_BOUNDARY = 1e-4
-"""Row "lcm-boundary" of docs/parity.md: diffusers mixes up to 7e-6 of the input into the denoised estimate."""
+"""Row "lcm-boundary" of docs/parity.md: diffusers adds up to 7e-6 of the input to the denoised estimate."""
+
 SPACINGS = ("leading", "trailing", "linspace")
 FEW_STEPS = (1, 2, 3, 7, 14, 15, 20)
 SIGMAS = ("karras", "exponential", "beta")
@@ -48,17 +49,19 @@ BETAS = (SD, HO, COSINE)
 
 
 def third(*axes: Sequence[Any], turn: int) -> Iterator[tuple[Any, ...]]:
-    """Of the product of ``axes`` a third, as in a Latin square: the points whose places and ``turn`` add up to a
-    multiple of three. Turns 0, 1 and 2 together are all of it."""
+    """Iterate over a third of the product of ``axes``, as in a Latin square.
+
+    Yields the points whose indices and ``turn`` add up to a multiple of three. Turns 0, 1 and 2 cover the product.
+    """
     for point in product(*(tuple(enumerate(axis)) for axis in axes)):
-        if (turn + sum(place for place, _ in point)) % 3 == 0:
+        if (turn + sum(index for index, _ in point)) % 3 == 0:
             yield tuple(value for _, value in point)
 
 
 def compare(
     case: Case, betas: dict[str, Any], *, exact: bool = False, mended: bool = True, eta: float | None = None
 ) -> float:
-    """Largest error over the trajectory; infinite where the generators do not end in the same state."""
+    """Return the largest error over a trajectory; infinite if the generators end in different states."""
     dtype = torch.float64 if exact else torch.float32
     scheduler = make_scheduler(case, betas)
     scheduler.set_timesteps(case.num_steps)
@@ -75,23 +78,25 @@ def compare(
         mend(scheduler, case, table, exact=exact)
     image = None if case.strength == 1.0 else torch.linspace(-1.0, 1.0, 18).reshape(SHAPE)
     network = make_network(schedule)
-    ours = run_table(table, network, image=image, dtype=dtype)
+    trajectory = run_table(table, network, image=image, dtype=dtype)
     true_strides = mended and MENDED["uniform-stride"].applies(case)
     with pytest.MonkeyPatch.context() as patch:
         if exact:
             patch.setattr(f"{getattr(diffusers, SAMPLERS[case.sampler].diffusers_class).__module__}.torch", WideTorch())
-        theirs = run_diffusers(scheduler, table, network, eta=eta, image=image, dtype=dtype, true_strides=true_strides)
-    same_draws = torch.equal(ours.generator_state, theirs.generator_state)
-    return ours.error(theirs) if same_draws else float("inf")
+        expected = run_diffusers(
+            scheduler, table, network, eta=eta, image=image, dtype=dtype, true_strides=true_strides
+        )
+    same_draws = torch.equal(trajectory.generator_state, expected.generator_state)
+    return trajectory.error(expected) if same_draws else float("inf")
 
 
 def left_out(case: Case) -> bool:
-    """One of the excluded bugs is in the way."""
+    """Return whether an excluded bug of diffusers affects this case."""
     return any(bug.applies(case) for bug in EXCLUDED.values())
 
 
 def check(cases: list[Case], betas: dict[str, Any], **options: Any) -> None:
-    """All cases that are not left out agree; there is at least one."""
+    """Assert that at least one case is not left out, and that all of these agree with diffusers."""
     compared = [case for case in cases if not left_out(case)]
     assert compared
     bound = FLOAT64_BOUND if options.get("exact") else FLOAT32_BOUND
@@ -103,7 +108,7 @@ def check(cases: list[Case], betas: dict[str, Any], **options: Any) -> None:
 
 
 def needs_float64(case: Case) -> bool:
-    """One Heun step over nearly all noise multiplies rounding by the ratio of its sigmas, most of all in diffusers."""
+    """Return whether rounding dominates in float32: long Heun steps amplify it by the ratio of their sigmas."""
     return case.sampler == "heun" and case.num_steps <= 3
 
 
@@ -126,7 +131,9 @@ def test_trajectories_agree_in_float64_on_every_beta_schedule(sampler: str, beta
         for n, prediction, spacing in third((1, 2, 10, 20), PREDICTION_TYPES, SPACINGS, turn=BETAS.index(betas))
     ]
     if betas is COSINE and sampler in ("heun", "plms"):
-        cases = [case for case in cases if case.num_steps == 1]  # see test_pure_noise: diffusers paints garbage there
+        cases = [
+            case for case in cases if case.num_steps == 1
+        ]  # see test_pure_noise: diffusers generates garbage otherwise
     check(cases, betas, exact=True)
 
 
@@ -143,7 +150,7 @@ def test_trajectories_agree_on_sigma_schedules(sampler: str, sigmas: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["deis", "heun", "lms"])
-def test_trajectories_agree_in_float64_where_sigma_schedules_cost_float32_its_digits(sampler: str) -> None:
+def test_trajectories_agree_in_float64_on_sigma_schedules(sampler: str) -> None:
     for turn, sigmas in enumerate(SIGMAS):
         extra = ((f"use_{sigmas}_sigmas", True),)
         cases = [Case(sampler, spacing, n, extra=extra) for n, spacing in third((1, 2, 3, 20), SPACINGS, turn=turn)]
@@ -162,7 +169,7 @@ def test_trajectories_agree_when_they_end_at_sigma_min(sampler: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
 @pytest.mark.parametrize("to_one", [True, False])
-def test_trajectories_agree_whatever_set_alpha_to_one_says(sampler: str, to_one: bool) -> None:
+def test_trajectories_agree_for_both_values_of_set_alpha_to_one(sampler: str, to_one: bool) -> None:
     extra = (("set_alpha_to_one", to_one),)
     check([Case(sampler, "leading", n, steps_offset=k, extra=extra) for n in (1, 2, 10, 50) for k in (0, 1)], SD)
 
@@ -181,18 +188,18 @@ def test_tcd_agrees_for_any_gamma(eta: float, prediction: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["dpmpp_2m", "deis", "unipc"])
 @pytest.mark.parametrize("sigmas", SIGMAS)
-def test_timesteps_of_sigma_schedules_are_those_of_diffusers_at_every_step_count(sampler: str, sigmas: str) -> None:
-    """Except where diffusers' float32 rounds the other way: 17 of 15150 timesteps, none of beta sigmas."""
+def test_timesteps_of_sigma_schedules_match_diffusers_at_every_step_count(sampler: str, sigmas: str) -> None:
+    """Allow for 17 of 15150 timesteps at which diffusers rounds differently in float32; none for beta sigmas."""
     case = Case(sampler, "leading", extra=((f"use_{sigmas}_sigmas", True),))
     scheduler = make_scheduler(case, SD)
     config = config_of(scheduler, case)
-    options, schedule, off = TableOptions.from_config(config), NoiseSchedule.from_config(config), []
+    options, schedule, differing = TableOptions.from_config(config), NoiseSchedule.from_config(config), []
     for num_steps in range(1, 101):
         scheduler.set_timesteps(num_steps)
         table = options.compile(schedule, num_steps)
-        off += [num_steps] * int((scheduler.timesteps.numpy() != table.timestep).sum())
-        mend(scheduler, case, table)  # asserts that those are next to the edge
-    assert len(off) <= {"karras": 8, "exponential": 9, "beta": 0}[sigmas]
+        differing += [num_steps] * int((scheduler.timesteps.numpy() != table.timestep).sum())
+        mend(scheduler, case, table)  # asserts that these timesteps are close to a rounding edge
+    assert len(differing) <= {"karras": 8, "exponential": 9, "beta": 0}[sigmas]
 
 
 @pytest.mark.parametrize(
@@ -221,28 +228,28 @@ def test_image_to_image_agrees_at_every_strength(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["lms", "plms"])
-def test_late_start_equals_diffusers_on_the_remaining_timesteps(sampler: str) -> None:
+def test_image_to_image_equals_diffusers_on_the_remaining_timesteps(sampler: str) -> None:
     case = Case(sampler, "leading", 20, strength=0.5)
     scheduler = make_scheduler(case, SD)
     config = config_of(scheduler, case)
     schedule = NoiseSchedule.from_config(config)
     table = TableOptions.from_config(config).compile(schedule, 20, strength=0.5)
-    whole = TableOptions.from_config(config).compile(schedule, 20)
+    full_table = TableOptions.from_config(config).compile(schedule, 20)
     scheduler.set_timesteps(20)
     scheduler.timesteps = torch.tensor(table.timestep).to(scheduler.timesteps.dtype)
     if sampler == "lms":
         scheduler.sigmas = scheduler.sigmas[-table.num_rows - 1 :]
     network = make_network(schedule)
-    ours = run_table(table, network)
-    theirs = run_diffusers(scheduler, replace(table, requested_steps=table.num_steps), network)
-    assert ours.error(theirs) < FLOAT32_BOUND
-    assert table.num_rows < whole.num_rows
+    trajectory = run_table(table, network)
+    expected = run_diffusers(scheduler, replace(table, requested_steps=table.num_steps), network)
+    assert trajectory.error(expected) < FLOAT32_BOUND
+    assert table.num_rows < full_table.num_rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", [name for name in COMPARED if name != "lms"])
 def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
-    turn = COMPARED.index(sampler)  # every length and offset of a spacing is some sampler's
+    turn = COMPARED.index(sampler)  # each sampler runs a part of the lengths and offsets; together they cover all
     n, offset = ((501, 0), (501, 1), (1000, 0))[turn % 3]
     cases = [
         Case(sampler, "leading", n, steps_offset=offset),
@@ -256,7 +263,7 @@ def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*MENDED, *EXCLUDED])
-def test_each_known_bug_is_still_in_diffusers(name: str) -> None:
+def test_known_bug_still_exists_in_diffusers(name: str) -> None:
     bug = {**MENDED, **EXCLUDED}[name]
     assert bug.applies(bug.example)
     try:
@@ -268,19 +275,19 @@ def test_each_known_bug_is_still_in_diffusers(name: str) -> None:
 
 def test_predictor_corrector_agrees_with_song_et_al_to_first_order() -> None:
     """Row "predictor-corrector" of docs/parity.md."""
-    theirs = diffusers.ScoreSdeVeScheduler(num_train_timesteps=4000, snr=0.02, sigma_min=0.01, sigma_max=50.0)
-    theirs.set_timesteps(4000)
-    sigma, sigma_next = (float(theirs.discrete_sigmas[k]) for k in (2000, 1999))
+    scheduler = diffusers.ScoreSdeVeScheduler(num_train_timesteps=4000, snr=0.02, sigma_min=0.01, sigma_max=50.0)
+    scheduler.set_timesteps(4000)
+    sigma, sigma_next = (float(scheduler.discrete_sigmas[k]) for k in (2000, 1999))
     x = torch.randn((1, 4, 64, 64), generator=torch.Generator().manual_seed(0)) * sigma
     score = -x / sigma**2
     generator = torch.Generator().manual_seed(1)
-    out = theirs.step_pred(score, 2000 / 3999, x, generator=generator)
-    keep = (sigma_next / sigma) ** 2
-    assert torch.allclose(out.prev_sample_mean, keep * x, rtol=1e-4, atol=1e-6)
+    out = scheduler.step_pred(score, 2000 / 3999, x, generator=generator)
+    decay = (sigma_next / sigma) ** 2
+    assert torch.allclose(out.prev_sample_mean, decay * x, rtol=1e-4, atol=1e-6)
     added = float((out.prev_sample - out.prev_sample_mean).std())
-    assert added == pytest.approx(sigma_next * (1.0 - keep) ** 0.5, rel=0.02)
-    corrected = theirs.step_correct(score, x, generator=torch.Generator().manual_seed(2)).prev_sample
+    assert added == pytest.approx(sigma_next * (1.0 - decay) ** 0.5, rel=0.02)
+    corrected = scheduler.step_correct(score, x, generator=torch.Generator().manual_seed(2)).prev_sample
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    keep = math.exp(-2.0 * 0.02**2)
-    exact = keep * x + sigma * math.sqrt(1.0 - keep * keep) * noise
+    decay = math.exp(-2.0 * 0.02**2)
+    exact = decay * x + sigma * math.sqrt(1.0 - decay * decay) * noise
     assert torch.allclose(corrected, exact, atol=0.02 * 0.05 * sigma)

@@ -1,4 +1,4 @@
-"""Two laws hold for every table: an image at rest stays, and the noise is book-kept."""
+"""Invariants of every table: a noise-free image does not change, and the noise matches the noise levels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedulers import (
     SAMPLERS,
     SIGMA_SCHEDULES,
     SPACINGS,
-    LawBroken,
+    InvalidTable,
     NoiseSchedule,
     StepTable,
     compile_table,
@@ -32,8 +32,8 @@ ZERO_SNR = NoiseSchedule.from_betas(
 SHORT = NoiseSchedule.from_betas(make_betas("linear", 7, 0.05, 0.5), "sample")
 
 
-def rest_and_noise(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
-    """Image coefficient and noise of x after each row for a perfect denoiser, simulated without trusting the table."""
+def simulate(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the image coefficient and noise of x after each row for a perfect denoiser, by simulation."""
     state = np.zeros((1 + HISTORY, 2 + table.num_rows))
     state[0, :2] = 1.0, table.sigma[0]
     image, noise = [], []
@@ -50,8 +50,9 @@ def rest_and_noise(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(table: StepTable) -> None:
-    image, noise = rest_and_noise(table)
-    scale = max(1.0, (np.abs(table.a) + np.abs(table.b).sum(axis=1)).max())  # of what cancels
+    """Assert both invariants, and that the packed columns are finite."""
+    image, noise = simulate(table)
+    scale = max(1.0, (np.abs(table.a) + np.abs(table.b).sum(axis=1)).max())  # bound on the terms that cancel
     assert (np.abs(image - 1.0) <= 1e-9 * scale).all()
     if table.keeps_noise:
         slack = 1e-12 * table.sigma[0] * scale if table.hx.any() else 0.0
@@ -62,7 +63,7 @@ def check(table: StepTable) -> None:
 
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: str, spacing: str) -> None:
+def test_invariants_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: str, spacing: str) -> None:
     for sigma_schedule in (None, *SIGMA_SCHEDULES):
         for schedule, counts in ((SD, (1, 3)), (COSINE, (2,)), (ZERO_SNR, (1, 17))):
             for num_steps in counts:
@@ -73,10 +74,10 @@ def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: st
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_tables_of_the_whole_training_length_compile_and_keep_the_laws(sampler: str) -> None:
-    turn = sorted(SAMPLERS).index(sampler)  # the next sampler's schedules are the other ones
-    for place, spacing in enumerate(SPACINGS):
-        schedule = (SD, ZERO_SNR)[(turn + place) % 2]
+def test_tables_of_the_full_training_length_hold_the_invariants(sampler: str) -> None:
+    turn = sorted(SAMPLERS).index(sampler)  # adjacent samplers alternate the schedules
+    for index, spacing in enumerate(SPACINGS):
+        schedule = (SD, ZERO_SNR)[(turn + index) % 2]
         table = compile_table(sampler, schedule, 1000, spacing=spacing, steps_offset=1)
         assert table.num_steps == 1000
         assert (np.diff(table.sigma) <= 0.0).all()
@@ -96,7 +97,7 @@ def test_tables_of_the_whole_training_length_compile_and_keep_the_laws(sampler: 
     final=st.sampled_from(("zero", "sigma_min")),
     eta=st.sampled_from((None, 0.0, 0.4, 1.0)),
 )
-def test_both_laws_hold_for_any_setting(
+def test_invariants_hold_for_any_options(
     sampler: str, spacing: str, sigma_schedule: str | None, num_steps: int, steps_offset: int, strength: float,
     to_one: bool, final: str, eta: float | None,
 ) -> None:  # fmt: skip
@@ -116,57 +117,57 @@ def test_both_laws_hold_for_any_setting(
     sampler=st.sampled_from(sorted(SAMPLERS)),
     share=st.floats(0.0, 1.0),
 )
-def test_both_laws_hold_for_any_betas(betas: list[float], sampler: str, share: float) -> None:
+def test_invariants_hold_for_any_betas(betas: list[float], sampler: str, share: float) -> None:
     num_steps = 1 + int(share * (len(betas) - 1))
     check(compile_table(sampler, NoiseSchedule.from_betas(betas), num_steps))
 
 
-def test_the_large_variance_sampler_is_the_only_one_that_breaks_the_noise_law() -> None:
+def test_only_ddpm_large_exceeds_the_noise_levels() -> None:
     assert [name for name, sampler in SAMPLERS.items() if not sampler.keeps_noise] == ["ddpm_large"]
     table = compile_table("ddpm_large", SD, 10)
     assert "noise" in table.warnings[0]
     assert (np.hypot(table.a * table.sigma, table.n) >= table.sigma_next).all()
 
 
-def test_noise_is_propagated_through_samplers_that_remember_it() -> None:
+def test_noise_is_propagated_through_the_history() -> None:
     table = compile_table("lms", SD, 30)
     np.testing.assert_allclose(propagate_noise(table), table.sigma_next, rtol=0.0, atol=1e-9 * table.sigma[0])
 
 
 def test_table_that_scales_the_image_is_refused() -> None:
     table = compile_table("euler", SD, 5)
-    with pytest.raises(LawBroken, match=r"scales an image at rest by 1\.5"):
+    with pytest.raises(InvalidTable, match=r"scales a noise-free image by 1\.5"):
         replace(table, a=table.a + 0.5)
 
 
 def test_table_that_loses_noise_is_refused() -> None:
     table = compile_table("ddpm", SD, 5)
-    with pytest.raises(LawBroken, match="leaves noise of"):
+    with pytest.raises(InvalidTable, match="leaves noise of"):
         replace(table, n=table.n * 0.9)
 
 
-def test_table_that_reads_history_nobody_wrote_is_refused() -> None:
+def test_table_that_reads_unset_history_is_refused() -> None:
     table = compile_table("dpmpp_2m", SD, 5)
     b = table.b.copy()
     b[0, 0] -= 0.5
     b[0, 1] += 0.5
-    with pytest.raises(LawBroken, match="nobody has written"):
+    with pytest.raises(InvalidTable, match="no earlier row has written"):
         replace(table, b=b)
 
 
-def test_table_with_a_number_that_is_not_finite_is_refused() -> None:
+def test_table_with_a_non_finite_number_is_refused() -> None:
     table = compile_table("euler", SD, 5)
-    with pytest.raises(LawBroken, match="not finite"):
+    with pytest.raises(InvalidTable, match="not finite"):
         replace(table, n=np.full(5, np.nan))
 
 
-def test_table_cannot_be_changed() -> None:
+def test_table_is_read_only() -> None:
     table = compile_table("euler", SD, 5)
     with pytest.raises(ValueError, match="read-only"):
         table.packed[0, 0] = 1.0
 
 
-def test_packed_columns_are_what_they_are_called() -> None:
+def test_packed_columns_match_their_names() -> None:
     table = compile_table("unipc", SD, 6)
     for name in ("c_in", "c_skip", "c_out", "timestep", "a", "n", "hx", "hd", "sigma", "sigma_next"):
         np.testing.assert_array_equal(table.packed[:, COLUMNS.index(name)], getattr(table, name).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Rows of different samplers, step counts and guidance advance in one call, each to the bits it would have alone."""
+"""Mixed batches: rows of different samplers and step counts have bitwise the same results as alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ SHAPE = (1, 4, 5, 7)
 
 
 def network(scaled: Tensor) -> Tensor:
-    """Elementwise, so that its own bits cannot depend on the batch."""
+    """Apply an elementwise function, so that the network output cannot depend on the batch."""
     return torch.tanh(scaled) * 0.7 + scaled * 0.2
 
 
-def tables() -> list[StepTable]:
+def make_tables() -> list[StepTable]:
+    """Return one table per sampler, with different numbers of steps."""
     return [compile_table(name, SD, 4 + index, spacing="trailing") for index, name in enumerate(SAMPLERS)]
 
 
 def noises(table: StepTable, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """The starting noise and one draw (or zeros) for each row, from the image's own generator in order."""
+    """Return the initial noise and, for each row, a draw or zeros, in the order of the image's generator."""
     generator = torch.Generator("cpu").manual_seed(seed)
     start = torch.randn(SHAPE, generator=generator)
     return start, [torch.randn(SHAPE, generator=generator) if draws else torch.zeros(SHAPE) for draws in table.draws]
 
 
-def alone(table: StepTable, seed: int) -> list[Tensor]:
+def run_alone(table: StepTable, seed: int) -> list[Tensor]:
+    """Return the latents after each row of a run without other images."""
     start, draws = noises(table, seed)
     x, rows, states = table.init_scale * start, rows_of(table), []
     history = new_history(x)
@@ -42,9 +44,9 @@ def alone(table: StepTable, seed: int) -> list[Tensor]:
     return states
 
 
-def test_mixed_batch_gives_each_row_the_bits_it_has_alone() -> None:
-    batch = tables()
-    expected = [alone(table, seed) for seed, table in enumerate(batch)]
+def test_mixed_batch_is_bitwise_equal_to_separate_runs() -> None:
+    batch = make_tables()
+    expected = [run_alone(table, seed) for seed, table in enumerate(batch)]
     starts, draws = zip(*(noises(table, seed) for seed, table in enumerate(batch)), strict=True)
     rows = [rows_of(table) for table in batch]
     lanes = [table.init_scale * start for table, start in zip(batch, starts, strict=True)]
@@ -62,7 +64,7 @@ def test_mixed_batch_gives_each_row_the_bits_it_has_alone() -> None:
             assert torch.equal(lanes[k], expected[k][tick])
 
 
-def test_update_is_what_the_table_says_in_float64() -> None:
+def test_update_matches_the_table_in_float64() -> None:
     table = compile_table("unipc", SD, 5)
     rows = rows_of(table).double()
     x, output, noise = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(3))
@@ -86,13 +88,13 @@ def test_guidance_mixes_scales_by_row() -> None:
     torch.testing.assert_close(mixed[2], uncond[2] + 7.5 * (cond[2] - uncond[2]))
 
 
-def test_renoise_puts_clean_latents_at_the_level_a_row_leaves() -> None:
+def test_renoise_adds_noise_up_to_the_level_after_a_row() -> None:
     table = compile_table("euler", SD, 5)
     rows = rows_of(table)
     latents, noise = torch.randn((2, *SHAPE[1:])), torch.randn((2, *SHAPE[1:]))
-    put_back = renoise(latents, noise, torch.stack([rows[1], rows[4]]))
-    torch.testing.assert_close(put_back[0], latents[0] + float(table.sigma[2]) * noise[0])
-    assert torch.equal(put_back[1], latents[1])
+    noisy = renoise(latents, noise, torch.stack([rows[1], rows[4]]))
+    torch.testing.assert_close(noisy[0], latents[0] + float(table.sigma[2]) * noise[0])
+    assert torch.equal(noisy[1], latents[1])
 
 
 def test_rows_of_has_one_row_for_each_evaluation() -> None:
@@ -100,7 +102,7 @@ def test_rows_of_has_one_row_for_each_evaluation() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_image_at_rest_stays_at_rest_through_the_real_update(sampler: str) -> None:
+def test_noise_free_image_does_not_change(sampler: str) -> None:
     table = compile_table(sampler, NoiseSchedule(SD.alphas_cumprod, "sample"), 9)
     image = torch.randn(SHAPE)
     x, history, rows = image.clone(), new_history(image), rows_of(table)

@@ -1,4 +1,4 @@
-"""Whatever people call a sampler is understood, and what is not known is answered with the names."""
+"""Sampler name resolution, and the errors for unknown names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from schedulers import SAMPLERS, SIGMA_SCHEDULES, UnknownSampler, resolve_sample
         ("ScoreSdeVeScheduler", ("pc", None)),
     ],
 )
-def test_name_in_use_is_understood(name: str, expected: tuple[str, str | None]) -> None:
+def test_common_name_is_resolved(name: str, expected: tuple[str, str | None]) -> None:
     assert resolve_sampler(name) == expected
 
 
@@ -57,7 +57,7 @@ def test_name_label_and_every_schedule_suffix_resolve(sampler: str) -> None:
             assert resolve_sampler(f"{spelling} {schedule}") == (sampler, schedule)
 
 
-def test_unknown_sampler_is_answered_with_the_nearest_and_all_names() -> None:
+def test_unknown_sampler_error_lists_the_closest_and_all_names() -> None:
     with pytest.raises(UnknownSampler, match=r"'dpmpp_2n'.*Did you mean 'dpmpp_2m'") as caught:
         resolve_sampler("dpmpp_2n")
     assert isinstance(caught.value, ValueError)
@@ -65,12 +65,12 @@ def test_unknown_sampler_is_answered_with_the_nearest_and_all_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "karras", "!!!", "FlowMatchEulerDiscreteScheduler", "DPM++ SDE", "dpm2"])
-def test_name_that_means_nothing_here_is_refused(name: str) -> None:
+def test_unsupported_name_is_refused(name: str) -> None:
     with pytest.raises(UnknownSampler, match="Known are ddim"):
         resolve_sampler(name)
 
 
-def test_every_sampler_describes_itself() -> None:
+def test_every_sampler_has_valid_metadata() -> None:
     for name, sampler in SAMPLERS.items():
         assert sampler.name == name
         assert sampler.label
@@ -80,6 +80,6 @@ def test_every_sampler_describes_itself() -> None:
     assert [name for name, sampler in SAMPLERS.items() if sampler.takes_eta] == ["ddim", "euler_a", "tcd"]
 
 
-def test_public_names_are_there() -> None:
+def test_public_names_exist() -> None:
     assert len(set(schedulers.__all__)) == len(schedulers.__all__)
     assert all(hasattr(schedulers, name) for name in schedulers.__all__)

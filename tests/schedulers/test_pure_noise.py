@@ -1,6 +1,6 @@
-"""Schedules that start where nothing is to be seen, at a sigma of thousands: no formula may magnify the first guess.
+"""Schedules that start from pure noise (sigma in the thousands): samplers must not amplify the first estimate.
 
-Heun under 25 steps, PLMS, and Karras sigmas under 10 painted garbage at zero terminal SNR, here as in diffusers.
+Higher-order steps there generate garbage in diffusers: Heun below 25 steps, PLMS, and Karras sigmas below 10 steps.
 """
 
 from __future__ import annotations
@@ -14,43 +14,45 @@ from schedulers.grids import PURE_NOISE_SIGMA
 from tests.schedulers.theirs import COSINE, HO, SD
 
 ZERO_SNR = NoiseSchedule.from_config({**SD, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"})
-BENT = NoiseSchedule.from_config(COSINE)
+COSINE_SCHEDULE = NoiseSchedule.from_config(COSINE)
 ORDINARY = tuple(NoiseSchedule.from_config(betas) for betas in (SD, HO))
 STEPS = (1, 2, 3, 4, 5, 7, 10, 14, 15, 24, 50)
 SLIP = 0.02
-"""Error of the network's estimate at pure noise, in units of the picture's own standard deviation."""
+"""Error of the network's estimate at pure noise, in units of the standard deviation of the image."""
 
 
 def largest_error(table: StepTable) -> float:
-    """How far x strays from where it would be, at most, in units of the noise it holds or of the picture, whichever is
-    more, when the estimates are SLIP to the one side at pure noise and SLIP to the other ever after."""
-    wrong, history, worst = 0.0, np.zeros(table.b.shape[1] - 1), 0.0
+    """Compute the largest error of x caused by estimates that are off by SLIP at pure noise and by -SLIP afterwards.
+
+    The error is in units of the noise in x or of the image, whichever is larger.
+    """
+    error, history, largest = 0.0, np.zeros(table.b.shape[1] - 1), 0.0
     for row in range(table.num_rows):
         slip = SLIP if table.sigma[row] > PURE_NOISE_SIGMA else -SLIP
-        pushed = table.hx[row] * wrong + table.hd[row] * slip
-        wrong = float(table.a[row] * wrong + table.b[row, 0] * slip + table.b[row, 1:] @ history)
+        pushed = table.hx[row] * error + table.hd[row] * slip
+        error = float(table.a[row] * error + table.b[row, 0] * slip + table.b[row, 1:] @ history)
         history = np.append(pushed, history[:-1])
-        worst = max(worst, abs(wrong) / max(1.0, float(table.sigma_next[row])))
-    return worst
+        largest = max(largest, abs(error) / max(1.0, float(table.sigma_next[row])))
+    return largest
 
 
 @pytest.mark.parametrize("sigma_schedule", [None, "karras", "exponential", "beta"])
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("plms", "lcm", "ddpm_large")])
-def test_wrong_guess_at_pure_noise_is_never_magnified(sampler: str, sigma_schedule: str | None) -> None:
-    for schedule, counts in ((ZERO_SNR, STEPS), (BENT, STEPS[2::4])):
+def test_error_at_pure_noise_is_not_amplified(sampler: str, sigma_schedule: str | None) -> None:
+    for schedule, counts in ((ZERO_SNR, STEPS), (COSINE_SCHEDULE, STEPS[2::4])):
         for num_steps in counts:
             table = compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
             assert largest_error(table) < 5.0 * SLIP, (num_steps, largest_error(table))
 
 
-def test_first_step_of_plms_from_pure_noise_is_made_once() -> None:
+def test_plms_has_one_row_for_a_first_step_from_pure_noise() -> None:
     table = compile_table("plms", ZERO_SNR, 8, spacing="trailing")
     assert table.num_rows == 8
     assert np.abs(table.b).max() < 5.0
     assert compile_table("plms", ORDINARY[0], 8, spacing="trailing").num_rows == 9
 
 
-def test_heun_from_pure_noise_takes_one_evaluation_for_the_first_step_and_two_for_the_others() -> None:
+def test_heun_has_one_row_for_a_first_step_from_pure_noise() -> None:
     table = compile_table("heun", ZERO_SNR, 8, spacing="trailing")
     assert np.bincount(table.step_of_row).tolist() == [1, 2, 2, 2, 2, 2, 2, 1]
     assert np.abs(table.b).max() < 2.0
@@ -67,7 +69,7 @@ def test_sigma_schedule_spends_one_step_on_pure_noise(sampler: str, sigma_schedu
             assert len(table.sigma) == num_steps
 
 
-def test_sigma_schedule_goes_from_pure_noise_where_trailing_spacing_goes() -> None:
+def test_first_step_of_a_sigma_schedule_from_pure_noise_matches_trailing_spacing() -> None:
     table = compile_table("dpmpp_2m", ZERO_SNR, 10, sigma_schedule="karras")
     plain = compile_table("dpmpp_2m", ZERO_SNR, 10, spacing="trailing")
     np.testing.assert_allclose(table.sigma[:2], plain.sigma[:2])
@@ -75,24 +77,24 @@ def test_sigma_schedule_goes_from_pure_noise_where_trailing_spacing_goes() -> No
     np.testing.assert_allclose(np.diff(roots), np.diff(roots)[0])
 
 
-def test_ordinary_schedules_never_hold_pure_noise() -> None:
+def test_ordinary_schedules_do_not_reach_pure_noise() -> None:
     for schedule in ORDINARY:
         assert schedule.finite_sigmas()[-1] < PURE_NOISE_SIGMA
     assert np.bincount(compile_table("heun", ORDINARY[1], 4).step_of_row).tolist() == [2, 2, 2, 1]
 
 
-def test_ends_at_pure_noise_still_keep_both_laws() -> None:
+def test_tables_from_pure_noise_hold_the_invariants() -> None:
     for turn, sampler in enumerate(SAMPLERS):
-        for place, sigma_schedule in enumerate((None, "karras", "beta")):
-            few = [(schedule, num_steps) for schedule in (ZERO_SNR, BENT) for num_steps in (1, 2, 3)]
-            many = ((ZERO_SNR, BENT)[(turn + place) % 2], 1000)
-            for schedule, num_steps in (*few, many):
+        for index, sigma_schedule in enumerate((None, "karras", "beta")):
+            short_runs = [(schedule, num_steps) for schedule in (ZERO_SNR, COSINE_SCHEDULE) for num_steps in (1, 2, 3)]
+            long_run = ((ZERO_SNR, COSINE_SCHEDULE)[(turn + index) % 2], 1000)
+            for schedule, num_steps in (*short_runs, long_run):
                 compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_diffusers_still_takes_the_second_look() -> None:
-    theirs = diffusers.HeunDiscreteScheduler(**COSINE)
-    theirs.set_timesteps(8)
-    assert len(theirs.timesteps) == 15
-    assert float(theirs.sigmas[0] / theirs.sigmas[1]) > 1000
+def test_diffusers_still_evaluates_heun_twice_at_pure_noise() -> None:
+    scheduler = diffusers.HeunDiscreteScheduler(**COSINE)
+    scheduler.set_timesteps(8)
+    assert len(scheduler.timesteps) == 15
+    assert float(scheduler.sigmas[0] / scheduler.sigmas[1]) > 1000

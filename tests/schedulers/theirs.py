@@ -1,4 +1,4 @@
-"""diffusers' own schedulers beside ours: which class with which arguments, its known bugs, and how to mend them."""
+"""Schedulers of diffusers to compare with: classes, arguments, known bugs and workarounds."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 COMPARED = tuple(name for name in SAMPLERS if name != "pc")
-"""Every sampler that has a discrete-time class in diffusers; pc is compared by itself, step by step."""
+"""Every sampler with a discrete-time class in diffusers; pc has a separate test of single steps."""
 
 
 class Case(NamedTuple):
-    """One setting to compare at."""
+    """Sampler settings to compare."""
 
     sampler: str
     spacing: str = "leading"
@@ -45,9 +45,9 @@ class Case(NamedTuple):
 
     @property
     def sigma_schedule(self) -> str | None:
-        """The sigma schedule among the extra arguments, if any."""
-        wanted = [key for key, value in self.extra if key.startswith("use_") and value]
-        return wanted[0].removeprefix("use_").removesuffix("_sigmas") if wanted else None
+        """Sigma schedule in the extra arguments, or ``None``."""
+        options = [key for key, value in self.extra if key.startswith("use_") and value]
+        return options[0].removeprefix("use_").removesuffix("_sigmas") if options else None
 
 
 class KDiffusion3M(diffusers.DPMSolverMultistepScheduler):  # type: ignore[misc] # it has no types
@@ -64,7 +64,7 @@ class KDiffusion3M(diffusers.DPMSolverMultistepScheduler):  # type: ignore[misc]
         generator: torch.Generator,
         return_dict: bool = True,
     ) -> Any:
-        """One step in k-diffusion's coordinates, image + sigma * noise; the last one returns the denoised estimate."""
+        """Make one step in the coordinates image + sigma * noise; the last step returns the denoised estimate."""
         if self.step_index is None:
             self._init_step_index(timestep)
             self.past: list[tuple[Tensor, Tensor]] = []
@@ -100,12 +100,12 @@ class KDiffusion3M(diffusers.DPMSolverMultistepScheduler):  # type: ignore[misc]
 
 
 def scheduler_class(sampler: str) -> Any:
-    """The class to compare ``sampler`` with: diffusers' own, except for the sampler that follows k-diffusion."""
+    """Return the class to compare a sampler with: that of diffusers, or :class:`KDiffusion3M` for dpmpp_3m_sde."""
     return KDiffusion3M if sampler == "dpmpp_3m_sde" else getattr(diffusers, SAMPLERS[sampler].diffusers_class)
 
 
 def make_scheduler(case: Case, betas: dict[str, Any]) -> Any:
-    """The scheduler to compare ``case`` with."""
+    """Create the scheduler to compare ``case`` with."""
     return scheduler_class(case.sampler)(
         **betas,
         **ARGUMENTS.get(case.sampler, {}),
@@ -117,76 +117,76 @@ def make_scheduler(case: Case, betas: dict[str, Any]) -> Any:
 
 
 def config_of(scheduler: Any, case: Case) -> dict[str, Any]:
-    """The scheduler's configuration as it would be saved."""
+    """Return the scheduler's configuration in the form in which diffusers saves it."""
     return {**scheduler.config, "_class_name": SAMPLERS[case.sampler].diffusers_class}
 
 
 def uneven(case: Case) -> bool:
-    """The spacing does not step by 1000 // num_steps."""
+    """Return whether the timesteps are not 1000 // num_steps apart."""
     return case.spacing == "linspace" or (case.spacing == "trailing" and 1000 % case.num_steps != 0)
 
 
-def steps_of_stride(case: Case) -> bool:
-    """DDIM and PNDM look for the next timestep at a fixed stride."""
+def has_fixed_stride(case: Case) -> bool:
+    """Return whether diffusers computes the next timestep with a fixed stride, as DDIM and PNDM do."""
     return case.sampler in ("ddim", "plms")
 
 
 class Bug(NamedTuple):
-    """A known difference: where it is, what diffusers does, and one case to show that it still does."""
+    """Known difference: the affected cases, what diffusers does, and an example case that shows it."""
 
     applies: Callable[[Case], bool]
     what: str
     example: Case
 
 
-def _spaced(case: Case) -> bool:
+def _uses_spacing(case: Case) -> bool:
     return SAMPLERS[case.sampler].family != "lcm"
 
 
 MENDED: dict[str, Bug] = {
     "uniform-stride": Bug(
-        lambda c: steps_of_stride(c) and uneven(c),
-        "takes the previous timestep to be 1000 // num_steps below, wherever the next one really is (diffusers #11347);"
-        " trailing is hit as well where num_steps does not divide the length",
+        lambda c: has_fixed_stride(c) and uneven(c),
+        "assumes that the previous timestep is 1000 // num_steps below (diffusers #11347); this also affects trailing"
+        " spacing if num_steps does not divide the length",
         Case("ddim", "linspace", 20),
     ),
     "timestep-rounding": Bug(
         lambda c: SAMPLERS[c.sampler].family == "dpm" and c.sigma_schedule is not None,
-        "makes timesteps of sigmas whole in float32: where one lies within 0.002 of the edge, rounding decides",
+        "rounds the timesteps of sigmas in float32; within 0.002 of an edge the result differs",
         Case("dpmpp_2m", "linspace", 17, extra=(("use_exponential_sigmas", True),)),
     ),
 }
-"""Bugs that :func:`mend` or the arguments of the run repair, after which everything else is compared."""
+"""Bugs that :func:`mend` or the arguments of the run work around, so that the cases are compared."""
 
 EXCLUDED: dict[str, Bug] = {
     "one-step-linspace": Bug(
         lambda c: c.spacing == "linspace" and c.num_steps == 1 and SAMPLERS[c.sampler].family in ("k", "ddim"),
-        "denoises pure noise once, at timestep 0, where next to no noise is expected; ours starts at the last timestep",
+        "denoises pure noise once at timestep 0, for which almost no noise is expected; we start at the last timestep",
         Case("euler", "linspace", 1),
     ),
     "offset-overflow": Bug(
         lambda c: (
             c.spacing == "leading"
-            and _spaced(c)
+            and _uses_spacing(c)
             and c.steps_offset > 0
             and c.num_steps >= (999 if SAMPLERS[c.sampler].family == "dpm" else 1000)
         ),
-        "runs past the last timestep (IndexError, or two equal sigmas and then NaN); ours lowers the offset (#10003)",
+        "exceeds the last timestep (IndexError, or two equal sigmas and NaN); we lower the offset (#10003)",
         Case("ddim", "leading", 1000, steps_offset=1),
     ),
     "offset-at-stride-one": Bug(
         lambda c: c.sampler == "ddim" and c.spacing == "leading" and c.steps_offset > 0 and c.num_steps > 500,
-        "stops at timestep 0 instead of the clean image when the offset is not below the stride",
+        "stops at timestep 0 instead of the clean image if the offset is not below the stride",
         Case("ddim", "leading", 501, steps_offset=1),
     ),
     "repeated-timesteps": Bug(
         lambda c: SAMPLERS[c.sampler].family == "dpm" and c.spacing in ("leading", "linspace") and c.num_steps == 1000,
-        "puts 1001 points on 1000 timesteps: some are repeated (leading: all are 0); ours takes each timestep once",
+        "puts 1001 points on 1000 timesteps: some are repeated (leading: all are 0); we use each timestep once",
         Case("dpmpp_2m", "leading", 1000),
     ),
     "pndm-mixes-v": Bug(
         lambda c: c.sampler == "plms" and c.prediction_type == "v_prediction" and c.num_steps > 1,
-        "averages raw v outputs of different timesteps, which mean different mixtures; ours averages slopes",
+        "averages v outputs of different timesteps, which are different mixtures; we average slopes",
         Case("plms", "leading", 10, "v_prediction"),
     ),
     "no-sample-prediction": Bug(
@@ -200,30 +200,30 @@ EXCLUDED: dict[str, Bug] = {
             and c.sigma_schedule is not None
             and (c.sampler == "deis" or (c.sampler == "unipc" and ("final_sigmas_type", "sigma_min") in c.extra))
         ),
-        "repeats the last of the scheduled sigmas as the end, so that a single step goes nowhere",
+        "repeats the last of the scheduled sigmas as the end, so that a single step has size 0",
         Case("deis", "leading", 1, extra=(("use_karras_sigmas", True),)),
     ),
     "lcm-more-than-origin": Bug(
-        lambda c: not _spaced(c) and c.num_steps > 50,
-        "raises above the 50 timesteps of the distillation; ours then takes them from all training timesteps",
+        lambda c: not _uses_spacing(c) and c.num_steps > 50,
+        "raises above the 50 timesteps of the distillation; we then use all training timesteps",
         Case("lcm", "leading", 100),
     ),
     "late-lms": Bug(
         lambda c: c.sampler == "lms" and c.strength < 1.0,
-        "takes weights for four slopes when it has one, so image-to-image steps do not add up; ours starts at order 1",
+        "uses weights for four slopes with a history of one in image-to-image; we start at order 1",
         Case("lms", "leading", 10, strength=0.5),
     ),
     "late-plms": Bug(
         lambda c: c.sampler == "plms" and c.strength < 1.0,
-        "has its doubled timestep in the wrong place, so image-to-image mistakes one noise level for another",
+        "repeats the wrong timestep in image-to-image, so that noise levels do not match",
         Case("plms", "leading", 10, strength=0.5),
     ),
 }
-"""Bugs that cannot be mended from outside: these cases are left out, one by one."""
+"""Bugs without a workaround: the affected cases are not compared."""
 
 
 class WideTorch:
-    """torch with a float32 that is float64: several schedulers cast to float32 in the middle of a step."""
+    """The torch module with float64 as ``float32``, because several schedulers cast to float32 within a step."""
 
     float32 = torch.float64
 
@@ -232,19 +232,23 @@ class WideTorch:
 
 
 def mend(scheduler: Any, case: Case, table: StepTable, *, exact: bool = False) -> None:
-    """Undo differences of rounding in timesteps; with ``exact``, set our sigmas in float64 after checking them."""
+    """Replace rounded values of a scheduler by those of the table, after a check that they are close.
+
+    Timesteps are replaced if they are affected by the bug "timestep-rounding"; with ``exact`` also the timesteps and
+    sigmas, in float64.
+    """
     if MENDED["timestep-rounding"].applies(case):
-        off = np.flatnonzero(scheduler.timesteps.numpy() != table.timestep)
+        differing = np.flatnonzero(scheduler.timesteps.numpy() != table.timestep)
         alphas = scheduler.alphas_cumprod.double().numpy()
-        exactly = timesteps_of_sigmas(table.sigma, np.sqrt((1.0 - alphas) / alphas))[off]
+        exact_timesteps = timesteps_of_sigmas(table.sigma, np.sqrt((1.0 - alphas) / alphas))[differing]
         edge = 0.5 if case.sigma_schedule == "karras" else 0.0
-        assert (np.abs((exactly + edge + 0.5) % 1.0 - 0.5) < 2e-3).all()
+        assert (np.abs((exact_timesteps + edge + 0.5) % 1.0 - 0.5) < 2e-3).all()
         scheduler.timesteps = torch.tensor(table.timestep)
     if not exact:
         return
     if hasattr(scheduler, "sigmas"):
         np.testing.assert_allclose(scheduler.timesteps.numpy(), table.timestep, rtol=1e-6, atol=1e-5)
         scheduler.timesteps = torch.tensor(table.timestep)
-        ours = np.append(table.sigma, table.sigma_end)
-        np.testing.assert_allclose(scheduler.sigmas.numpy(), ours, rtol=3e-6, atol=0.0)
-        scheduler.sigmas = torch.tensor(ours)
+        sigmas = np.append(table.sigma, table.sigma_end)
+        np.testing.assert_allclose(scheduler.sigmas.numpy(), sigmas, rtol=3e-6, atol=0.0)
+        scheduler.sigmas = torch.tensor(sigmas)

@@ -1,4 +1,4 @@
-"""A smooth network made of one random matrix, and whole trajectories through our tables and diffusers' classes."""
+"""Trajectories through step tables and diffusers schedulers, with a smooth random network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Network = Callable[[Tensor, float], Tensor]
 
 
 def make_network(schedule: NoiseSchedule) -> Network:
-    """(scaled latents, timestep) -> output of the schedule's prediction type: exact for Gaussian data, then bent."""
+    """Create a network (scaled latents, timestep) -> output.
+
+    The output has the prediction type of the schedule: the exact one for Gaussian data plus a nonlinear term.
+    """
     size = int(np.prod(SHAPE))
     draw = np.random.default_rng(7).standard_normal((size, size))
     matrix = torch.tensor(draw / np.linalg.norm(draw, 2))
@@ -27,11 +30,11 @@ def make_network(schedule: NoiseSchedule) -> Network:
     signal = np.sqrt(schedule.alphas_cumprod)
 
     def network(scaled: Tensor, timestep: float) -> Tensor:
-        left = float(np.interp(timestep, index, signal))
-        by_type = {"epsilon": (1.0 - left * left) ** 0.5, "sample": left, "v_prediction": 0.0}
-        straight = by_type[schedule.prediction_type]
-        bent: Tensor = torch.tanh(matrix.to(scaled.dtype) @ scaled.reshape(-1) + 0.001 * timestep)
-        output: Tensor = straight * scaled + 0.3 * bent.reshape(scaled.shape)
+        alpha = float(np.interp(timestep, index, signal))
+        by_type = {"epsilon": (1.0 - alpha * alpha) ** 0.5, "sample": alpha, "v_prediction": 0.0}
+        linear = by_type[schedule.prediction_type]
+        nonlinear: Tensor = torch.tanh(matrix.to(scaled.dtype) @ scaled.reshape(-1) + 0.001 * timestep)
+        output: Tensor = linear * scaled + 0.3 * nonlinear.reshape(scaled.shape)
         return output
 
     return network
@@ -39,25 +42,25 @@ def make_network(schedule: NoiseSchedule) -> Network:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Latents after each row at unit variance, as the network sees them; the final latents; the generator's state."""
+    """Latents of a run: after each row (at unit variance), at the end, and the final state of the generator."""
 
     states: list[Tensor]
     latents: Tensor
     generator_state: Tensor
 
     def error(self, other: Trajectory) -> float:
-        """Largest absolute difference, at any row or at the end; infinite where lengths differ or it is not finite."""
+        """Return the largest absolute difference; infinite if the lengths differ or a value is not finite."""
         if len(self.states) != len(other.states):
             return float("inf")
         pairs = [*zip(self.states, other.states, strict=True), (self.latents, other.latents)]
-        worst = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-        return worst if np.isfinite(worst) else float("inf")
+        largest = max(float((latents - other_latents).abs().max()) for latents, other_latents in pairs)
+        return largest if np.isfinite(largest) else float("inf")
 
 
 def run_table(
     table: StepTable, network: Network, *, image: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Trajectory:
-    """One image through its own table, seed 0; image-to-image from clean latents ``image``."""
+    """Run one image through a table with seed 0; image-to-image if clean latents ``image`` are set."""
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(SHAPE, generator=generator).to(dtype)
     x = table.init_scale * start if image is None else image.to(dtype) + float(table.sigma[0]) * start
@@ -72,7 +75,7 @@ def run_table(
 
 
 class Stride:
-    """Stands in for ``num_inference_steps``, so that ``length // num_inference_steps`` is the true distance."""
+    """Replacement for ``num_inference_steps`` that makes ``length // num_inference_steps`` the true distance."""
 
     def __init__(self, distance: int) -> None:
         self.distance = distance
@@ -82,9 +85,9 @@ class Stride:
 
 
 def true_distances(timesteps: list[int]) -> list[int]:
-    """Distance from each timestep to the next different one; from the last to below 0."""
-    later = [next((t for t in timesteps[i:] if t < timesteps[i]), -1) for i in range(len(timesteps))]
-    return [now - then for now, then in zip(timesteps, later, strict=True)]
+    """Return the distance from each timestep to the next lower one; the last is followed by -1."""
+    next_timesteps = [next((t for t in timesteps[i:] if t < timesteps[i]), -1) for i in range(len(timesteps))]
+    return [current - following for current, following in zip(timesteps, next_timesteps, strict=True)]
 
 
 def run_diffusers(
@@ -97,9 +100,16 @@ def run_diffusers(
     true_strides: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Trajectory:
-    """The loop of diffusers' pipelines, seed 0, on a scheduler whose timesteps are set.
+    """Run the loop of diffusers' pipelines with seed 0 on a scheduler whose timesteps are set.
 
-    ``table`` tells only where to begin and at which scale to compare. ``true_strides`` mends a known bug.
+    Args:
+        scheduler: Scheduler of diffusers.
+        table: Table to compare with; provides the first step and the scale of the recorded latents.
+        network: Network to sample from.
+        eta: Argument of ``scheduler.step``, if any.
+        image: Clean latents for image-to-image.
+        true_strides: Work around the bug "uniform-stride".
+        dtype: Type of the latents.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(SHAPE, generator=generator).to(dtype)
@@ -115,7 +125,7 @@ def run_diffusers(
     options: dict[str, Any] = {} if eta is None else {"eta": eta}
     if "generator" in scheduler.step.__code__.co_varnames:
         options["generator"] = generator
-    unit = isinstance(scheduler.init_noise_sigma, float) and scheduler.init_noise_sigma == 1.0
+    is_unit_variance = isinstance(scheduler.init_noise_sigma, float) and scheduler.init_noise_sigma == 1.0
     distances = true_distances([int(t) for t in timesteps]) if true_strides else []
     if len(distances) > 1 and table.sampler == "plms":
         distances[1] = distances[0]  # its second evaluation redoes the first step
@@ -125,6 +135,6 @@ def run_diffusers(
             scheduler.num_inference_steps = Stride(distances[row])
         output = network(scheduler.scale_model_input(x, t), float(t))
         x = scheduler.step(output, t, x, **options).prev_sample
-        level = 0.0 if unit or row >= table.num_rows else float(table.sigma_next[row])
+        level = 0.0 if is_unit_variance or row >= table.num_rows else float(table.sigma_next[row])
         states.append(x / float(np.hypot(1.0, level)))
     return Trajectory(states, x, generator.get_state())
