@@ -1,13 +1,13 @@
-"""Experiments: what a picture is worth, measured without a download, and what a step buys.
+"""Experiments that compare samplers, step counts and guidance by image quality and time.
 
-    prompt_match   share of pictures that show exactly what their prompts ask for, in the embedded model's picture world
+    prompt_match   share of images that show exactly what their prompts describe, for the embedded model
     intervals      bootstrap intervals
-    plan           samplers x steps x guidance on the same prompts and seeds; also how long that takes
-    painter        whoever paints such a plan: an engine for ``diffserve sweep``, a server for the page
-    experiment     what both have in common: every picture is measured, and its record kept
-    charts         measures over steps and over time, drawn as SVG (``svg``) and as PNG (``plots``)
-    run            do a plan through the engine, resumably, and write its report
-    summary        the table that comes out, as CSV
+    plan           samplers x steps x guidance on the same prompts and seeds, with cost estimates
+    painter        interface of image generators: an engine for ``diffserve sweep``, a server for the web page
+    experiment     core loop that generates, measures and records images
+    charts         measures over steps and over time, rendered as SVG (``svg``) and PNG (``plots``)
+    run            runs a plan with an engine, resumably, and writes its report
+    summary        result table, also as CSV
 
 >>> from diffserve import Engine
 >>> from diffserve.experiments import match_prompts
@@ -15,17 +15,14 @@
 >>> results = Engine.from_pretrained("embedded").generate(prompts)
 >>> match = match_prompts([result.image for result in results], prompts)
 >>> print(match.exact)  # say, 67 % (2 of 3; 95 % interval 0..100 %)
->>> match.parts["relation"].share  # of the two pictures that were asked for a relation
->>> [found.name for found in match.verdicts[0].reading.objects]  # what the first picture shows
 
-A whole comparison, into a folder with a page to read:
 
 >>> from diffserve.experiments import sweep
 >>> report = sweep("embedded", folder="report", samplers=["ddim", "dpmpp_2m"], steps=[5, 10, 20], prompts=8, seeds=1)
 >>> for finding in report.findings:
 ...     print(finding.claim, finding.verdict)
 
-Nothing here loads torch before a sweep runs, and the checker compares with drawn sprites, never with a trained network.
+Torch is not imported before a sweep runs. The checker compares with rendered sprites and needs no trained network.
 """
 
 from diffserve.experiments.estimates import Estimate, Measure

@@ -1,7 +1,7 @@
-"""From the records of a sweep to measures with intervals, of one cell or of any paired difference. numpy alone.
+"""Computes measures with confidence intervals from the records of a sweep, using only numpy.
 
-The unit that is resampled is the prompt: its pictures in all cells stay together, so that differences between cells are
-paired and their intervals are as narrow as pairing makes them.
+The bootstrap resamples prompts. All images of a prompt stay together across cells, so differences between cells are
+paired, which makes their intervals narrower.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from diffserve.experiments.set_bootstrap import (
 )
 
 LEAST_PROMPTS = 8
-"""With fewer, resampled sets of pictures say nothing of the spread, and distances between sets have no interval."""
+"""Minimum number of prompts for an interval of a set distance; fewer give no useful bootstrap estimate."""
 
 SetValues = Mapping[tuple[Cell, Measure], float]
-"""The distances themselves, by the metrics library; see :mod:`diffserve.experiments.metrics.set_distance`."""
+"""Set distances by cell and measure; see :mod:`diffserve.experiments.metrics.set_distance`."""
 
 
 @dataclass(eq=False)
 class PictureSet:
-    """Features of a set of pictures by prompt, and what the bootstrap needs of them."""
+    """Features of a set of images, the prompt index of each image, and cached sums for the bootstrap."""
 
     features: NDArray[np.float32]
     prompts: list[int]
@@ -52,13 +52,16 @@ class PictureSet:
 
 
 class Analysis:
-    """Records of a sweep, cell by cell and place by place, every cell complete.
+    """Estimates of measures over the records of a sweep in which every cell is complete.
 
-    drawn         features of the drawn scenes of every prompt, ``None`` where prompts cannot be drawn
-    set_values    the distances between sets, from the metrics library
-    seed_spread   by guidance, how far apart converged pictures of one prompt and two seeds are (latent RMSE)
-    places        what is looked at, all of the plan's unless said otherwise
-    least_groups  of fewer prompts, or seeds of an only one, means have no interval
+    Args:
+        plan: The plan of the sweep.
+        records: Records by cell and place.
+        drawn: Features of rendered scenes of every prompt, ``None`` if the prompts cannot be rendered.
+        set_values: Distances between sets, computed by the metrics library.
+        seed_spread: Latent RMSE between converged images of one prompt and two seeds, by guidance.
+        places: Places to include, by default all of the plan.
+        least_groups: Minimum number of prompts, or of seeds of a single prompt, for means to have an interval.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Analysis:
         places = plan.places if places is None else places
         self.plan = plan
         self.seed_spread = dict(seed_spread or {})
-        self._records = {cell: [known[place] for place in places] for cell, known in records.items()}
+        self._records = {cell: [cell_records[place] for place in places] for cell, cell_records in records.items()}
         self._drawn = drawn
         self._set_values = dict(set_values or {})
         self._prompts = [place[0] for place in places]
@@ -87,30 +90,37 @@ class Analysis:
         self._sets: dict[Cell, PictureSet] = {}
 
     def records(self, cell: Cell) -> list[ImageRecord]:
-        """The cell's records, in the order of the places."""
+        """Return the cell's records in the order of the places."""
         return self._records[cell]
 
     def values(self, cell: Cell, measure: Measure) -> Floats | None:
-        """A measure of each picture, (N,), in the order of the places; ``None`` where it was not measured."""
+        """Return a measure of each image, (N,), in the order of the places, or ``None`` if some image lacks it."""
         records = self._records[cell]
         if measure is Measure.EXACT:
-            known = [record.parts.exact if record.parts else None for record in records]
+            optional_values = [record.parts.exact if record.parts else None for record in records]
         else:
-            known = [getattr(record.distance, measure.value) if record.distance else None for record in records]
-        found = [value for value in known if value is not None]
-        return np.array(found, dtype=np.float64) if len(found) == len(records) else None
+            optional_values = [
+                getattr(record.distance, measure.value) if record.distance else None for record in records
+            ]
+        values = [value for value in optional_values if value is not None]
+        return np.array(values, dtype=np.float64) if len(values) == len(records) else None
 
     def estimate(self, cell: Cell, measure: Measure) -> Estimate | None:
-        """The measure of a cell; ``None`` where it was not measured."""
+        """Return the estimate of a cell's measure, or ``None`` if it was not measured."""
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
             share = share_of([bool(hit) for hit in hits], self._groups)
             return Estimate(share.share, share.low, share.high) if self._has_intervals else Estimate(share.share)
         return self.contrast({cell: 1}, measure)
 
     def contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
-        """The sum of weight times measure over cells, paired: {a: 1, b: -1} is the difference of a and b.
+        """Estimate a weighted sum of a measure over cells, paired by image.
 
-        ``None`` where one of the cells lacks the measure.
+        Args:
+            weights: Weight of each cell; ``{a: 1, b: -1}`` is the difference between a and b.
+            measure: The measure to sum.
+
+        Returns:
+            The estimate, or ``None`` if one of the cells lacks the measure.
         """
         if measure in SET_MEASURES:
             return self._set_contrast(weights, measure)
@@ -123,17 +133,17 @@ class Analysis:
         return Estimate(float(summed.mean()), *bootstrap_interval(summed.tolist(), self._groups))
 
     def picture_set(self, cell: Cell) -> PictureSet:
-        """The features of a cell's pictures."""
+        """Return the features of a cell's images."""
         if cell not in self._sets:
             features = features_of(self._records[cell])
             self._sets[cell] = PictureSet(features, self._prompts, len(self.plan.prompts))
         return self._sets[cell]
 
     def reference_set(self, cell: Cell, measure: Measure) -> PictureSet | None:
-        """What a distance between sets holds ``cell`` against; ``None`` where there is nothing.
+        """Return the reference set for a set distance of ``cell``, or ``None`` if there is none.
 
-        KID to converged pictures is a stopgap where nothing can be drawn: it takes sets to be independent, and these
-        share their seeds.
+        KID to converged images is used only if no scenes can be rendered: KID assumes independent sets, and these share
+        their seeds.
         """
         if measure in (Measure.FRECHET, Measure.KID):
             return self._drawn
@@ -156,15 +166,15 @@ class Analysis:
 
     def _set_replicates(self, cell: Cell, measure: Measure) -> Floats:
         if (cell, measure) not in self._replicates:
-            reference, own = self.reference_set(cell, measure), self.picture_set(cell)
+            reference, images = self.reference_set(cell, measure), self.picture_set(cell)
             assert reference is not None, "a distance between sets needs both"
             if measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
-                found = frechet_replicates(own.moments, self._roots_of(reference), self._times)
+                replicates = frechet_replicates(images.moments, self._roots_of(reference), self._times)
             else:
                 other = (reference.features, reference.prompts)
-                between = KernelSums.of(own.features, own.prompts, own.num_prompts, other)
-                found = kernel_replicates(own.kernel, between, reference.kernel, self._times)
-            self._replicates[cell, measure] = found
+                between = KernelSums.of(images.features, images.prompts, images.num_prompts, other)
+                replicates = kernel_replicates(images.kernel, between, reference.kernel, self._times)
+            self._replicates[cell, measure] = replicates
         return self._replicates[cell, measure]
 
     def _roots_of(self, reference: PictureSet) -> list[tuple[Floats, Floats]]:

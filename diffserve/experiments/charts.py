@@ -1,6 +1,6 @@
-"""The charts of an experiment as data, the front of a chart and its knee, and its pictures in rows and columns.
+"""Chart data of an experiment: lines, Pareto front, knee point, and the layout of image grids.
 
-Drawn as SVG by :mod:`diffserve.experiments.svg` and as PNG by ``plots``.
+:mod:`diffserve.experiments.svg` renders charts as SVG and ``plots`` renders them as PNG.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
 
 Names = Mapping[str, str]
-"""From a sampler as cells write it to what people read."""
+"""Display names by canonical sampler name."""
 
 NO_NAMES: Names = MappingProxyType({})
 
 NEAR: Final = 0.01
-"""Dots that are no farther apart hide each other: a share of the height, and of the seconds or steps."""
+"""Dots within this distance hide each other: a share of the chart's height, and a log ratio of seconds or steps."""
 
 CellLine = tuple[str, float]
-"""(sampler, guidance): one line of a chart, one row of a grid of pictures."""
+"""(sampler, guidance): one line of a chart, or one row of an image grid."""
 
 
 class ChartDot(NamedTuple):
-    """A cell on a chart."""
+    """A cell's position on a chart."""
 
     x: float
     value: Estimate
@@ -35,7 +35,7 @@ class ChartDot(NamedTuple):
 
 
 class ChartLine(NamedTuple):
-    """A sampler at one guidance: its dots in the order of steps, and its number, which decides how it looks."""
+    """The dots of one sampler and guidance, ordered by steps; ``number`` selects color and marker."""
 
     number: int
     name: str
@@ -43,11 +43,12 @@ class ChartLine(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One measure over steps, joined, or over seconds.
+    """One measure over steps (dots joined by lines) or over seconds.
 
-    level  where the converged pictures stand, across the chart
-    front  what cannot be had both better and faster, the fastest first
-    knee   after which time buys least
+    Attributes:
+        level: Value of the converged images, drawn across the chart.
+        front: Pareto front of quality and time, the fastest first.
+        knee: Point of the front after which more time has the smallest benefit.
     """
 
     measure: Measure
@@ -60,31 +61,34 @@ class Chart(NamedTuple):
 
     @property
     def dots(self) -> list[ChartDot]:
-        """Of all lines."""
+        """The dots of all lines."""
         return [dot for line in self.lines for dot in line.dots]
 
     def num_upon(self, line: ChartLine, dot: ChartDot) -> int:
-        """How many of the lines after ``line``, which are drawn upon it, have a dot so near to ``dot`` that it would be
-        hidden."""
-        values = [each.value.value for each in self.dots]
+        """Count the lines drawn after ``line`` that have a dot close enough to hide ``dot``."""
+        values = [chart_dot.value.value for chart_dot in self.dots]
         height = 1.0 if self.measure is Measure.EXACT else max(values) - min(values)
         later = self.lines[self.lines.index(line) + 1 :]
-        return sum(any(_is_upon(other, dot, height) for other in one.dots) for one in later)
+        return sum(any(_overlaps(other, dot, height) for other in later_line.dots) for later_line in later)
 
 
-def _is_upon(one: ChartDot, other: ChartDot, height: float) -> bool:
-    """Whether both stand in one place of a chart whose values span ``height``, as far as can be seen."""
-    return abs(math.log(one.x / other.x)) <= NEAR and abs(one.value.value - other.value.value) <= NEAR * height
+def _overlaps(dot: ChartDot, other: ChartDot, height: float) -> bool:
+    """Return whether two dots look like one in a chart whose values span ``height``."""
+    return abs(math.log(dot.x / other.x)) <= NEAR and abs(dot.value.value - other.value.value) <= NEAR * height
 
 
 def over_steps(
     summaries: Sequence[CellSummary], measures: Iterable[Measure], names: Names = NO_NAMES
 ) -> tuple[Chart, ...]:
-    """A chart over steps for each of ``measures`` that anything has."""
+    """Build a chart over steps for each of ``measures`` that some cell has."""
     charts = []
     for measure in measures:
-        lines = _lines(summaries, measure, names, lambda one: float(one.cell.num_steps))
-        levels = [found.value for one in summaries if one.cell.is_reference and (found := one.value(measure))]
+        lines = _lines(summaries, measure, names, lambda summary: float(summary.cell.num_steps))
+        levels = [
+            estimate.value
+            for summary in summaries
+            if summary.cell.is_reference and (estimate := summary.value(measure))
+        ]
         level = levels[0] if len(levels) == 1 else None
         charts.append(Chart(measure, "steps", lines, is_joined=True, level=level))
     return tuple(chart for chart in charts if chart.lines)
@@ -93,10 +97,10 @@ def over_steps(
 def over_seconds(
     summaries: Sequence[CellSummary], measures: Iterable[Measure], names: Names = NO_NAMES
 ) -> tuple[Chart, ...]:
-    """A chart over the seconds of one picture for each of ``measures`` that anything has."""
+    """Build a chart over the seconds per image for each of ``measures`` that some cell has."""
     charts = []
     for measure in measures:
-        lines = _lines(summaries, measure, names, lambda one: one.alone_s)
+        lines = _lines(summaries, measure, names, lambda summary: summary.alone_s)
         dots = {dot.summary.cell.slug: dot for line in lines for dot in line.dots}
         sign = 1 if measure.more_is_better else -1
         front = pareto_front([Point(name, dot.x, sign * dot.value.value) for name, dot in dots.items()])
@@ -115,19 +119,19 @@ def over_seconds(
 
 
 def common_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
-    """The measures that every cell has; converged cells, which have no distance to themselves, do not count."""
-    cells = [one for one in summaries if not one.cell.is_reference]
-    return tuple(measure for measure in Measure if all(one.value(measure) for one in cells))
+    """Return the measures that every cell has, apart from converged cells, which have no distance to themselves."""
+    cells = [summary for summary in summaries if not summary.cell.is_reference]
+    return tuple(measure for measure in Measure if all(summary.value(measure) for summary in cells))
 
 
 def time_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
-    """The measures of quality that are drawn against time: at most two, of the pictures themselves if that is known."""
-    wanted = (Measure.EXACT, Measure.FRECHET, Measure.PSNR_DB, Measure.FRECHET_CONVERGED)
-    return tuple(measure for measure in wanted if measure in common_measures(summaries))[:2]
+    """Return at most two quality measures to plot against time, preferring those of the images themselves."""
+    candidates = (Measure.EXACT, Measure.FRECHET, Measure.PSNR_DB, Measure.FRECHET_CONVERGED)
+    return tuple(measure for measure in candidates if measure in common_measures(summaries))[:2]
 
 
 def line_names(cells: Iterable[Cell], names: Names = NO_NAMES) -> dict[CellLine, str]:
-    """Every line of ``cells`` and its name, which says the guidance only where there are several."""
+    """Return the lines of ``cells`` with their names, which include the guidance only if there are several."""
     cells = list(cells)
     several = len({cell.guidance_scale for cell in cells}) > 1
     keys = dict.fromkeys((cell.sampler, cell.guidance_scale) for cell in cells if not cell.is_reference)
@@ -138,13 +142,13 @@ def _lines(
     summaries: Sequence[CellSummary], measure: Measure, names: Names, x: Callable[[CellSummary], float]
 ) -> tuple[ChartLine, ...]:
     lines = []
-    for number, (key, name) in enumerate(line_names((one.cell for one in summaries), names).items()):
-        cells = (one for one in summaries if not one.cell.is_reference)
-        own = [one for one in cells if (one.cell.sampler, one.cell.guidance_scale) == key]
+    for number, (key, name) in enumerate(line_names((summary.cell for summary in summaries), names).items()):
+        compared = (summary for summary in summaries if not summary.cell.is_reference)
+        line_summaries = [summary for summary in compared if (summary.cell.sampler, summary.cell.guidance_scale) == key]
         dots = [
-            ChartDot(x(one), value, one)
-            for one in sorted(own, key=lambda one: one.cell.num_steps)
-            if (value := one.value(measure)) is not None
+            ChartDot(x(summary), value, summary)
+            for summary in sorted(line_summaries, key=lambda summary: summary.cell.num_steps)
+            if (value := summary.value(measure)) is not None
         ]
         if dots:
             lines.append(ChartLine(number, name, tuple(dots)))
@@ -152,7 +156,7 @@ def _lines(
 
 
 class Point(NamedTuple):
-    """Something with a time and a quality; more quality is better."""
+    """A candidate of the Pareto front; a higher quality is better."""
 
     name: str
     seconds: float
@@ -160,10 +164,7 @@ class Point(NamedTuple):
 
 
 def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points that no other beats in one and equals in the other, the fastest first.
-
-    Of points equal in both, the first is taken.
-    """
+    """Return the Pareto-optimal points, the fastest first; of identical points only the first is included."""
     front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.seconds, -point.quality)):
         if not front or point.quality > front[-1].quality:
@@ -172,10 +173,13 @@ def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def knee(front: Sequence[Point]) -> Point | None:
-    """The point of a front after which time buys least: farthest above the line between its ends.
+    """Return the knee of a Pareto front: the point farthest above the line between its ends.
 
-    Time is taken as its logarithm and both axes are scaled to 0..1 (the idea of Satopaa et al. 2011, "Finding a Kneedle
-    in a Haystack"). ``None`` for fewer than three points, or when none lies above the line.
+    Time is on a logarithmic axis and both axes are scaled to 0..1, following Satopaa et al. 2011, "Finding a Kneedle in
+    a Haystack".
+
+    Returns:
+        The knee, or ``None`` for fewer than three points or if no point lies above the line.
     """
     if len(front) < 3:
         return None
@@ -191,8 +195,11 @@ def knee(front: Sequence[Point]) -> Point | None:
 
 
 class StripGrid(NamedTuple):
-    """Pictures of one prompt and seed: a row for each sampler and guidance, a column for each number of steps, and one
-    for the converged picture where there is any. ``None`` where a cell has no picture."""
+    """Image grid of one prompt and seed.
+
+    There is a row for each sampler and guidance, a column for each step count, and a last column for the converged
+    image if there is one. An entry is ``None`` if its cell has no image.
+    """
 
     heads: tuple[str, ...]
     names: tuple[str, ...]
@@ -200,15 +207,15 @@ class StripGrid(NamedTuple):
 
 
 def strip_grid(thumbnails: Mapping[Cell, bytes]) -> StripGrid:
-    """Lay ``thumbnails`` out with growing steps, the converged picture at the end of every row."""
+    """Arrange ``thumbnails`` by increasing steps, with the converged image at the end of each row."""
     lines = line_names(thumbnails)
     steps = sorted({cell.num_steps for cell in thumbnails if not cell.is_reference})
     converged = {cell.guidance_scale: cell for cell in thumbnails if cell.is_reference}
     rows = []
     for sampler, scale in lines:
-        own = (thumbnails.get(Cell(sampler, n, scale)) for n in steps)
-        end = converged.get(scale)
-        rows.append((*own, *([thumbnails[end] if end else None] if converged else [])))
+        images = (thumbnails.get(Cell(sampler, n, scale)) for n in steps)
+        reference = converged.get(scale)
+        rows.append((*images, *([thumbnails[reference] if reference else None] if converged else [])))
     heads = [f"{n} steps" if n > 1 else "1 step" for n in steps]
     heads += [f"converged ({next(iter(converged.values())).num_steps})"] if converged else []
     return StripGrid(tuple(heads), tuple(lines.values()), tuple(rows))

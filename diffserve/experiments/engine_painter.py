@@ -1,8 +1,7 @@
-"""Paint with an engine: many cells in flight at once, each image charged for what it used; then each cell alone.
+"""Generates the images of a plan with an engine and measures the time of each cell.
 
-While many cells share the engine, an image's own clock also counts the rows of others. So after all images are painted,
-one image of each cell is painted alone, in ``TIMED_ROUNDS`` rounds that visit every cell, so that whatever else the
-machine does in the meantime falls on all cells alike.
+Cells share the engine's batches, so an image's latency also includes the rows of others. Therefore one image of each
+cell is generated alone afterwards. ``TIMED_ROUNDS`` rounds over all cells spread other load evenly between them.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class EnginePainter:
-    """Feeds an engine, which is its own for as long as it runs: other requests' events would be lost.
+    """Generates planned images with an engine that it has exclusive use of; events of other requests are dropped.
 
-    As many images are in flight as the engine has lanes (or places to wait, if fewer).
+    The number of images in flight is limited by the engine's lanes and its waiting queue.
     """
 
     def __init__(self, engine: Engine, plan: SweepPlan) -> None:
@@ -34,20 +33,20 @@ class EnginePainter:
         self._used_s: defaultdict[str, float] = defaultdict(float)
 
     async def paint(self, images: Iterable[PlannedImage]) -> AsyncGenerator[PaintEvent, None]:
-        """Every image as it is finished, and after each tick the rows that it ran; nothing is waited for.
+        """Generate ``images`` and yield each finished image, and after each engine tick the rows that it ran.
 
-        An image starts when its converged one is finished, if that is among ``images``, and those behind it wait too.
-        Raises the error of an image that failed.
+        The generator never suspends. An image, and all images after it, start only after its converged image is
+        finished, if that is among ``images``. The error of a failed image is raised.
         """
         from diffserve.engine.delivery import raise_if_failed
 
         waiting = list(images)[::-1]
         references = {image for image in waiting if image.cell.is_reference}
-        most = min(self._engine.config.max_lanes, self._engine.config.max_waiting)
+        max_in_flight = min(self._engine.config.max_lanes, self._engine.config.max_waiting)
         while waiting or self._flight:
-            while waiting and len(self._flight) < most and self._reference_of(waiting[-1]) not in references:
+            while waiting and len(self._flight) < max_in_flight and self._reference_of(waiting[-1]) not in references:
                 self._start(waiting.pop())
-            assert self._flight, "the next image waits for one that is not being painted"
+            assert self._flight, "the next image waits for one that is not in flight"
             events = self._engine.tick()
             yield self._charge(self._engine.last_tick)
             for event in events:
@@ -60,11 +59,11 @@ class EnginePainter:
 
     @property
     def in_flight(self) -> tuple[PlannedImage, ...]:
-        """What is being painted now."""
+        """Images that are being generated."""
         return tuple(self._flight.values())
 
     def close(self) -> None:
-        """Give up what is in flight; the engine's lanes are free when this returns."""
+        """Cancel all images in flight and wait until their lanes are free."""
         for request_id in self._flight:
             self._engine.cancel(request_id)
         self._flight.clear()
@@ -87,26 +86,28 @@ class EnginePainter:
         )
 
     def _charge(self, trace: TickTrace | None) -> RowsDone:
-        """Divide a tick's whole wall time among the rows that ran in it."""
+        """Distribute a tick's wall time equally over the rows that ran in it."""
         if trace is None or not trace.num_rows:
             return RowsDone({})
         for request_id in trace.request_ids:
             self._used_s[request_id] += trace.wall_s / trace.num_rows
-        return RowsDone(Counter(self._flight[one] for one in trace.request_ids if one in self._flight))
+        return RowsDone(
+            Counter(self._flight[request_id] for request_id in trace.request_ids if request_id in self._flight)
+        )
 
 
 def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bool = False) -> GenerationRequest:
-    """The request for one image of a cell, at the model's native size."""
-    how = DiffusionParams(sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale)
+    """Build the request for one image of a cell at the model's native size."""
+    diffusion = DiffusionParams(sampler=cell.sampler, num_steps=cell.num_steps, guidance_scale=cell.guidance_scale)
     return GenerationRequest(
-        prompt=plan.prompts[place[0]], seed=plan.seed_of(place), diffusion=how, return_latents=return_latents
+        prompt=plan.prompts[place[0]], seed=plan.seed_of(place), diffusion=diffusion, return_latents=return_latents
     )
 
 
 def time_alone(engine: Engine, plan: SweepPlan) -> Iterator[tuple[Cell, SoloTime]]:
-    """Paint the first image of every cell alone, round after round; each cell with what this round measured.
+    """Generate the first image of every cell alone and yield its time, in ``TIMED_ROUNDS`` rounds over all cells.
 
-    A first image, which finds buckets and fills caches, is not counted.
+    A warm-up image fills caches and is not timed.
     """
     place = plan.places[0]
     engine.generate(request_for(plan, min(plan.all_cells, key=lambda cell: cell.rows), place))
@@ -117,5 +118,7 @@ def time_alone(engine: Engine, plan: SweepPlan) -> Iterator[tuple[Cell, SoloTime
 
 
 def merge_rounds(rounds: Sequence[SoloTime]) -> SoloTime:
-    """The rounds of one cell as one."""
-    return SoloTime(sum((one.step_ms for one in rounds), ()), sum((one.image_s for one in rounds), ()))
+    """Combine the timed rounds of one cell."""
+    return SoloTime(
+        sum((solo_time.step_ms for solo_time in rounds), ()), sum((solo_time.image_s for solo_time in rounds), ())
+    )

@@ -1,4 +1,4 @@
-"""The measures of a sweep, and a measured value with its interval. No torch, no engine: a page reads them too."""
+"""Measures of a sweep and estimates with confidence intervals, without torch or an engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class Measure(Enum):
-    """What is measured of a cell; the value is its name in files.
+    """A measure of a cell; the value is its name in files.
 
-    The first four are means over pictures; the others are of the whole set of pictures.
+    The first four are means over images, the others are distances between sets of images.
     """
 
     EXACT = "exact"
@@ -24,32 +24,32 @@ class Measure(Enum):
 
     @property
     def more_is_better(self) -> bool:
-        """Whether a larger value is the better picture."""
+        """Whether a larger value is better."""
         return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM)
 
     @property
     def title(self) -> str:
-        """For axes and headings."""
+        """Display name for axes and headings."""
         return TITLES[self]
 
     @property
     def short_title(self) -> str:
-        """For columns."""
+        """Short display name for table columns."""
         return TITLES[self].replace(" to the converged picture", "").replace("distance to ", "to ")
 
     def write(self, value: float) -> str:
-        """``value`` as people read it."""
+        """Format ``value`` with its unit."""
         if self is Measure.EXACT:
             return f"{100 * value:.1f} %"
         return f"{value:.1f} dB" if self is Measure.PSNR_DB else f"{value:.3g}"
 
     def write_range(self, low: float, high: float) -> str:
-        """Two values, the unit once: "81.2 to 93.8 %"."""
+        """Format two values with a single unit: "81.2 to 93.8 %"."""
         unit = {Measure.EXACT: " %", Measure.PSNR_DB: " dB"}.get(self, "")
         return f"{self.write(low).removesuffix(unit)} to {self.write(high)}"
 
     def write_difference(self, value: float) -> str:
-        """A difference without its sign: "12.5 points"."""
+        """Format a difference without its sign: "12.5 points"."""
         return f"{100 * abs(value):.1f} points" if self is Measure.EXACT else self.write(abs(value))
 
 
@@ -68,7 +68,7 @@ TITLES = {
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A measured value and its 95 % interval, ``None`` where too few prompts give none."""
+    """A measured value and its 95 % interval; ``low`` and ``high`` are ``None`` with too few prompts."""
 
     value: float
     low: float | None = None
@@ -76,7 +76,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the interval lies on one side of zero, else 0: not distinguishable from none."""
+        """1 or -1 if the interval is on one side of zero, otherwise 0 (not distinguishable from zero)."""
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 0) - int(self.high < 0)

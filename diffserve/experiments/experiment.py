@@ -1,4 +1,4 @@
-"""The middle of every experiment: images that any painter paints are measured, and their records kept."""
+"""Core loop of experiments: generates images with any painter, measures them, and stores the records."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ T = TypeVar("T")
 
 
 class RecordStore(Protocol):
-    """Where records are kept, and the images that others are compared with."""
+    """Storage of records and of the images that others are compared with."""
 
     def save(self, finished: FinishedImage) -> None:
-        """Keep the image itself, if it will be asked for."""
+        """Store the image if it is needed later for comparisons."""
 
     def load(self, cell: Cell, place: Place) -> StoredImage | None:
-        """An image that was saved."""
+        """Return a saved image, or ``None`` if there is none."""
 
     def records(self, cell: Cell) -> Mapping[Place, ImageRecord]:
-        """What is known of a cell's images."""
+        """Return the records of a cell by place."""
 
     def add(self, cell: Cell, record: ImageRecord) -> None:
-        """Keep a record. An image that was painted before its converged one gets a second, with its distance."""
+        """Add a record, or replace one that was made before its converged image existed."""
 
 
 async def call_here(function: Callable[..., T], *arguments: Any) -> T:
-    """Call at once; beside an event loop that must not wait, use ``asyncio.to_thread`` instead."""
+    """Call ``function`` directly; use ``asyncio.to_thread`` instead if it must not block the event loop."""
     return function(*arguments)
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing, as painting with an engine does; it needs no event loop."""
+    """Run a coroutine that never suspends and return its result, without an event loop."""
     try:
         work.send(None)
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
-    raise RuntimeError("it waits for something; run it on an event loop")
+    raise RuntimeError("the coroutine suspended; run it on an event loop")
 
 
 async def paint_measured(
@@ -55,14 +55,22 @@ async def paint_measured(
     on_event: Callable[[PaintEvent], None],
     call: Callable[..., Awaitable[Any]] = call_here,
 ) -> None:
-    """Paint ``images`` of ``plan`` with any painter, measure them, and keep the records in ``store``.
+    """Generate ``images`` with a painter, measure them, and add the records to ``store``.
 
-    ``on_event`` is told everything the painter says, of finished images after they were measured; ``call`` runs what
-    takes long. Raises what the painter raises; what is in flight is then given up.
+    Errors of the painter propagate; images in flight are then canceled.
+
+    Args:
+        plan: The plan that the images belong to.
+        painter: Generates the images.
+        measures: Measures each finished image.
+        store: Receives images and records.
+        images: The images to generate.
+        on_event: Called with every event of the painter; for finished images after they were measured.
+        call: Runs the measuring, for example in a thread.
     """
 
     def measure(finished: FinishedImage) -> Iterator[tuple[Cell, ImageRecord]]:
-        """The record of an image; and with a converged image those of images that were painted before it."""
+        """Yield the record of an image, and updated records if it is the reference of earlier images."""
         cell, place = finished.image.cell, finished.image.place
         store.save(finished)
         reference = None if cell.is_reference else plan.reference_of(cell)
@@ -79,7 +87,7 @@ async def paint_measured(
         async with aclosing(painter.paint(images)) as events:
             async for event in events:
                 if isinstance(event, FinishedImage):
-                    for cell, record in await call(lambda one: list(measure(one)), event):
+                    for cell, record in await call(lambda finished: list(measure(finished)), event):
                         store.add(cell, record)
                 on_event(event)
     finally:

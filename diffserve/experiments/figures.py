@@ -1,4 +1,4 @@
-"""The figures of a sweep: PNG files for the folder, and for the page the same charts as SVG."""
+"""The figures of a sweep: PNG files for the folder, and SVG charts for the HTML report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEBP_QUALITY = 92
 
 
 def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, bytes]:
-    """Every figure by the name of its file."""
+    """Render every figure as PNG, by file name."""
     from diffserve.experiments import plots
 
     prompts = analysis.plan.prompts
@@ -38,7 +38,7 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
 
 
 def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterator[Section]:
-    """The figures as the page shows them."""
+    """Yield the sections of the HTML report that hold figures."""
     yield Section(
         "Over steps",
         ("Steps are on a logarithmic axis. Upright lines: 95 % intervals. Dotted: the converged pictures themselves.",),
@@ -73,15 +73,15 @@ def _strips(analysis: Analysis) -> Iterator[Strip]:
 
 
 def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
-    """For the first prompts the pictures that were kept, as PNG."""
+    """Return the stored PNG thumbnails of the first prompts by cell."""
     shown = []
     for prompt in range(len(analysis.plan.prompts)):
         index = analysis.plan.places.index((prompt, 0))
-        found = {cell: analysis.records(cell)[index].thumbnail for cell in analysis.plan.all_cells}
-        kept = {cell: thumbnail for cell, thumbnail in found.items() if thumbnail is not None}
-        if not kept:
+        optional_thumbnails = {cell: analysis.records(cell)[index].thumbnail for cell in analysis.plan.all_cells}
+        thumbnails = {cell: thumbnail for cell, thumbnail in optional_thumbnails.items() if thumbnail is not None}
+        if not thumbnails:
             break
-        shown.append(kept)
+        shown.append(thumbnails)
     return shown
 
 

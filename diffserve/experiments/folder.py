@@ -1,7 +1,7 @@
-"""The folder of a sweep: whether it may be written, whether it is of this very sweep, and files that are whole.
+"""The output folder of a sweep: permission checks, setup comparison, locking and atomic writes.
 
-Everything is refused before anything is made. ``parts/setup.json`` says what a sweep was begun with, and ``parts/lock``
-is held by the process that is at it; the lock goes with the process, however that ends.
+All checks run before anything is written. ``parts/setup.json`` stores the setup of a sweep. The running process locks
+``parts/lock``, and the operating system releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ NAMES = {
     "first_seed": "first seed",
     "reference_steps": "reference steps",
 }
-"""What people call the parts of a setup that have no plain name."""
+"""Display names of setup fields for error messages."""
 
 
 def refuse_folder(folder: Path, results: Iterable[str]) -> None:
-    """Raise :class:`InvalidRequest` where a sweep cannot write to ``folder``, without making anything there.
+    """Check that a sweep can write to ``folder``, without creating anything.
 
-    A folder that is there may be used when it is a sweep's, or holds none of ``results``; one that is not there will be
-    made, so the nearest parent that exists must be writable.
+    An existing folder must belong to a sweep or contain none of ``results``. For a folder that does not exist yet, the
+    nearest existing parent must be writable.
+
+    Raises:
+        InvalidRequest: The folder cannot be used.
     """
     if folder.is_dir() and not (folder / PARTS).is_dir():
         for name in results:
@@ -49,42 +52,46 @@ def refuse_folder(folder: Path, results: Iterable[str]) -> None:
 
 
 def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidRequest` where ``folder`` holds a sweep that was begun with something else than ``setup``.
+    """Check that ``folder`` does not hold a sweep with a different setup.
 
-    Only what both name is compared, so that a part of a setup can be held against it before the rest is known.
-    Samplers, steps and guidance are no part of it: more of them continue what is there.
+    Only fields that both setups have are compared, so that a partial setup can be checked early. Samplers, steps and
+    guidance are not part of a setup: adding more of them continues the existing sweep.
+
+    Raises:
+        InvalidRequest: The folder holds another sweep.
     """
     parts = folder / PARTS
     try:
-        known = msgspec.json.decode((parts / SETUP).read_bytes(), type=dict[str, Any])
+        stored = msgspec.json.decode((parts / SETUP).read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
-        known = {}
+        stored = {}
     except (OSError, msgspec.DecodeError):
         raise _other(folder, "that cannot be read") from None
-    if not known and any(parts.glob("*.jsonl")):
+    if not stored and any(parts.glob("*.jsonl")):
         raise _other(folder, "that another version began")
-    now = msgspec.json.decode(msgspec.json.encode(dict(setup)))
-    for name in [name for name in now if name in known and known[name] != now[name]]:
-        raise _other(folder, f"with other {_describe(name, known[name], now[name])}")
+    current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
+    for name in [name for name in current if name in stored and stored[name] != current[name]]:
+        raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")
 
 
 def _other(folder: Path, which: str) -> InvalidRequest:
     return InvalidRequest(f"{str(folder)!r} holds a sweep {which}; choose another folder.", param="output")
 
 
-def _describe(name: str, known: Any, now: Any) -> str:
-    """The name of a difference, and both values where they are short; of a digest its first digits."""
-    title, values = NAMES.get(name, name), [str(value) for value in (known, now)]
+def _describe(name: str, stored: Any, current: Any) -> str:
+    """Describe a different setup field by name, with both values if they are short; digests are abbreviated."""
+    title, values = NAMES.get(name, name), [str(value) for value in (stored, current)]
     if name == "weights":
         values = [value[:DIGEST_DIGITS] for value in values]
-    is_short = all(isinstance(value, str | int | float) for value in (known, now))
+    is_short = all(isinstance(value, str | int | float) for value in (stored, current))
     return f"{title} ({values[0]}, now {values[1]})" if is_short and max(map(len, values)) <= MAX_SHOWN_CHARS else title
 
 
 def take_lock(folder: Path) -> IO[bytes]:
-    """Hold ``folder`` for this process until the file is closed. Raises :class:`InvalidRequest` while another has it.
+    """Lock ``folder`` for this process until the returned file is closed; without ``fcntl`` nothing is locked.
 
-    Where the system knows no such locks, nothing is held.
+    Raises:
+        InvalidRequest: Another process holds the lock.
     """
     file = (folder / PARTS / LOCK).open("ab")
     with contextlib.suppress(ImportError):
@@ -100,7 +107,11 @@ def take_lock(folder: Path) -> IO[bytes]:
 
 
 def write_whole(file: Path, data: bytes) -> None:
-    """Write ``data`` so that a reader sees the old file or the new one. Raises :class:`InvalidRequest`."""
+    """Write ``data`` atomically: readers see either the old file or the new one.
+
+    Raises:
+        InvalidRequest: The file cannot be written.
+    """
     temporary = file.with_name(f".{file.name}.part")
     with guard(file):
         try:
@@ -113,7 +124,7 @@ def write_whole(file: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def guard(path: Path) -> Iterator[None]:
-    """What the system says against the block is raised as :class:`InvalidRequest` about ``path``."""
+    """Convert an ``OSError`` of the block into an :class:`InvalidRequest` about ``path``."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A gate for precisions: the same pictures in each of them, held against those of a reference, pass or fail.
+"""Data types of the precision gate, which compares candidate precisions with a reference and reports pass or fail.
 
-A precision is accepted the way MLPerf Inference accepts one: the same prompts, seeds and starting latents, and measures
-that must stay inside a stated window. ``gate_run`` paints and judges, ``gate_report`` writes what came out.
+As in MLPerf Inference, all precisions use the same prompts, seeds and starting latents, and measures must stay within
+limits. ``gate_run`` generates and evaluates the images, ``gate_report`` writes the results.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ FORM = "write it as REFERENCE:CANDIDATE,CANDIDATE, for example float32:bfloat16,
 
 
 class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate must keep to. How the defaults were found is in ``benchmarks/LOG.md``.
+    """Limits for a candidate; ``benchmarks/LOG.md`` explains the defaults.
 
-    exact_points  exact prompt match, where it can be checked, may lie so many percentage points below the reference's
-    psnr_db       mean PSNR to the reference's pictures, at least
-    frechet       Frechet distance to the reference's pictures in the fixed feature network, at most
+    Attributes:
+        exact_points: Maximum loss of exact prompt match against the reference in percentage points, if checkable.
+        psnr_db: Minimum mean PSNR to the reference's images.
+        frechet: Maximum Frechet distance to the reference's images in the fixed feature network.
 
-    Raises :class:`InvalidRequest` for a limit that no candidate could keep or break.
+    Raises:
+        InvalidRequest: A limit is outside its range.
     """
 
     exact_points: float = 5.0
@@ -37,51 +39,60 @@ class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
     frechet: float = 0.05
 
     def __post_init__(self) -> None:
-        for name, most in (("exact_points", 100.0), ("psnr_db", 99.0), ("frechet", 1e9)):
+        for name, maximum in (("exact_points", 100.0), ("psnr_db", 99.0), ("frechet", 1e9)):
             value = getattr(self, name)
-            if not 0 <= value <= most:
-                raise InvalidRequest(f"{name} is {value:g}; it must lie between 0 and {most:g}.", param=name)
+            if not 0 <= value <= maximum:
+                raise InvalidRequest(f"{name} is {value:g}; it must lie between 0 and {maximum:g}.", param=name)
 
 
 @dataclass(frozen=True)
 class PrecisionGate:
-    """Canonical names of precisions, each once."""
+    """Canonical names of the reference precision and of distinct candidates."""
 
     reference: str
     candidates: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> PrecisionGate:
-        """Read ``REFERENCE:CANDIDATE,CANDIDATE``; short names are known. Raises :class:`InvalidRequest`."""
-        reference, colon, rest = text.partition(":")
-        if not colon or not reference.strip() or not rest.strip():
+        """Parse ``REFERENCE:CANDIDATE,CANDIDATE``; short names such as ``fp32`` are accepted.
+
+        Raises:
+            InvalidRequest: The text has another form, or a precision is unknown or repeated.
+        """
+        reference, colon, candidates = text.partition(":")
+        if not colon or not reference.strip() or not candidates.strip():
             raise InvalidRequest(f"--gate is {quote(text)}; {FORM}", param="gate")
-        given_names = split_axis(f"{reference},{rest}", "--gate")
-        names = [DTYPE_ALIASES.get(name, replace_removed_dtype(name, "--gate")) for name in given_names]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
+        aliases = split_axis(f"{reference},{candidates}", "--gate")
+        names = [DTYPE_ALIASES.get(name, replace_removed_dtype(name, "--gate")) for name in aliases]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
             raise InvalidRequest(
-                f"--gate names {quote(twice)} twice; a precision is compared with others.", param="gate"
+                f"--gate names {quote(repeated)} twice; a precision is compared with others.", param="gate"
             )
         return cls(names[0], tuple(names[1:]))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Reference and candidates."""
+        """The reference followed by the candidates."""
         return self.reference, *self.candidates
 
 
 class GateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One precision in one cell.
+    """Results of one precision in one cell.
 
-    exact          share of pictures that show exactly what they were asked to; ``None`` where that cannot be checked
-    exact_change   the same, less the reference's, picture by picture
-    psnr_db        to the reference's pictures, mean; and of the worst picture
-    ssim           the same, mean
-    frechet        distance to the reference's pictures; ``None`` of one picture alone
-    unet_bytes     of the UNet's weights
-    engine_s       an image's mean share of the engine's time
-    failures       in words, every limit that is broken; none: it passes
+    Attributes:
+        precision: Canonical name of the precision.
+        cell: Sampler, steps and guidance.
+        num_images: Number of images.
+        unet_bytes: Size of the UNet's weights.
+        engine_s: Mean share of an image in the engine's time.
+        exact: Share of images that match their prompt exactly, ``None`` if that cannot be checked.
+        exact_change: Paired difference of ``exact`` to the reference.
+        psnr_db: Mean PSNR to the reference's images.
+        worst_psnr_db: Lowest PSNR of an image.
+        ssim: Mean SSIM to the reference's images.
+        frechet: Frechet distance to the reference's images, ``None`` for a single image.
+        failures: One message per violated limit; empty if the precision passes.
     """
 
     precision: str
@@ -100,7 +111,7 @@ class GateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class GateReport:
-    """What came out. ``rows``: the reference first, then the candidates in order, each in every cell."""
+    """Results of a gate; ``rows`` holds the reference first, then the candidates in order, each in every cell."""
 
     gate: PrecisionGate
     limits: GateLimits
@@ -109,16 +120,16 @@ class GateReport:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The candidates that break a limit in some cell."""
+        """Candidates that violate a limit in some cell."""
         return tuple(dict.fromkeys(row.precision for row in self.rows if row.failures))
 
 
 def broken(row: GateRow, limits: GateLimits) -> Iterator[str]:
-    """Every limit that the candidate of ``row`` breaks, with its value."""
+    """Yield a message with the value for each limit that the candidate of ``row`` violates."""
     if row.exact_change is not None and -100 * row.exact_change.value > limits.exact_points:
-        lost = -100 * row.exact_change.value
-        yield f"exact prompt match is {lost:.1f} points lower, at most {limits.exact_points:g} are allowed"
+        loss = -100 * row.exact_change.value
+        yield f"exact prompt match is {loss:.1f} points lower, at most {limits.exact_points:g} are allowed"
     if row.psnr_db is not None and row.psnr_db.value < limits.psnr_db:
-        yield f"PSNR is {row.psnr_db.value:.1f} dB, at least {limits.psnr_db:g} are asked"
+        yield f"PSNR is {row.psnr_db.value:.1f} dB, at least {limits.psnr_db:g} dB is required"
     if row.frechet is not None and row.frechet > limits.frechet:
         yield f"the Frechet distance is {row.frechet:.3g}, at most {limits.frechet:g} is allowed"

@@ -1,4 +1,4 @@
-"""The files of a gate: gate.json, gate.md to keep with a project's sources, and gate.png with some of its pictures."""
+"""Writes the files of a gate: gate.json, gate.md to commit with a project, and gate.png with sample images."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GAP_PX = 2
 
 
 def table(report: GateReport) -> list[tuple[str, ...]]:
-    """The rows as people read them, heads first; the column that says nothing of any row is left out."""
+    """Format the rows as text with the header first; columns that are empty in every row are omitted."""
     several = len({row.cell.guidance_scale for row in report.rows}) > 1
     lines = [HEADS, *(_fields(row, report, with_scale=several) for row in report.rows)]
-    kept = [index for index in range(len(HEADS)) if any(line[index] for line in lines[1:])]
-    return [tuple(line[index] for index in kept) for line in lines]
+    columns = [index for index in range(len(HEADS)) if any(line[index] for line in lines[1:])]
+    return [tuple(line[index] for index in columns) for line in lines]
 
 
 def _fields(row: GateRow, report: GateReport, *, with_scale: bool) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def _fields(row: GateRow, report: GateReport, *, with_scale: bool) -> tuple[str,
 
 
 def verdicts(report: GateReport) -> Iterator[str]:
-    """A sentence for every candidate and cell."""
+    """Yield one sentence per candidate and cell."""
     for row in report.rows:
         if row.precision != report.gate.reference:
             why = f"fails: {'; '.join(row.failures)}" if row.failures else "passes"
@@ -51,20 +51,26 @@ def verdicts(report: GateReport) -> Iterator[str]:
 
 
 def write_gate(report: GateReport, document: Mapping[str, Any], shown: Mapping[str, Sequence[bytes]]) -> None:
-    """Write all files. ``shown``: of each precision the same small pictures, as PNG."""
+    """Write all files of a gate.
+
+    Args:
+        report: Results of the gate.
+        document: Content of gate.json.
+        shown: PNG thumbnails of the same images for each precision.
+    """
     write_whole(report.folder / PICTURES, _contact_sheet(list(shown.values())))
     write_whole(report.folder / SUMMARY, _markdown(report, document, list(shown)).encode())
     write_whole(report.folder / JSON, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def _contact_sheet(rows: Sequence[Sequence[bytes]]) -> bytes:
-    """A row for each precision."""
-    opened = [[Image.open(BytesIO(one)) for one in row] for row in rows]
-    width, height = (max(one.size[side] for row in opened for one in row) + GAP_PX for side in (0, 1))
-    sheet = Image.new("RGB", (width * max(map(len, opened)) - GAP_PX, height * len(opened) - GAP_PX), "white")
-    for number, row in enumerate(opened):
-        for place, one in enumerate(row):
-            sheet.paste(one, (place * width, number * height))
+    """Combine thumbnails into one PNG with a row per precision."""
+    image_rows = [[Image.open(BytesIO(image)) for image in row] for row in rows]
+    width, height = (max(image.size[side] for row in image_rows for image in row) + GAP_PX for side in (0, 1))
+    sheet = Image.new("RGB", (width * max(map(len, image_rows)) - GAP_PX, height * len(image_rows) - GAP_PX), "white")
+    for number, row in enumerate(image_rows):
+        for column, image in enumerate(row):
+            sheet.paste(image, (column * width, number * height))
     file = BytesIO()
     sheet.save(file, "PNG", optimize=True)
     return file.getvalue()

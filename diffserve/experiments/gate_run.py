@@ -1,7 +1,7 @@
-"""Paint the pictures of a gate in one precision after the other, and judge them.
+"""Runs a precision gate: generates images with one precision after the other and evaluates the candidates.
 
-Engines are opened one after the other, the reference's first, so that no two models are held at once. Whatever was
-painted is kept under ``parts/<precision>``, and the same gate goes on where it was.
+Engines are opened one at a time, the reference first, so only one model is in memory. Results are stored under
+``parts/<precision>``, and an interrupted gate resumes there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GateProgress:
-    """``precision`` has ``num_done`` of its ``num_images`` pictures."""
+    """Progress of one precision: ``num_done`` of ``num_images`` images are finished."""
 
     precision: str
     num_done: int
@@ -51,28 +51,36 @@ def run_gate(
     open_engine: Callable[[str], Engine],
     on_progress: Callable[[GateProgress], None] = lambda _: None,
 ) -> GateReport:
-    """Paint the cells of ``plan`` in every precision, judge the candidates, and write gate.json, gate.md and gate.png.
+    """Generate the cells of ``plan`` in every precision, evaluate the candidates, and write the files of the gate.
 
-    ``open_engine`` opens the model in a precision. Raises :class:`InvalidRequest` for a folder that cannot be used, and
-    what engines raise.
+    Args:
+        gate: Reference and candidate precisions.
+        plan: Cells, prompts and seeds.
+        limits: Limits for the candidates.
+        folder: Output folder.
+        open_engine: Opens the model in a precision.
+        on_progress: Called after each image.
+
+    Raises:
+        InvalidRequest: The folder cannot be used, or an engine rejects the plan.
     """
     refuse_folder(folder, RESULTS)
-    begun = provenance.machine()
+    initial_machine = provenance.machine()
     painted: dict[str, _Painted] = {}
     for name in gate.names:
         painted[name] = _paint(name, plan, folder, open_engine, painted.get(gate.reference), on_progress)
-        gc.collect()  # an engine and its model go in circles; the next one needs their room
+        gc.collect()  # engine and model form reference cycles; free their memory for the next ones
     rows = tuple(
         judge(painted[name], cell, painted[gate.reference], limits) for name in gate.names for cell in plan.cells
     )
     report = GateReport(gate, limits, rows, folder)
-    _write(report, plan, painted, begun)
+    _write(report, plan, painted, initial_machine)
     return report
 
 
 @dataclass(frozen=True)
 class _Painted:
-    """What one precision painted: records by cell in the order of the places."""
+    """Results of one precision, with its records by cell in the order of the places."""
 
     precision: str
     model: Mapping[str, Any]
@@ -133,11 +141,11 @@ def _is_done(image: PlannedImage, store: Store, *, is_reference: bool) -> bool:
     return image.place in store.records(image.cell) and (not is_reference or store.has(image.cell, image.place))
 
 
-def judge(one: _Painted, cell: Cell, reference: _Painted, limits: GateLimits) -> GateRow:
-    """The measures of a precision in a cell, and the limits that it breaks; the reference breaks none."""
+def judge(painted: _Painted, cell: Cell, reference: _Painted, limits: GateLimits) -> GateRow:
+    """Compute the measures of a precision in a cell and the limits that it violates; the reference has no limits."""
     from diffserve.experiments.metrics.set_distance import frechet_distance
 
-    records, others = list(one.records[cell]), list(reference.records[cell])
+    records, reference_records = list(painted.records[cell]), list(reference.records[cell])
     groups = [record.prompt_index for record in records] if len({r.prompt_index for r in records}) > 1 else None
 
     def mean(values: Sequence[float]) -> Estimate:
@@ -145,18 +153,18 @@ def judge(one: _Painted, cell: Cell, reference: _Painted, limits: GateLimits) ->
 
     exact = [record.parts.exact for record in records if record.parts]
     row = GateRow(
-        precision=one.precision,
+        precision=painted.precision,
         cell=cell,
         num_images=len(records),
-        unet_bytes=one.unet_bytes,
+        unet_bytes=painted.unet_bytes,
         engine_s=statistics.fmean(record.engine_s for record in records),
         exact=statistics.fmean(exact) if len(exact) == len(records) else None,
     )
-    if one is reference:
+    if painted is reference:
         return row
     psnr = [record.distance.psnr_db for record in records if record.distance and record.distance.psnr_db is not None]
     ssim = [record.distance.ssim for record in records if record.distance and record.distance.ssim is not None]
-    pairs = [(a.parts, b.parts) for a, b in zip(records, others, strict=True) if a.parts and b.parts]
+    pairs = [(a.parts, b.parts) for a, b in zip(records, reference_records, strict=True) if a.parts and b.parts]
     change = mean([a.exact - b.exact for a, b in pairs]) if len(pairs) == len(records) else None
     row = msgspec.structs.replace(
         row,
@@ -164,18 +172,20 @@ def judge(one: _Painted, cell: Cell, reference: _Painted, limits: GateLimits) ->
         psnr_db=mean(psnr),
         worst_psnr_db=min(psnr),
         ssim=statistics.fmean(ssim),
-        frechet=frechet_distance(features_of(others), features_of(records)) if len(records) > 1 else None,
+        frechet=frechet_distance(features_of(reference_records), features_of(records)) if len(records) > 1 else None,
     )
     return msgspec.structs.replace(row, failures=tuple(broken(row, limits)))
 
 
-def _write(report: GateReport, plan: SweepPlan, painted: Mapping[str, _Painted], begun: Mapping[str, Any]) -> None:
-    why_not = next((one.why_not for one in painted.values() if one.why_not), None)
+def _write(
+    report: GateReport, plan: SweepPlan, painted: Mapping[str, _Painted], initial_machine: Mapping[str, Any]
+) -> None:
+    why_not = next((result.why_not for result in painted.values() if result.why_not), None)
     document = {
         "date": provenance.now(),
         "versions": provenance.versions(),
-        "machine": begun,
-        "models": {name: one.model for name, one in painted.items()},
+        "machine": initial_machine,
+        "models": {name: result.model for name, result in painted.items()},
         "plan": plan,
         "limits": report.limits,
         "reference": report.gate.reference,
@@ -184,5 +194,8 @@ def _write(report: GateReport, plan: SweepPlan, painted: Mapping[str, _Painted],
         "notes": [f"Prompt match was not measured: {why_not}"] if why_not else [],
     }
     cell = plan.cells[0]
-    shown = {name: [one.thumbnail for one in kept.records[cell] if one.thumbnail] for name, kept in painted.items()}
+    shown = {
+        name: [record.thumbnail for record in result.records[cell] if record.thumbnail]
+        for name, result in painted.items()
+    }
     write_gate(report, document, shown)

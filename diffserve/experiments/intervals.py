@@ -1,4 +1,4 @@
-"""How sure a measured mean is: the percentile bootstrap (Efron 1979), over groups where values belong together."""
+"""Confidence intervals of means by the percentile bootstrap (Efron 1979), optionally over groups of values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 250  # resamples drawn at a time, so that memory stays small
 
 @dataclass(frozen=True)
 class Share:
-    """``hits`` of ``count``, and the 95 % interval of their share, from ``low`` to ``high`` in 0..1."""
+    """A share of ``hits`` in ``count`` with its 95 % interval from ``low`` to ``high`` in 0..1."""
 
     hits: int
     count: int
@@ -25,7 +25,7 @@ class Share:
 
     @property
     def share(self) -> float:
-        """Hits over count, 0..1."""
+        """Hits divided by count, in 0..1."""
         return self.hits / self.count
 
     def __str__(self) -> str:
@@ -36,16 +36,24 @@ class Share:
 def bootstrap_interval(
     values: Sequence[float], groups: Sequence[Hashable] | None = None, *, level: float = LEVEL, seed: int = 0
 ) -> tuple[float, float]:
-    """The interval of the mean of ``values`` by resampling them, or whole groups of them, ``NUM_RESAMPLES`` times.
+    """Compute the bootstrap interval of the mean of ``values`` with ``NUM_RESAMPLES`` resamples.
 
-    ``groups`` names for each value what it shares with others, such as its prompt: four pictures of one prompt are not
-    four independent draws. Where all groups have one mean, both ends are that mean.
+    Args:
+        values: The measured values.
+        groups: Group of each value, such as its prompt, if values of one group are not independent. Groups are
+            resampled as units. If all groups have the same mean, both ends are that mean.
+        level: Confidence level.
+        seed: Seed of the resampling.
 
-    Raises :class:`InvalidRequest` without values, for another number of groups than of values, and for a level that is
-    not between 0 and 1.
+    Returns:
+        Lower and upper end of the interval.
+
+    Raises:
+        InvalidRequest: There are no values, the number of groups differs from that of values, or the level is not
+            between 0 and 1.
     """
     if not values:
-        raise InvalidRequest("there is no interval of the mean of no values; measure at least one.")
+        raise InvalidRequest("no values have no interval of their mean; measure at least one.")
     if groups is not None and len(groups) != len(values):
         raise InvalidRequest(f"{len(groups)} groups for {len(values)} values; give one for each.")
     if not 0 < level < 1:
@@ -62,16 +70,17 @@ def bootstrap_interval(
 
 
 def share_of(hits: Sequence[bool], groups: Sequence[Hashable] | None = None, *, seed: int = 0) -> Share:
-    """The share of ``hits`` with its bootstrap interval of 95 %.
+    """Compute the share of ``hits`` with its 95 % bootstrap interval.
 
-    Where all are hits, or none is, resampling shows no spread at all; the far end is then three over the number of
-    groups, the rule of three (Hanley and Lippman-Hand 1983). One group alone is resampled by its values.
+    If all or none are hits, resampling shows no spread. The interval then follows the rule of three (Hanley and
+    Lippman-Hand 1983): its width is three divided by the number of groups. A single group is resampled by its values.
 
-    Raises :class:`InvalidRequest` as :func:`bootstrap_interval` does.
+    Raises:
+        InvalidRequest: As for :func:`bootstrap_interval`.
     """
     groups = groups if groups is not None and len(set(groups)) > 1 else None
     low, high = bootstrap_interval([float(hit) for hit in hits], groups, seed=seed)
     if all(hits) or not any(hits):
-        reach = min(1.0, 3 / (len(hits) if groups is None else len(set(groups))))
-        low, high = (1 - reach, 1.0) if all(hits) else (0.0, reach)
+        width = min(1.0, 3 / (len(hits) if groups is None else len(set(groups))))
+        low, high = (1 - width, 1.0) if all(hits) else (0.0, width)
     return Share(sum(map(bool, hits)), len(hits), low, high)

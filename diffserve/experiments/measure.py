@@ -1,4 +1,4 @@
-"""Measure each painted image: against its prompt, against the converged image, and in the feature network."""
+"""Measures each generated image: prompt match, distance to the converged image, and features."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 CHECKED_FAMILY = "embedded"
 MAX_REASON_CHARS = 240
 SHOWN_PROMPTS = 3
-"""Of so many prompts, the first seed's images are kept to be looked at."""
+"""Number of prompts whose first-seed images are stored as thumbnails."""
 
 THUMBNAIL_PX = 128
 
 
 class PromptCheck:
-    """The exact checker of the embedded model's picture world.
+    """Exact prompt checker for the scenes of the embedded model.
 
-    wishes   what each prompt asks for, ``None`` where that cannot be checked
-    why_not  why it cannot be, ``None`` if it can
+    Attributes:
+        wishes: Parsed scene of each prompt, ``None`` if the prompts cannot be checked.
+        why_not: Reason why prompts cannot be checked, otherwise ``None``.
     """
 
     def __init__(self, family: str, prompts: Sequence[str]) -> None:
@@ -48,24 +49,24 @@ class PromptCheck:
             self.why_not = shorten(error.message, MAX_REASON_CHARS, placeholder=" …")
 
     def parts(self, prompt_index: int, pixels: NDArray[np.uint8]) -> Parts | None:
-        """Whether an image (H, W, 3) shows its prompt, part by part; ``None`` where that cannot be checked."""
+        """Check part by part whether an image (H, W, 3) shows its prompt; ``None`` if it cannot be checked."""
         if self.wishes is None:
             return None
         try:
             return Parts.of(judge(read_picture(pixels), self.wishes[prompt_index]))
         except InvalidRequest:
-            return None  # not of the picture world's scale
+            return None  # the image size does not match the scale of the sprites
 
 
 class ImageMeasures:
-    """Turns images into records: with a ``network`` all measures, without it those that need no torch."""
+    """Converts images into records, with all measures if ``network`` is set and otherwise those without torch."""
 
     def __init__(self, check: PromptCheck, network: FeatureNetwork | None = None) -> None:
         self._check = check
         self._network = network
 
     def measure(self, finished: FinishedImage, converged: StoredImage | None) -> ImageRecord:
-        """Measure one image; ``converged`` is that of the same seed, ``None`` for the converged one itself."""
+        """Measure one image; ``converged`` is the reference of its seed, ``None`` for the reference itself."""
         image, pixels, network = finished.image, finished.pixels, self._network
         is_shown = network is not None and image.prompt_index < SHOWN_PROMPTS and image.seed_index == 0
         distance = None if converged is None else self.distance(StoredImage(pixels, finished.latents), converged)
@@ -82,22 +83,22 @@ class ImageMeasures:
             thumbnail=thumbnail(pixels, THUMBNAIL_PX) if is_shown else None,
         )
 
-    def distance(self, one: StoredImage, converged: StoredImage) -> Distance | None:
-        """How near an image is to the converged one; ``None`` where they differ in size."""
-        if one.pixels.shape != converged.pixels.shape:
+    def distance(self, image: StoredImage, converged: StoredImage) -> Distance | None:
+        """Compute the distance of an image to the converged one, or ``None`` if their sizes differ."""
+        if image.pixels.shape != converged.pixels.shape:
             return None
         rmse = None
-        if one.latents is not None and converged.latents is not None:
-            rmse = latent_rmse(one.latents, converged.latents)
+        if image.latents is not None and converged.latents is not None:
+            rmse = latent_rmse(image.latents, converged.latents)
         return Distance(
             latent_rmse=rmse,
-            psnr_db=psnr_db(one.pixels, converged.pixels),
-            ssim=None if self._network is None else ssim(one.pixels, converged.pixels),
+            psnr_db=psnr_db(image.pixels, converged.pixels),
+            ssim=None if self._network is None else ssim(image.pixels, converged.pixels),
         )
 
 
 def thumbnail(pixels: NDArray[np.uint8], side_px: int) -> bytes:
-    """(H, W, 3) as a PNG of at most ``side_px`` a side."""
+    """Encode an image (H, W, 3) as PNG, scaled down to at most ``side_px`` per side."""
     image = Image.fromarray(pixels)
     image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
     file = BytesIO()

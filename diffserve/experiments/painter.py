@@ -1,4 +1,4 @@
-"""Whoever paints the images of a plan: an engine (``engine_painter``) or a server (in ``ui.experiment``)."""
+"""Interface of image generators for a plan: an engine (``engine_painter``) or a server (in ``ui.experiment``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from diffserve.experiments.plan import PlannedImage
 
 
 class FinishedImage(NamedTuple):
-    """An image that is painted.
+    """A generated image.
 
-    pixels       (H, W, 3) uint8
-    evaluations  UNet rows it took
-    latents      (C, h, w) float32, ``None`` where the painter does not see them
-    engine_s     its share of the engine's time, 0 where that is not known
-    file         as a server sent it, with its metadata
+    Attributes:
+        image: The planned image.
+        pixels: (H, W, 3) uint8.
+        seed: Seed of the starting latents.
+        spacing: Timestep spacing that was used.
+        evaluations: UNet rows of the image.
+        latents: (C, h, w) float32, ``None`` if the painter has no access to them.
+        engine_s: Share of the engine's time, 0 if unknown.
+        file: Encoded file with metadata, as sent by a server.
     """
 
     image: PlannedImage
@@ -32,7 +36,7 @@ class FinishedImage(NamedTuple):
 
 
 class PreviewImage(NamedTuple):
-    """An image on its way, as a PNG; previews of an image count from 0."""
+    """A PNG preview of an image in progress; the previews of an image are numbered from 0."""
 
     image: PlannedImage
     file: bytes
@@ -40,13 +44,13 @@ class PreviewImage(NamedTuple):
 
 
 class RowsDone(NamedTuple):
-    """UNet rows that ran since this was last told, by image."""
+    """UNet rows by image that ran since the previous event of this type."""
 
     rows: Mapping[PlannedImage, float]
 
 
 class RefusedImage(NamedTuple):
-    """Images of this cell cannot be painted; no more of them are tried."""
+    """An image was rejected; no more images of its cell are attempted."""
 
     image: PlannedImage
     reason: str
@@ -56,10 +60,10 @@ PaintEvent = FinishedImage | PreviewImage | RowsDone | RefusedImage
 
 
 class Painter(Protocol):
-    """Paints many images of a plan at once, started in their order."""
+    """Generates the images of a plan concurrently, started in the given order."""
 
     def paint(self, images: Iterable[PlannedImage]) -> AsyncGenerator[PaintEvent, None]:
-        """What happens until all are painted. Raises what ends all painting."""
+        """Generate ``images`` and yield events; an error that stops all images is raised."""
 
     def close(self) -> None:
-        """Give up what is being painted; what was finished before may still be told."""
+        """Cancel images in progress; events of finished images may still follow."""

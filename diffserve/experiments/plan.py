@@ -1,8 +1,7 @@
-"""What a sweep paints: axes, cells, and how much work they are. No torch, no engine, no files.
+"""The plan of a sweep: axes, cells and cost, without torch, engine or files.
 
-A cell is one way to paint: sampler, steps, guidance. Every cell paints the same pictures: each prompt with the same
-seeds, and so from the same starting latents. Beside the cells stands, for each guidance, the converged reference: the
-same pictures by DDIM with ``reference_steps`` steps.
+A cell is one combination of sampler, steps and guidance. All cells use the same prompts and seeds, and thus the same
+starting latents. For each guidance there is also a converged reference: DDIM with ``reference_steps`` steps.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ REFERENCE_STEPS = 200
 MAX_PROMPTS = 2_000
 MAX_PICTURES = 10_000
 MAX_AXIS_VALUES = 100
-"""Of samplers, of steps and of guidance, each counted once."""
+"""Maximum number of distinct samplers, step counts or guidance scales."""
 
 Place = tuple[int, int]
-"""(prompt, seed) by their numbers: what pairs an image with those of other cells."""
+"""(prompt index, seed index): the key that pairs an image with those of other cells."""
 
 MAX_SAMPLER_CHARS = 100
 TIMED_ROUNDS = 3
-"""How often one image of each cell is painted alone, for its time."""
+"""Number of times one image of each cell is generated alone to measure its time."""
 
 MAX_AXIS_CHARS = 10_000
 MAX_DIGITS = 18
@@ -40,7 +39,7 @@ MAX_SHOWN_CHARS = 40
 
 
 class Cell(msgspec.Struct, frozen=True, order=True):
-    """One way to paint: ``sampler`` is canonical, with a sigma schedule after it if it has one."""
+    """One combination of sampler, steps and guidance; ``sampler`` is canonical, with an optional sigma schedule."""
 
     sampler: str
     num_steps: int
@@ -49,7 +48,7 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
     @property
     def label(self) -> str:
-        """Sampler and steps, for people."""
+        """Display name made of sampler and steps."""
         return f"{self.sampler} {self.num_steps}" + (" (converged)" if self.is_reference else "")
 
     @property
@@ -60,13 +59,13 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 
     @property
     def rows(self) -> int:
-        """UNet rows that an image takes: two an evaluation under guidance (a first or last step may save one)."""
+        """UNet rows per image: two per evaluation with guidance (a first or last step may need one less)."""
         sampler = SAMPLERS[self.sampler.split()[0]]
         return self.num_steps * sampler.evaluations_per_step * (2 if self.guidance_scale > 1 else 1)
 
 
 class PlannedImage(msgspec.Struct, frozen=True):
-    """One image to paint: of ``cell``, with prompt and seed by their numbers in the plan."""
+    """One image to generate, with the indices of its prompt and seed in the plan."""
 
     cell: Cell
     prompt_index: int
@@ -74,23 +73,24 @@ class PlannedImage(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> Place:
-        """What pairs this image with those of other cells."""
+        """Key that pairs this image with those of other cells."""
         return self.prompt_index, self.seed_index
 
 
 class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to compare, and on which pictures.
+    """The axes of a comparison and the prompts and seeds to compare on.
 
-    samplers         names that a request may use; a sigma schedule may follow
-    steps            step counts
-    guidance         guidance scales
-    prompts          one text for each prompt
-    num_seeds        pictures of each prompt
-    first_seed       picture s of prompt p has the seed first_seed + p * num_seeds + s, whatever the cell
-    reference_steps  DDIM steps of the converged picture; ``None``: nothing is compared with one
+    Attributes:
+        samplers: Sampler names as in a request, each optionally followed by a sigma schedule.
+        steps: Step counts.
+        guidance: Guidance scales.
+        prompts: Prompt texts.
+        num_seeds: Images per prompt.
+        first_seed: Image s of prompt p has the seed ``first_seed + p * num_seeds + s`` in every cell.
+        reference_steps: DDIM steps of the converged image, ``None`` for no converged images.
 
-    Raises :class:`InvalidRequest` for an axis that is empty or too long, a value out of range, and a sampler that is
-    not known.
+    Raises:
+        InvalidRequest: An axis is empty or too long, a value is out of range, or a sampler is unknown.
     """
 
     samplers: tuple[str, ...]
@@ -123,10 +123,10 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Every cell once: the few steps first, samplers of the same steps side by side."""
+        """Distinct cells ordered by steps, with all samplers of one step count next to each other."""
         names = [canonical_sampler(text) for text in dict.fromkeys(self.samplers)]
-        chosen = product(sorted(set(self.steps)), dict.fromkeys(self.guidance), names)
-        return tuple(dict.fromkeys(Cell(name, steps, float(scale)) for steps, scale, name in chosen))
+        combinations = product(sorted(set(self.steps)), dict.fromkeys(self.guidance), names)
+        return tuple(dict.fromkeys(Cell(name, steps, float(scale)) for steps, scale, name in combinations))
 
     @property
     def references(self) -> tuple[Cell, ...]:
@@ -135,47 +135,47 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def all_cells(self) -> tuple[Cell, ...]:
-        """What is compared, and the converged cells behind it."""
+        """Compared cells followed by the converged cells."""
         return *self.cells, *self.references
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every image of a cell."""
+        """(prompt index, seed index) of every image of a cell."""
         return tuple(product(range(len(self.prompts)), range(self.num_seeds)))
 
     @property
     def num_images(self) -> int:
-        """Images in all, references included."""
+        """Total number of images, including references."""
         return len(self.places) * len(self.all_cells)
 
     @property
     def num_painted_rows(self) -> int:
-        """UNet rows of all these images."""
+        """UNet rows of all images, without the images that are timed alone."""
         return len(self.places) * sum(cell.rows for cell in self.all_cells)
 
     @property
     def num_rows(self) -> int:
-        """UNet rows in all, the images included that are timed alone."""
+        """Total UNet rows, including the images that are timed alone."""
         return self.num_painted_rows + TIMED_ROUNDS * sum(cell.rows for cell in self.all_cells)
 
     def seconds(self, *, row_s: float, image_s: float = 0.0) -> float:
-        """How long it takes at ``row_s`` seconds a UNet row, and ``image_s`` to decode and measure an image."""
+        """Estimate the duration at ``row_s`` seconds per UNet row and ``image_s`` to decode and measure an image."""
         return self.num_rows * row_s + self.num_images * image_s
 
     def reference_of(self, cell: Cell) -> Cell | None:
-        """The converged cell that ``cell`` is held against."""
+        """Return the converged cell that ``cell`` is compared with."""
         if self.reference_steps is None:
             return None
         return Cell(REFERENCE_SAMPLER, self.reference_steps, cell.guidance_scale, is_reference=True)
 
     def seed_of(self, place: Place) -> int:
-        """The seed of a picture, the same in every cell; another one for every prompt."""
+        """Return the seed of an image, which is the same in every cell and differs between prompts."""
         return self.first_seed + place[0] * self.num_seeds + place[1]
 
     def images(self) -> Iterator[PlannedImage]:
-        """Everything to paint: references first, then the cells by steps, all samplers of one step count interleaved.
+        """Yield all images: references first, then cells by steps with the samplers of one step count interleaved.
 
-        So a wave of cells batches together, neighbouring waves overlap, and whoever interrupts keeps whole cells.
+        This order lets cells of one step count share batches, and an interrupted sweep has complete cells.
         """
         waves = [
             self.references,
@@ -186,11 +186,15 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 yield from (PlannedImage(cell, *place) for cell in wave)
 
     def images_by_place(self) -> Iterator[PlannedImage]:
-        """The same, place by place: whoever watches sees images that are compared come about together."""
+        """Return all images ordered by place, so that images to be compared are generated at the same time."""
         return (PlannedImage(cell, *place) for place in self.places for cell in self.all_cells)
 
     def check(self, info: ModelInfo) -> None:
-        """Raise :class:`InvalidRequest` without converged images, and for more steps than ``info``'s model can take."""
+        """Check that the plan has converged images and that its step counts fit the model.
+
+        Raises:
+            InvalidRequest: ``reference_steps`` is missing, or a step count exceeds the model's training timesteps.
+        """
         if self.reference_steps is None:
             raise InvalidRequest("reference_steps is missing; a sweep is held against converged images.")
         for name, steps in (("steps", max(self.steps)), ("reference_steps", self.reference_steps)):
@@ -203,8 +207,12 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def canonical_sampler(text: str) -> str:
-    """The name of a sampler as cells write it. Raises :class:`InvalidRequest` with the nearest known name."""
-    if len(text) > MAX_SAMPLER_CHARS:  # the nearest of a long one would take seconds
+    """Return the canonical name of a sampler, with its sigma schedule if there is one.
+
+    Raises:
+        InvalidRequest: The sampler is unknown; the message suggests the closest name.
+    """
+    if len(text) > MAX_SAMPLER_CHARS:  # searching the closest match of a long name takes seconds
         raise InvalidRequest(
             f"sampler is {quote(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
             param="samplers",
@@ -217,15 +225,18 @@ def canonical_sampler(text: str) -> str:
     return name if sigma_schedule is None else f"{name} {sigma_schedule}"
 
 
-def _check_range(name: str, value: int, least: int, most: int | None) -> None:
-    if value < least or (most is not None and value > most):
-        reach = f"{least} or more" if most is None else f"between {least} and {most}"
-        raise InvalidRequest(f"{name} is {str(value)[:40]}; it must be {reach}.", param=name)
+def _check_range(name: str, value: int, minimum: int, maximum: int | None) -> None:
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"{minimum} or more" if maximum is None else f"between {minimum} and {maximum}"
+        raise InvalidRequest(f"{name} is {str(value)[:40]}; it must be {allowed}.", param=name)
 
 
 def split_axis(text: str, name: str) -> tuple[str, ...]:
-    """The values of an axis written with commas. Raises :class:`InvalidRequest` where one is missing, and for more than
-    ``MAX_AXIS_CHARS`` characters."""
+    """Split a comma-separated axis into its values.
+
+    Raises:
+        InvalidRequest: A value is empty, or ``text`` is longer than ``MAX_AXIS_CHARS``.
+    """
     if len(text) > MAX_AXIS_CHARS:
         raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_AXIS_CHARS} are read.", param=name)
     values = tuple(part.strip() for part in text.split(","))
@@ -236,8 +247,11 @@ def split_axis(text: str, name: str) -> tuple[str, ...]:
 
 
 def whole_numbers(text: str, name: str) -> tuple[int, ...]:
-    """An axis of whole numbers of at most ``MAX_DIGITS``: "5,10,20". Raises :class:`InvalidRequest` for anything
-    else."""
+    """Parse an axis of whole numbers such as "5,10,20".
+
+    Raises:
+        InvalidRequest: A value is not a whole number or has more than ``MAX_DIGITS`` digits.
+    """
     values = split_axis(text, name)
     for value in values:
         digits = value.removeprefix("-")
@@ -251,7 +265,11 @@ def whole_numbers(text: str, name: str) -> tuple[int, ...]:
 
 
 def numbers(text: str, name: str) -> tuple[float, ...]:
-    """An axis of numbers: "1,3,7.5". Raises :class:`InvalidRequest` for anything else."""
+    """Parse an axis of numbers such as "1,3,7.5".
+
+    Raises:
+        InvalidRequest: A value is not a number.
+    """
     return tuple(_number(value, name) for value in split_axis(text, name))
 
 
@@ -263,5 +281,5 @@ def _number(value: str, name: str) -> float:
 
 
 def quote(text: str) -> str:
-    """The beginning of ``text`` in quotes."""
+    """Return ``text`` in quotes, truncated to ``MAX_SHOWN_CHARS`` characters."""
     return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…")

@@ -1,7 +1,7 @@
-"""Prompt match: the share of pictures that show exactly what their prompts ask for.
+"""Prompt match: the share of images that show exactly what their prompts describe.
 
-GenEval's idea (Ghosh et al. 2023) in the embedded model's picture world, where the answer is exact: the objects and how
-many, where they stand, how large the only one is, and the background, read by comparing with the drawn sprites.
+Follows GenEval (Ghosh et al. 2023) for the scenes of the embedded model. Objects, counts, positions, size and
+background are detected exactly by comparison with the rendered sprites.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diffserve.world.scenes import Scene
 Picture = NDArray[np.uint8] | Image.Image
 Asked = str | SceneSpec | Scene
 
-# part -> whether a wish asks for it
+# part -> whether a scene description specifies it
 PARTS: Mapping[str, Callable[[SceneSpec], bool]] = {
     "background": lambda wish: wish.background is not None,
     "objects": lambda wish: bool(wish.names),
@@ -33,36 +33,41 @@ PARTS: Mapping[str, Callable[[SceneSpec], bool]] = {
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """One verdict for each picture, beside what it was asked to show."""
+    """The requested scene and the verdict of each image."""
 
     wishes: tuple[SceneSpec, ...]
     verdicts: tuple[Verdict, ...]
 
     @property
     def exact(self) -> Share:
-        """Pictures that are right in everything they were asked for. Pictures of one wish are resampled together."""
+        """Share of images that match in every part; images of the same scene description form one bootstrap group."""
         return share_of([verdict.exact for verdict in self.verdicts], self.wishes)
 
     @property
     def parts(self) -> dict[str, Share]:
-        """For every part of ``PARTS`` that is asked for at all, the share among the pictures that were asked for it."""
-        found = {}
-        for part, is_asked in PARTS.items():
-            asked = [
-                (wish, getattr(one, part))
-                for wish, one in zip(self.wishes, self.verdicts, strict=True)
-                if is_asked(wish)
+        """Share of correct images for each part of ``PARTS``, among the images whose prompts specify that part."""
+        shares = {}
+        for part, specifies in PARTS.items():
+            outcomes = [
+                (wish, getattr(verdict, part))
+                for wish, verdict in zip(self.wishes, self.verdicts, strict=True)
+                if specifies(wish)
             ]
-            if asked:
-                found[part] = share_of([is_right for _, is_right in asked], [wish for wish, _ in asked])
-        return found
+            if outcomes:
+                shares[part] = share_of([is_right for _, is_right in outcomes], [wish for wish, _ in outcomes])
+        return shares
 
 
 def match_prompts(pictures: Sequence[Picture], prompts: Sequence[Asked]) -> PromptMatch:
-    """Check each picture, PIL or (height, width, 3) uint8, against its own prompt, wish or scene.
+    """Check each image against its prompt.
 
-    Raises :class:`InvalidRequest` without pictures, where there are not as many prompts as pictures, for a prompt
-    outside the picture world's language, and for pictures that are not of its scale.
+    Args:
+        pictures: PIL images or arrays (height, width, 3) uint8.
+        prompts: A prompt text, scene description or scene for each image.
+
+    Raises:
+        InvalidRequest: There are no images, the number of prompts differs from that of images, a prompt cannot be
+            parsed, or an image has the wrong size.
     """
     if len(pictures) != len(prompts) or not pictures:
         raise InvalidRequest(f"{len(prompts)} prompts for {len(pictures)} pictures; give each picture its own prompt.")
@@ -71,10 +76,10 @@ def match_prompts(pictures: Sequence[Picture], prompts: Sequence[Asked]) -> Prom
     return PromptMatch(wishes, tuple(judge(reading, wish) for reading, wish in zip(readings, wishes, strict=True)))
 
 
-def _wish(asked: Asked) -> SceneSpec:
-    if isinstance(asked, Scene):
-        return SceneSpec.of(asked)
-    return parse_prompt(asked) if isinstance(asked, str) else asked
+def _wish(prompt: Asked) -> SceneSpec:
+    if isinstance(prompt, Scene):
+        return SceneSpec.of(prompt)
+    return parse_prompt(prompt) if isinstance(prompt, str) else prompt
 
 
 def _pixels(picture: Picture) -> NDArray[np.uint8]:

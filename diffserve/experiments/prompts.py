@@ -1,8 +1,7 @@
-"""The prompts of a sweep, and the scenes that they ask for, drawn exactly.
+"""Prompts of a sweep, and exact renderings of the scenes that they describe.
 
-The embedded model's held-out captions come from the fixed list that its evaluation uses. Prompts of its picture world
-have a truth that can be drawn: ``draw_pictures`` gives, for each prompt, pictures that show exactly what it says,
-placed anew each time. They are what painted pictures are held against in a feature network.
+The held-out captions are those of the embedded model's evaluation. ``draw_pictures`` renders images that show exactly
+what a prompt says, at varying positions. They are the reference set for distances in the feature network.
 """
 
 from __future__ import annotations
@@ -28,12 +27,16 @@ MAX_PROMPT_FILE_BYTES = 4_000_000
 
 
 def held_out_prompts(count: int) -> tuple[str, ...]:
-    """The first ``count`` held-out captions of the picture world."""
+    """Return the first ``count`` held-out captions of the embedded model."""
     return tuple(words for _, words in held_out(count))
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """One prompt a line; empty lines are skipped. Raises :class:`InvalidRequest` where there is none to read."""
+    """Read prompts from a text file with one prompt per line; empty lines are skipped.
+
+    Raises:
+        InvalidRequest: The file cannot be read or contains no prompts.
+    """
     try:
         with file.open("rb") as stream:
             text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
@@ -48,26 +51,30 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def read_wishes(prompts: Sequence[str]) -> tuple[SceneSpec, ...]:
-    """What each prompt asks for. Raises :class:`InvalidRequest` for one outside the picture world's language."""
+    """Parse each prompt into a scene description.
+
+    Raises:
+        InvalidRequest: A prompt is outside the language of the embedded model.
+    """
     return tuple(parse_prompt(prompt) for prompt in prompts)
 
 
 def draw_pictures(
     wishes: Sequence[SceneSpec], width_px: int, height_px: int, *, each: int
 ) -> Iterator[NDArray[np.uint8]]:
-    """For every wish ``each`` pictures (height, width, 3) that show exactly it; the same ones every time."""
+    """Render ``each`` images (height, width, 3) of every scene description, reproducibly."""
     for index, wish in enumerate(wishes):
         rng = random.Random(DRAWN_SEED + index)
         yield from (render(scene_like(wish, rng), width_px, height_px) for _ in range(each))
 
 
 def num_drawn_per_prompt(num_prompts: int) -> int:
-    """How many pictures to draw of each prompt."""
+    """Return the number of images to render per prompt."""
     return max(2, min(DRAWN_PER_PROMPT, MAX_DRAWN // num_prompts))
 
 
 def scene_like(wish: SceneSpec, rng: random.Random) -> Scene:
-    """A scene that shows ``wish``, placed as the world places things; what it leaves open is drawn."""
+    """Sample a scene that shows ``wish``; unspecified parts are chosen at random."""
     while True:
         background = wish.background or rng.choice(BACKGROUNDS)
         names = wish.names or (rng.choice(list(OBJECTS)),)

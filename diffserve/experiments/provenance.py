@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, machine, model. Nothing of somebody's disk."""
+"""Provenance of results: versions, machine and model, without any local paths."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ LIBRARIES = ("torch", "torchmetrics", "diffusers", "transformers", "numpy", "mat
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, Python and the libraries that numbers depend on."""
-    found = {"diffserve": __version__, "python": platform.python_version()}
+    """Return the versions of this package, Python and the libraries that results depend on."""
+    versions_by_name = {"diffserve": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions_by_name[name] = "not installed"
+    return versions_by_name
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores, and how busy they are now."""
+    """Return the CPU model, core count, operating system and current load average."""
     load = [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
     return {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "load_average": load}
 
 
 def model(info: ModelInfo, *, is_deterministic: bool) -> dict[str, Any]:
-    """What painted, by the digest of its weights, and in what precision."""
+    """Describe the model: weights digest, precision, device and defaults."""
     return {
         "id": Path(info.model_id).name,
         "family": info.family,
@@ -49,7 +49,7 @@ def model(info: ModelInfo, *, is_deterministic: bool) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """Return the current UTC time in ISO format with seconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

@@ -1,4 +1,4 @@
-"""What is kept of every picture of a sweep: one line of JSON each."""
+"""Records of the images of a sweep, stored as one JSON line each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffserve.world.checker import Verdict
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """The checker's verdict on a picture, part by part."""
+    """The checker's verdict on an image, part by part."""
 
     exact: bool
     background: bool
@@ -27,9 +27,9 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a picture is from the converged one of the same seed; see :mod:`diffserve.experiments.metrics`.
+    """Distance of an image to the converged image of the same seed; see :mod:`diffserve.experiments.metrics`.
 
-    ``None``: not measured, for want of latents or of torch.
+    A value is ``None`` if it could not be measured because latents or torch were missing.
     """
 
     latent_rmse: float | None = None
@@ -38,14 +38,19 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One picture, measured.
+    """Measurements of one image.
 
-    evaluations  UNet rows it took, two a step under guidance
-    engine_s     its share of the engine's time: each tick's wall time divided among the rows that ran in it
-    features     in the fixed feature network; none where there was none
-    parts        ``None`` where prompts have no checkable truth
-    distance     ``None`` for the converged picture itself
-    thumbnail    a small PNG, of the few pictures that are shown
+    Attributes:
+        prompt_index: Index of the prompt in the plan.
+        seed_index: Index of the seed within the prompt.
+        seed: Seed of the starting latents.
+        spacing: Timestep spacing that was used.
+        evaluations: UNet rows of the image, two per step with guidance.
+        engine_s: Share of the engine's time: the wall time of each tick divided by the rows that ran in it.
+        features: Features in the fixed feature network, empty if there is no network.
+        parts: Verdict of the prompt checker, ``None`` if the prompt cannot be checked.
+        distance: Distance to the converged image, ``None`` for the converged image itself.
+        thumbnail: Small PNG of the few images that a report shows.
     """
 
     prompt_index: int
@@ -61,24 +66,24 @@ class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> Place:
-        """(prompt, seed): what pairs it with pictures of other cells."""
+        """(prompt index, seed index): key that pairs the image with those of other cells."""
         return self.prompt_index, self.seed_index
 
 
 class StoredImage(NamedTuple):
-    """A kept picture: pixels (H, W, 3) uint8, and latents (C, h, w) float32 where they are known."""
+    """A stored image: pixels (H, W, 3) uint8 and, if known, latents (C, h, w) float32."""
 
     pixels: NDArray[np.uint8]
     latents: NDArray[np.float32] | None
 
 
 class SoloTime(msgspec.Struct, frozen=True):
-    """One cell alone, in the order of rounds: milliseconds a step, and seconds from the first step to the picture."""
+    """Times of a cell's image generated alone, by round: milliseconds per step and seconds per image."""
 
     step_ms: tuple[float, ...]
     image_s: tuple[float, ...]
 
 
 def features_of(records: list[ImageRecord]) -> NDArray[np.float32]:
-    """The features of all ``records``, (N, D)."""
+    """Stack the features of all ``records`` into (N, D)."""
     return np.array([record.features for record in records], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""From a painted sweep to the files in its folder: cells.csv, report.json, plots, report.md and report.html."""
+"""Writes the report files of a complete sweep: cells.csv, report.json, plots, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
 RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
 SMALL = (SUMMARY, OVERVIEW, JSON, CSV)
-"""What is small enough to be kept with a project's sources."""
+"""Report files that are small enough to commit to a repository."""
 
 FEW_PICTURES = 64  # as many as there are features
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """A finished sweep: the rows of its table, the claims it answers, and the files that say so."""
+    """Results of a finished sweep: table rows, findings and the written files."""
 
     plan: SweepPlan
     cells: tuple[CellSummary, ...]
@@ -62,9 +62,18 @@ def write_report(
     store: Store,
     times: Mapping[Cell, SoloTime],
     check: PromptCheck,
-    begun: Mapping[str, Any],
+    initial_machine: Mapping[str, Any],
 ) -> SweepReport:
-    """Analyse a complete sweep and write its files, the page last. ``begun``: the machine when the sweep began."""
+    """Analyze a complete sweep and write its files, the HTML page last.
+
+    Args:
+        engine: The engine that generated the images.
+        plan: The plan of the sweep.
+        store: Records and converged images.
+        times: Time of each cell, measured alone.
+        check: The prompt checker.
+        initial_machine: State of the machine when the sweep started.
+    """
     drawn = None if check.wishes is None else draw(check.wishes, *engine.info.good_sizes[0])
     analysis = analyse(plan, store, drawn)
     summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
@@ -72,10 +81,10 @@ def write_report(
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
-        "machine": begun,
+        "machine": initial_machine,
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
-        "notes": _notes(plan, engine, drawn, check.why_not, begun),
+        "notes": _notes(plan, engine, drawn, check.why_not, initial_machine),
         "findings": findings,
         "fronts": _fronts(summaries),
         "cells": summaries,
@@ -87,13 +96,13 @@ def write_report(
 
 
 def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis:
-    """All that the records say, with the distances between sets."""
+    """Build the analysis of all records, including distances between sets."""
     records = {cell: store.records(cell) for cell in plan.all_cells}
-    bare = Analysis(plan, records, drawn)
+    without_distances = Analysis(plan, records, drawn)
     values = {
         (cell, measure): value
         for cell, measure in product(records, SET_MEASURES)
-        if (value := set_value(bare, cell, measure)) is not None
+        if (value := set_value(without_distances, cell, measure)) is not None
     }
     return Analysis(plan, records, drawn, values, seed_spread(plan, store))
 
@@ -101,7 +110,7 @@ def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis
 def _outputs(
     document: Mapping[str, Any], plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
 ) -> dict[str, bytes]:
-    """Every file by its name, the page last."""
+    """Render every file by name, the HTML page last."""
     title, facts = f"A sweep of {document['model']['id']}", _facts(document, plan)
     findings, notes = document["findings"], document["notes"]
     sections = sections_of(analysis, summaries)
@@ -115,7 +124,7 @@ def _outputs(
 
 
 def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureSet:
-    """The features of drawn scenes of every prompt."""
+    """Compute the features of rendered scenes of every prompt."""
     from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
     network, each = FeatureNetwork(), num_drawn_per_prompt(len(wishes))
@@ -124,7 +133,7 @@ def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureS
 
 
 def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
-    """A distance between sets by the metrics library; ``None`` where there is no reference, or one picture alone."""
+    """Compute a set distance with the metrics library, or ``None`` without a reference or with a single image."""
     from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 
     reference = analysis.reference_set(cell, measure)
@@ -136,21 +145,21 @@ def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
 
 
 def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
-    """By guidance: latent RMSE between the converged pictures of one prompt and neighbouring seeds, averaged."""
-    found = {}
+    """Compute by guidance the mean latent RMSE between converged images of one prompt with consecutive seeds."""
+    spreads = {}
     for cell in plan.references:
         distances = []
         for prompt in range(len(plan.prompts)):
-            kept = [store.load(cell, (prompt, seed)) for seed in range(plan.num_seeds)]
-            latents = [one.latents for one in kept if one is not None and one.latents is not None]
+            images = [store.load(cell, (prompt, seed)) for seed in range(plan.num_seeds)]
+            latents = [image.latents for image in images if image is not None and image.latents is not None]
             distances += [latent_rmse(a, b) for a, b in pairwise(latents)]
         if distances:
-            found[cell.guidance_scale] = fmean(distances)
-    return found
+            spreads[cell.guidance_scale] = fmean(distances)
+    return spreads
 
 
 def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
-    """By measure the cells on the front, and the one at its knee."""
+    """Return by measure the cells on the Pareto front and the cell at its knee."""
     return {
         chart.measure.value: {
             "front": [dot.summary.cell.slug for dot in chart.front],
@@ -176,7 +185,7 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
 
 
 def _notes(
-    plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, begun: Mapping[str, Any]
+    plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, initial_machine: Mapping[str, Any]
 ) -> tuple[str, ...]:
     num_images = len(plan.places)
     notes = [
@@ -203,6 +212,6 @@ def _notes(
         notes.append(f"{num_images} pictures a cell are too few for a Frechet distance with 64 features to mean much.")
     if not engine.is_deterministic:
         notes.append("On this device a picture may differ by rounding with the batch it was painted in.")
-    if begun["load_average"] and begun["load_average"][0] > 0.5 * (begun["cores"] or 1):
+    if initial_machine["load_average"] and initial_machine["load_average"][0] > 0.5 * (initial_machine["cores"] or 1):
         notes.append("The machine had other work when the sweep began, so its times are longer than on an idle one.")
     return tuple(notes)

@@ -1,6 +1,7 @@
-"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is loaded.
+"""Renders a report as a self-contained HTML page and as short Markdown.
 
-And as Markdown: short, with one picture beside it, to be kept with a project's sources. All text is escaped.
+The HTML page embeds all images and charts and loads nothing. The Markdown refers to one image file and is meant to be
+committed. All text is escaped.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ def write_markdown(
     summaries: Sequence[CellSummary],
     notes: Sequence[str],
 ) -> str:
-    """The text; ``picture`` is the name of a file beside it. Text from users is escaped, links and all."""
+    """Render the report as Markdown with all user text escaped.
+
+    Args:
+        title: Heading of the report.
+        facts: Names and values of the summary list.
+        findings: Evaluated claims.
+        picture: Name of the image file in the same folder.
+        summaries: One table row per cell.
+        notes: Notes on the method.
+    """
     parts = [
         f"# {_plain(title)}",
         *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
@@ -68,26 +78,35 @@ def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     heads = ["cell", *(measure.short_title for measure in measures), "ms a step", "s an image", "images/s"]
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])
-    for one, label in _labelled(summaries):
-        values = [_value(one, measure) for measure in measures]
+    for summary, label in _with_labels(summaries):
+        values = [_value(summary, measure) for measure in measures]
         yield _line(
-            [_plain(label), *values, f"{one.step_ms.value:.1f}", f"{one.alone_s:.2f}", f"{one.images_per_s:.2f}"]
+            [
+                _plain(label),
+                *values,
+                f"{summary.step_ms.value:.1f}",
+                f"{summary.alone_s:.2f}",
+                f"{summary.images_per_s:.2f}",
+            ]
         )
 
 
-def _labelled(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary, str]]:
-    several = len({one.cell.guidance_scale for one in summaries}) > 1
-    for one in summaries:
-        yield one, f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+def _with_labels(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary, str]]:
+    several = len({summary.cell.guidance_scale for summary in summaries}) > 1
+    for summary in summaries:
+        yield (
+            summary,
+            f"{summary.cell.label}, guidance {summary.cell.guidance_scale:g}" if several else summary.cell.label,
+        )
 
 
-def _value(one: CellSummary, measure: Measure) -> str:
-    found = one.value(measure)
-    if found is None:
+def _value(summary: CellSummary, measure: Measure) -> str:
+    estimate = summary.value(measure)
+    if estimate is None:
         return ""
-    if found.low is None or found.high is None:
-        return measure.write(found.value)
-    return f"{measure.write(found.value)} ({measure.write_range(found.low, found.high)})"
+    if estimate.low is None or estimate.high is None:
+        return measure.write(estimate.value)
+    return f"{measure.write(estimate.value)} ({measure.write_range(estimate.low, estimate.high)})"
 
 
 def _line(fields: Sequence[str]) -> str:
@@ -99,7 +118,7 @@ def _list(lines: Sequence[str]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """``text`` as it is, on one line, whatever Markdown would make of it."""
+    """Escape ``text`` for Markdown and put it on one line."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("://", ":\u200b//")
 
 
@@ -143,7 +162,7 @@ table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabul
 
 @dataclass(frozen=True)
 class Strip:
-    """Pictures in rows and columns, WebP."""
+    """A grid of WebP images with a caption."""
 
     caption: str
     grid: StripGrid
@@ -151,7 +170,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with its figures."""
+    """A section of the page with notes, charts and image grids."""
 
     heading: str
     notes: tuple[str, ...]
@@ -167,7 +186,16 @@ def write_page(
     summaries: Sequence[CellSummary],
     notes: Sequence[str],
 ) -> str:
-    """The page. ``facts``: name and value, shown as they are."""
+    """Render the report as a self-contained HTML page.
+
+    Args:
+        title: Title and heading of the page.
+        facts: Names and values of the summary list.
+        findings: Evaluated claims.
+        sections: Sections with figures.
+        summaries: One table row per cell.
+        notes: Notes on the method.
+    """
     body = [
         f"<h1>{escape(title)}</h1>",
         "<dl>",
@@ -202,18 +230,18 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         look = LOOKS.get(finding.verdict, "")
         yield f'<h3>{escape(finding.claim)}: <span class="verdict {look}">{escape(finding.verdict)}</span></h3><ul>'
-        yield from (f"<li>{_unbroken(line)}</li>" for line in finding.evidence)
+        yield from (f"<li>{_escape_evidence(line)}</li>" for line in finding.evidence)
         yield "</ul>"
 
 
-def _unbroken(line: str) -> str:
-    """Escaped, no unit on another line than its number."""
+def _escape_evidence(line: str) -> str:
+    """Escape ``line`` and keep each number and its unit on one line."""
     return UNIT.sub("\u00a0", escape(line))
 
 
 def _section(section: Section) -> Iterator[str]:
     yield f"<h2>{escape(section.heading)}</h2>"
-    yield from (f'<p class="note">{_unbroken(note)}</p>' for note in section.notes)
+    yield from (f'<p class="note">{_escape_evidence(note)}</p>' for note in section.notes)
     yield figure(section.charts)
     yield from (_strip(strip) for strip in section.strips)
 
@@ -222,7 +250,7 @@ def _strip(strip: Strip) -> str:
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in strip.grid.heads)
     rows = []
     for name, row in zip(strip.grid.names, strip.grid.rows, strict=True):
-        pictures = "".join(_picture(f"{name}, {head}", one) for head, one in zip(strip.grid.heads, row, strict=True))
+        pictures = "".join(_picture(f"{name}, {head}", webp) for head, webp in zip(strip.grid.heads, row, strict=True))
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{pictures}</tr>')
     table = f'<table class="strip"><thead><tr><td></td>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     return f'<figure><figcaption>{escape(strip.caption)}</figcaption><div class="wide">{table}</div></figure>'
@@ -235,31 +263,31 @@ def _picture(what: str, webp: bytes | None) -> str:
 
 
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
-    measures = [measure for measure in Measure if any(one.value(measure) for one in summaries)]
+    measures = [measure for measure in Measure if any(summary.value(measure) for summary in summaries)]
     heads = ["cell", *(measure.short_title for measure in measures)]
     heads += ["UNet rows an image", "ms a step, alone", "s an image, alone", "images/s, engine full"]
     yield '<h2>Every cell</h2><p class="note">Below a value its 95 % interval; below a time the least and the most.</p>'
     yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"
-    for one, label in _labelled(summaries):
-        cells = "".join(f"<td>{cell}</td>" for cell in _row(one, measures))
+    for summary, label in _with_labels(summaries):
+        cells = "".join(f"<td>{cell}</td>" for cell in _row(summary, measures))
         yield f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
 
 
-def _row(one: CellSummary, measures: Iterable[Measure]) -> Iterator[str]:
+def _row(summary: CellSummary, measures: Iterable[Measure]) -> Iterator[str]:
     for measure in measures:
-        found = one.value(measure)
-        yield "" if found is None else _with_interval(found, measure)
-    yield f"{one.evaluations:g}"
-    yield f"{one.step_ms.value:.1f}<small>{one.step_ms.low:.1f} to {one.step_ms.high:.1f}</small>"
-    yield f"{one.alone_s:.2f}"
-    yield f"{one.images_per_s:.2f}"
+        estimate = summary.value(measure)
+        yield "" if estimate is None else _with_interval(estimate, measure)
+    yield f"{summary.evaluations:g}"
+    yield f"{summary.step_ms.value:.1f}<small>{summary.step_ms.low:.1f} to {summary.step_ms.high:.1f}</small>"
+    yield f"{summary.alone_s:.2f}"
+    yield f"{summary.images_per_s:.2f}"
 
 
-def _with_interval(found: Estimate, measure: Measure) -> str:
-    value = escape(measure.write(found.value))
-    if found.low is None or found.high is None:
+def _with_interval(estimate: Estimate, measure: Measure) -> str:
+    value = escape(measure.write(estimate.value))
+    if estimate.low is None or estimate.high is None:
         return value
-    return f"{value}<small>{escape(measure.write_range(found.low, found.high))}</small>"
+    return f"{value}<small>{escape(measure.write_range(estimate.low, estimate.high))}</small>"

@@ -1,7 +1,7 @@
-"""Run a sweep: paint what is missing, measure each picture, time every cell, and write the report.
+"""Runs a sweep: generates missing images, measures them, times every cell, and writes the report.
 
-``sweep`` is the whole of it; ``run_plan`` does it with an engine and a plan that are there. Nothing heavy is imported
-before one of them runs.
+``sweep`` is the main entry point; ``run_plan`` takes an existing engine and plan. Heavy libraries are imported only
+when one of them runs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep is: ``rows_done`` of the ``num_rows`` UNet rows that were left when it began.
+    """Progress of a sweep.
 
-    phase     "painting", "timing" or "reporting"
-    finished  the cell that has just become complete, if one has
+    Attributes:
+        phase: "painting", "timing" or "reporting".
+        rows_done: UNet rows finished in this run.
+        num_rows: UNet rows that were missing when this run started.
+        finished: The cell that was just completed, if any.
     """
 
     phase: str
@@ -73,20 +76,30 @@ def sweep(
     reference_steps: int = REFERENCE_STEPS,
     on_progress: OnProgress | None = None,
 ) -> SweepReport:
-    """Paint every sampler with every number of steps on the same prompts and seeds, and write a report into ``folder``.
+    """Compare samplers and step counts on the same prompts and seeds, and write a report into ``folder``.
 
-    model    what ``Engine.from_pretrained`` takes, or an engine, which nobody else may use meanwhile
-    guidance one or several scales; ``None``: the model's own
-    prompts  so many held-out captions of the embedded model, or the prompts themselves
+    An interrupted sweep resumes when it is called again with the same folder.
 
-    A sweep that was interrupted goes on where it was when it is called again with the same folder. Raises
-    :class:`InvalidRequest` before anything is painted or made, and what the engine raises while painting.
+    Args:
+        model: A model for ``Engine.from_pretrained``, or an engine that is not used elsewhere during the sweep.
+        folder: Output folder.
+        samplers: Sampler names.
+        steps: Step counts.
+        guidance: One or several guidance scales, ``None`` for the model's default.
+        prompts: Prompt texts, or the number of held-out captions of the embedded model to use.
+        seeds: Images per prompt.
+        first_seed: Seed of the first image.
+        reference_steps: DDIM steps of the converged images.
+        on_progress: Called with the progress of the sweep.
+
+    Raises:
+        InvalidRequest: An argument or the folder is invalid; raised before anything is generated or written.
     """
     from diffserve.engine import Engine
 
     texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
     scales = (guidance,) if isinstance(guidance, int | float) else guidance
-    plan = SweepPlan(  # made, and so checked, before a model is loaded
+    plan = SweepPlan(  # validated before a model is loaded
         samplers=tuple(samplers),
         steps=tuple(steps),
         guidance=(1.0,) if scales is None else tuple(scales),
@@ -103,29 +116,35 @@ def sweep(
 
 
 def refuse_early(plan: SweepPlan, folder: Path) -> None:
-    """Raise :class:`InvalidRequest` for all that is wrong with ``folder`` and can be known before a model is loaded."""
+    """Check ``folder`` before a model is loaded.
+
+    Raises:
+        InvalidRequest: The folder cannot be written or holds another sweep.
+    """
     refuse_folder(folder, RESULTS)
-    refuse_other_sweep(folder, _planned(plan))
+    refuse_other_sweep(folder, _plan_setup(plan))
 
 
 def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
-    """Do ``plan`` with ``engine``; see :func:`sweep`."""
+    """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`."""
     plan.check(engine.info)
     for cell in (*plan.references, *plan.cells):
         engine.check(request_for(plan, cell, plan.places[0]))
     check = PromptCheck(engine.info.family, plan.prompts)
-    begun = machine()
+    initial_machine = machine()
     setup = setup_of(engine, plan, is_checked=check.wishes is not None)
     with Store(folder, setup, results=RESULTS) as store:
         running = _SweepRun(engine, plan, store, check, on_progress or (lambda _: None))
         running.paint()
         times = running.time()
-        running.tell("reporting")
-        return write_report(engine=engine, plan=plan, store=store, times=times, check=check, begun=begun)
+        running.report_progress("reporting")
+        return write_report(
+            engine=engine, plan=plan, store=store, times=times, check=check, initial_machine=initial_machine
+        )
 
 
 class _SweepRun:
-    """The parts of a sweep that take long, and the account of how far they are."""
+    """The long-running phases of a sweep, with their progress."""
 
     def __init__(
         self, engine: Engine, plan: SweepPlan, store: Store, check: PromptCheck, on_progress: OnProgress
@@ -140,59 +159,59 @@ class _SweepRun:
         self._num_rows = sum(image.cell.rows for image in self._images) + timed_rows
         self._rows_done = 0.0
 
-    def tell(self, phase: str, finished: Cell | None = None) -> None:
-        """Report how far the sweep is."""
+    def report_progress(self, phase: str, finished: Cell | None = None) -> None:
+        """Report the current progress of the sweep."""
         rows_done = min(int(self._rows_done), self._num_rows)
         self._on_progress(SweepProgress(phase, rows_done, self._num_rows, finished))
 
     def paint(self) -> None:
-        """Paint and measure what is missing; every picture is on disk before the next tick."""
+        """Generate and measure missing images; every record is on disk before the next engine tick."""
         if not self._images:
             return
         from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
         measures = ImageMeasures(self._check, FeatureNetwork())
-        self.engine.warm_up()  # so that no image is charged for it
+        self.engine.warm_up()  # so that its time is not charged to an image
         painter = EnginePainter(self.engine, self.plan)
         complete(paint_measured(self.plan, painter, measures, self.store, self._images, self._count))
 
     def time(self) -> dict[Cell, SoloTime]:
-        """Paint one picture of each cell alone, unless that was done before."""
+        """Generate one image of each cell alone and return the times, which are reused if they exist."""
         if self._known_times:
             return self._known_times
         rounds: dict[Cell, list[SoloTime]] = {cell: [] for cell in self.plan.all_cells}
-        for cell, found in time_alone(self.engine, self.plan):
-            rounds[cell].append(found)
+        for cell, solo_time in time_alone(self.engine, self.plan):
+            rounds[cell].append(solo_time)
             self._rows_done += cell.rows
-            self.tell("timing")
-        times = {cell: merge_rounds(found) for cell, found in rounds.items()}
+            self.report_progress("timing")
+        times = {cell: merge_rounds(cell_rounds) for cell, cell_rounds in rounds.items()}
         self.store.write_json(self._times_name, {cell.slug: time for cell, time in times.items()})
         return times
 
     def _is_done(self, image: PlannedImage) -> bool:
-        is_kept = not image.cell.is_reference or self.store.has(image.cell, image.place)
-        return is_kept and image.place in self.store.records(image.cell)
+        is_stored = not image.cell.is_reference or self.store.has(image.cell, image.place)
+        return is_stored and image.place in self.store.records(image.cell)
 
     def _count(self, event: PaintEvent) -> None:
         if isinstance(event, RowsDone):
             self._rows_done += sum(event.rows.values())
-            self.tell("painting")
+            self.report_progress("painting")
         elif isinstance(event, FinishedImage):
             cell = event.image.cell
             if len(self.store.records(cell)) == len(self.plan.places):
-                self.tell("painting", finished=cell)
+                self.report_progress("painting", finished=cell)
 
     def _read_times(self) -> dict[Cell, SoloTime] | None:
-        known = self.store.read_json(self._times_name)
+        document = self.store.read_json(self._times_name)
         try:
-            found = msgspec.convert(known, dict[str, SoloTime])
-            return {cell: found[cell.slug] for cell in self.plan.all_cells}
+            times = msgspec.convert(document, dict[str, SoloTime])
+            return {cell: times[cell.slug] for cell in self.plan.all_cells}
         except (msgspec.ValidationError, KeyError):
             return None
 
 
 def setup_of(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str, Any]:
-    """Everything but the cell that a picture's numbers depend on."""
+    """Return everything except the cell that the results of an image depend on."""
     from diffserve.experiments.metrics.feature_network import NETWORK_VERSION
 
     info = engine.info
@@ -211,12 +230,12 @@ def setup_of(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[st
         "size": info.good_sizes[0],
         "is_deterministic": engine.is_deterministic,
         "is_checked": is_checked,
-        **_planned(plan),
+        **_plan_setup(plan),
     }
 
 
-def _planned(plan: SweepPlan) -> dict[str, Any]:
-    """The part of a setup that the plan alone says."""
+def _plan_setup(plan: SweepPlan) -> dict[str, Any]:
+    """Return the part of a setup that depends only on the plan."""
     return {
         "prompts": plan.prompts,
         "num_seeds": plan.num_seeds,

@@ -1,12 +1,8 @@
-"""What a sweep has done so far, on disk: a journal for each cell, and the converged pictures.
+"""Resumable on-disk state of a sweep: a journal per cell, and the converged images.
 
-    DIR/parts/setup.json                             what the sweep was begun with; another one is refused
-    DIR/parts/<cell>-<digest>.jsonl                  one line a picture, appended when it is measured
-    DIR/parts/<reference>-<digest>/<place>.npz       latents and pixels that others are held against
-
-The digest is over everything that the numbers depend on (weights, dtype, prompts, seeds, the cell itself, versions).
-So a sweep of more samplers or steps continues that of fewer, and nothing else is ever mixed in. A process that is
-killed in mid-write leaves a line without an end or a temporary file; both are dropped.
+DIR/parts/setup.json                             setup of the sweep; another setup is rejected
+DIR/parts/<cell>-<digest>.jsonl                  one line per image, appended when it is measured
+DIR/parts/<reference>-<digest>/<place>.npz       latents and pixels of converged images
 """
 
 from __future__ import annotations
@@ -36,10 +32,19 @@ from diffserve.experiments.records import ImageRecord, StoredImage
 
 
 class Store:
-    """The folder of a sweep. ``setup`` holds, by name, everything but the cell that its numbers depend on.
+    """Stored state of a sweep, as a context manager that locks the folder and closes the journals at exit.
 
-    A context that keeps other processes out; leaving it closes the journals. Raises :class:`InvalidRequest` where the
-    folder cannot be written, holds results that no sweep wrote or a sweep of another setup, or is in use.
+    File names contain a digest of everything that results depend on: weights, dtype, prompts, seeds, the cell and
+    versions. A sweep with more samplers or steps therefore continues a smaller one, and other results are never mixed
+    in. Incomplete lines and temporary files of a killed process are ignored.
+
+    Args:
+        folder: Output folder of the sweep.
+        setup: Everything except the cell that results depend on.
+        results: Names of result files that must not exist in a folder without a sweep.
+
+    Raises:
+        InvalidRequest: The folder cannot be written, holds foreign results or another sweep, or is in use.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str]) -> None:
@@ -68,28 +73,28 @@ class Store:
         if self._lock is not None:
             self._lock.close()
 
-    def digest(self, cell: Cell, more: Mapping[str, Any] | None = None) -> str:
-        """What tells this cell of this setup from every other, 12 hexadecimal digits."""
-        said = {**self._setup, "cell": cell, **(more or {})}
-        text = msgspec.json.encode(said, order="sorted")
+    def digest(self, cell: Cell, extra: Mapping[str, Any] | None = None) -> str:
+        """Return a digest of 12 hexadecimal digits over the setup, the cell and ``extra``."""
+        content = {**self._setup, "cell": cell, **(extra or {})}
+        text = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(text).hexdigest()[:DIGEST_DIGITS]
 
     def records(self, cell: Cell) -> dict[Place, ImageRecord]:
-        """What is known of a cell's pictures, by place; read once, kept up to date by :meth:`add`."""
+        """Return a cell's records by place; they are read once and updated by :meth:`add`."""
         if cell not in self._records:
             self._records[cell] = _read_journal(self._journal_path(cell))
         return self._records[cell]
 
     def add(self, cell: Cell, record: ImageRecord) -> None:
-        """Append one picture; it is safe from a kill of this process once this returns."""
-        known = self.records(cell)
+        """Append a record to the journal; it survives a kill of this process after the call returns."""
+        records = self.records(cell)
         if cell not in self._journals:
             self._journals[cell] = _open_journal(self._journal_path(cell))
         self._journals[cell].write(msgspec.json.encode(record) + b"\n")
-        known[record.place] = record
+        records[record.place] = record
 
     def save(self, finished: FinishedImage, *, always: bool = False) -> None:
-        """Keep a reference picture, whole or not at all; others are kept only with ``always``."""
+        """Store a converged image atomically; other images are stored only if ``always`` is set."""
         if not (always or finished.image.cell.is_reference):
             return
         assert finished.latents is not None, "a sweep asks for latents"
@@ -101,11 +106,11 @@ class Store:
         temporary.replace(path)
 
     def has(self, cell: Cell, place: Place) -> bool:
-        """Whether a picture is kept."""
+        """Return whether an image is stored."""
         return self._picture_path(cell, place).is_file()
 
     def load(self, cell: Cell, place: Place) -> StoredImage | None:
-        """A picture that is kept, or ``None`` where it is not or cannot be read."""
+        """Return a stored image, or ``None`` if it is missing or cannot be read."""
         try:
             with self._picture_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return StoredImage(arrays["pixels"], arrays["latents"])
@@ -113,11 +118,11 @@ class Store:
             return None
 
     def write_json(self, name: str, document: Any) -> None:
-        """Replace ``parts/<name>``, whole or not at all."""
+        """Replace ``parts/<name>`` atomically."""
         write_whole(self.parts / name, msgspec.json.format(msgspec.json.encode(document), indent=1))
 
     def read_json(self, name: str) -> Any:
-        """What :meth:`write_json` wrote, or ``None``."""
+        """Read ``parts/<name>``, or return ``None`` if it is missing or invalid."""
         try:
             return msgspec.json.decode((self.parts / name).read_bytes())
         except (OSError, msgspec.DecodeError):
@@ -136,7 +141,7 @@ class Store:
 
 
 def _read_journal(path: Path) -> dict[Place, ImageRecord]:
-    """The records of a journal; what cannot be read is as if it had not been written."""
+    """Read the records of a journal, ignoring lines that cannot be decoded."""
     decoder = msgspec.json.Decoder(ImageRecord)
     records: dict[Place, ImageRecord] = {}
     try:
@@ -153,7 +158,7 @@ def _read_journal(path: Path) -> dict[Place, ImageRecord]:
 
 
 def _open_journal(path: Path) -> IO[bytes]:
-    """Open for appending whole lines, after cutting off a line that a kill has left without its end."""
+    """Open a journal for appending and truncate an incomplete last line."""
     journal = path.open("ab", buffering=0)
     data = path.read_bytes()
     journal.truncate(data.rfind(b"\n") + 1)

@@ -1,6 +1,6 @@
-"""Charts as SVG within HTML: they follow a page's colours, light and dark, and need no script.
+"""Renders charts as inline SVG that follows the page's light or dark colors and needs no script.
 
-Everything that comes from outside is escaped. A page gives the colours that ``STYLE`` names, and takes it in.
+The page must include ``STYLE`` and define the CSS variables that it uses. All external text is escaped.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from diffserve.experiments.estimates import Measure
 WIDTH, HEIGHT = 420, 270
 LEFT, RIGHT, TOP, BOTTOM = 50, 406, 22, 228
 COLORS: Final = ("#3a86c8", "#e0662a", "#1b9e77", "#c2579a", "#d09a00", "#7d67c9", "#4bb3c7", "#8a8a8a")
-"""Told apart by the colour-blind too, on white and on black; every line has its own marker as well."""
+"""Colors that are distinguishable with color blindness on white and black; each line also has its own marker."""
 
 MARKERS: Final = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-3.6,-3.6h7.2v7.2h-7.2z", "M0,-4.6L4.4,3.4L-4.4,3.4z",
     "M0,-4.9L4.9,0L0,4.9L-4.9,0z", "M0,4.6L4.4,-3.4L-4.4,-3.4z", "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
 )  # fmt: skip
 LABEL_PX: Final = (22.0, 12.0)
-"""Width and height that the number beside a dot, or at an axis, takes at most."""
+"""Maximum width and height of the number at a dot or an axis."""
 
 STYLE: Final = """
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; list-style: none;
@@ -50,13 +50,13 @@ STYLE: Final = """
 UPON: Final = "Equal ones lie upon each other, the wider below."
 WIDER_PX: Final = 4.0
 LARGER: Final = 0.8
-"""For each line that lies upon a part of a curve, and for each dot upon another."""
+"""Added scale of a dot for each dot that covers it; ``WIDER_PX`` is the added width of a covered line segment."""
 
 NICE: Final = (1.0, 2.0, 5.0, 10.0)
 
 
 def figure(charts: Sequence[Chart]) -> str:
-    """All charts side by side where there is room, under one legend."""
+    """Render all charts under one legend, next to each other if there is space."""
     if not charts:
         return ""
     names = dict(sorted((line.number, line.name) for chart in charts for line in chart.lines))
@@ -88,8 +88,8 @@ def _svg(chart: Chart) -> str:
 def _y_scale(chart: Chart) -> Scale:
     if chart.measure is Measure.EXACT:
         return Scale(0.0, 1.0, BOTTOM, TOP)
-    found = [value for dot in chart.dots for value in (dot.value.low, dot.value.value, dot.value.high)]
-    return linear_scale([value for value in [*found, chart.level] if value is not None], BOTTOM, TOP)
+    values = [value for dot in chart.dots for value in (dot.value.low, dot.value.value, dot.value.high)]
+    return linear_scale([value for value in [*values, chart.level] if value is not None], BOTTOM, TOP)
 
 
 def _axes(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _axes(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _background(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    """The level of converged pictures, the front and its knee."""
+    """Yield the elements of the converged level, the Pareto front and its knee."""
     if chart.level is not None:
         at = f"{y.place(chart.level):.1f}"
         yield f'<line class="level" x1="{LEFT}" x2="{RIGHT}" y1="{at}" y2="{at}"><title>converged</title></line>'
@@ -132,10 +132,10 @@ def _draw(line: ChartLine, chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
     places = [f"{x.place(dot.x):.1f},{y.place(dot.value.value):.1f}" for dot in line.dots]
     upon = [chart.num_upon(line, dot) for dot in line.dots]
     if chart.is_joined:
-        for (one, other), num_upon in zip(pairwise(places), map(min, pairwise(upon)), strict=True):
+        for (start, end), num_upon in zip(pairwise(places), map(min, pairwise(upon)), strict=True):
             if num_upon:
                 width = f'style="stroke-width:{2 + WIDER_PX * num_upon:g}"'
-                yield f'<path class="curve" d="M{one}L{other}" stroke="{color}" {width}/>'
+                yield f'<path class="curve" d="M{start}L{end}" stroke="{color}" {width}/>'
         yield f'<polyline class="curve" points="{" ".join(places)}" stroke="{color}"/>'
     for dot, place, num_upon in zip(line.dots, places, upon, strict=True):
         larger = f" scale({1 + LARGER * num_upon:g})" if num_upon else ""
@@ -144,7 +144,7 @@ def _draw(line: ChartLine, chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _hint(name: str, dot: ChartDot, measure: Measure) -> str:
-    """What is told of a dot when it is pointed at."""
+    """Return the tooltip of a dot."""
     interval, value = "", dot.value
     if value.low is not None and value.high is not None:
         interval = f" (95 % interval {measure.write_range(value.low, value.high)})"
@@ -153,7 +153,7 @@ def _hint(name: str, dot: ChartDot, measure: Measure) -> str:
 
 
 def _labels(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    """Steps beside dots over seconds: those of the front first, and then every one that runs into no other."""
+    """Yield step counts as labels of dots over seconds: the front first, then all labels that do not overlap."""
     dots = [] if chart.is_joined else sorted(chart.dots, key=lambda dot: dot not in chart.front)
     taken: list[tuple[float, float]] = []
     for dot in dots:
@@ -166,12 +166,12 @@ def _labels(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _look(number: int) -> tuple[str, str]:
-    """Marker and colour of a line."""
+    """Return the marker and the color of a line."""
     return MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
 
 
 class Scale(NamedTuple):
-    """Maps ``low`` to ``start`` and ``high`` to ``end``, by logarithms where ``is_log``."""
+    """Linear or logarithmic mapping from ``low``..``high`` to ``start``..``end``."""
 
     low: float
     high: float
@@ -180,7 +180,7 @@ class Scale(NamedTuple):
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where ``value`` stands."""
+        """Map ``value`` to its coordinate."""
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(value)
@@ -188,14 +188,14 @@ class Scale(NamedTuple):
 
 
 def log_scale(values: Sequence[float], start: float, end: float) -> Scale:
-    """A logarithmic scale on which all ``values``, above zero, have some room."""
+    """Build a logarithmic scale for ``values`` above zero, with a margin at both ends."""
     low, high = min(values), max(values)
     room = (high / low) ** 0.06 if high > low else 2.0
     return Scale(low / room, high * room, start, end, is_log=True)
 
 
 def linear_scale(values: Sequence[float], start: float, end: float) -> Scale:
-    """A linear scale whose ends are ticks."""
+    """Build a linear scale for ``values`` whose ends are ticks."""
     low, high = min(values), max(values)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 1, high + 1
@@ -204,31 +204,35 @@ def linear_scale(values: Sequence[float], start: float, end: float) -> Scale:
 
 
 def nice_step(width: float) -> float:
-    """A distance of ticks, 1, 2 or 5 times a power of ten, that cuts ``width`` into about five."""
+    """Return a tick distance of 1, 2 or 5 times a power of ten that divides ``width`` into about five parts."""
     power = 10.0 ** math.floor(math.log10(width / 5))
     return next(nice * power for nice in NICE if nice * power >= width / 5 * 0.999)
 
 
 def linear_ticks(scale: Scale) -> tuple[float, ...]:
-    """Round values from one end to the other."""
+    """Return round tick values between the ends of ``scale``."""
     step = nice_step(scale.high - scale.low)
     first, last = math.ceil(scale.low / step - 1e-6), math.floor(scale.high / step + 1e-6)
     return tuple(index * step for index in range(first, last + 1))
 
 
 def log_ticks(scale: Scale) -> tuple[float, ...]:
-    """1, 2 and 5 times powers of ten; only powers of ten over more than three of them, and within one what is even."""
+    """Return ticks of a logarithmic scale.
+
+    The ticks are 1, 2 and 5 times powers of ten, only powers of ten on a wide scale, and linear ticks if fewer than
+    three of them fit.
+    """
     first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
     marks = NICE[:3] if last - first <= 4 else NICE[:1]
     values = (mark * 10.0**power for power in range(first, last + 1) for mark in marks)
-    found = tuple(value for value in values if scale.low <= value <= scale.high)
-    return found if len(found) > 2 else linear_ticks(scale)
+    ticks = tuple(value for value in values if scale.low <= value <= scale.high)
+    return ticks if len(ticks) > 2 else linear_ticks(scale)
 
 
-def apart(values: Sequence[float], scale: Scale, least: float) -> tuple[float, ...]:
-    """Of ``values``, ascending, those whose numbers do not run into each other: ``least`` between neighbours."""
-    kept: list[float] = []
+def apart(values: Sequence[float], scale: Scale, min_distance: float) -> tuple[float, ...]:
+    """Select those of the ascending ``values`` whose labels are at least ``min_distance`` pixels apart."""
+    selected: list[float] = []
     for value in values:
-        if not kept or abs(scale.place(value) - scale.place(kept[-1])) >= least:
-            kept.append(value)
-    return tuple(kept)
+        if not selected or abs(scale.place(value) - scale.place(selected[-1])) >= min_distance:
+            selected.append(value)
+    return tuple(selected)

@@ -1,10 +1,10 @@
-"""What a good rewrite is: from a loose wish to a prompt that the image model understands, by any instruct model.
+"""Prompt rewriting: converts a user's loose prompt into one that suits the image model, with any instruct model.
 
-style, window, grammar  what is asked for: a file of configs/rewriter/, the image model's text window, its words
-asking                  a wish in the words of the language model's chat template
-cleaning, judging       from an answer to a prompt, or back to the wish with a warning
+    style, window, grammar  style files in configs/rewriter/, the image model's text window, constrained decoding
+    asking                  builds language model requests with the model's chat template
+    cleaning, judging       extract the prompt from an answer, or fall back to the user's prompt with a warning
 
-``engine.rewriter`` has the wishes on their way.
+``engine.rewriter`` runs the requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PromptBuilder: from a wish to what the language model is asked, in the words of its own chat template."""
+"""Builds language model requests for a user's prompt with the model's chat template."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ Turn = dict[str, str]
 
 
 class Question(NamedTuple):
-    """One request to the language model: its texts are the prompts of the wish from ``first_index`` on."""
+    """One request to the language model; its texts are the rewritten prompts starting at ``first_index``."""
 
     first_index: int
     request: TextRequest
 
 
 class PromptBuilder:
-    """Builds what the model is asked whose ``tokenizer`` it is; it is called ``model_id`` in errors.
+    """Builds chat prompts and requests for a language model.
 
-    Nothing that a person writes becomes one of the model's own marks: those are taken out of wishes and system texts.
-    Models that think aloud are asked not to. Where a template knows no system text, it stands before the first wish.
+    Special tokens are removed from user text, and thinking is disabled. If the chat template has no system role, the
+    system text is put in front of the first user message.
 
-    Raises ConfigError when there is no chat template, or one that fails.
+    Args:
+        tokenizer: Tokenizer of the language model.
+        model_id: Name of the model in error messages.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, or the template fails.
     """
 
     def __init__(self, tokenizer: Any, model_id: str) -> None:
@@ -49,7 +54,10 @@ class PromptBuilder:
             raise ConfigError(f"the chat template of {model_id!r} fails on a single message.", param="model")
 
     def questions(self, request: RewriteRequest, style: Style, window: TextWindow) -> Iterator[Question]:
-        """The likeliest prompt is one request; those drawn at random are another, whose text i has seed + i."""
+        """Yield a request for the first prompt and, if more are wanted, a request that samples the others.
+
+        The first prompt uses ``style.first``; the others use ``style.further``, and prompt i has the seed ``seed + i``.
+        """
         prompt = self.prompt(request, style, window)
         seed = request.options.seed or 0
         limit = style.answer.max_tokens
@@ -59,26 +67,30 @@ class PromptBuilder:
             yield Question(1, _text_request(request, prompt, params, request.num_prompts - 1))
 
     def prompt(self, request: RewriteRequest, style: Style, window: TextWindow) -> str:
-        """The text that the model continues."""
-        own = request.options.system
-        system = style.prompt.system_for(window.num_tokens) if own is None else self._unmarked(own).strip()
+        """Render the chat prompt that the model continues."""
+        custom_system = request.options.system
+        system = (
+            style.prompt.system_for(window.num_tokens)
+            if custom_system is None
+            else self._strip_special_tokens(custom_system).strip()
+        )
         turns = [
             turn
             for example in style.prompt.examples
             for turn in (_turn("user", example.wish), _turn("assistant", example.prompt))
         ]
-        turns.append(_turn("user", self._unmarked(request.wish)))
+        turns.append(_turn("user", self._strip_special_tokens(request.wish)))
         if system:
             turns.insert(0, _turn("system", system))
         return self._render(turns if self._knows_system else fold_system(turns) or turns)
 
-    def _unmarked(self, text: str) -> str:
+    def _strip_special_tokens(self, text: str) -> str:
         return self._marks.sub(" ", text)
 
     def _can_render(self, turns: list[Turn]) -> bool:
         try:
             return all(turn["content"] in self._render(turns) for turn in turns)
-        except Exception:  # templates are programs of their own, which raise what they like
+        except Exception:  # templates are programs and can raise any exception
             return False
 
     def _render(self, turns: list[Turn]) -> str:

@@ -1,4 +1,4 @@
-"""From what a model said to the prompt in it: without thoughts, fences, introductions, marks and afterthoughts."""
+"""Extracts the prompt from a model's answer, without thoughts, fences, introductions, markup and closing remarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPENING: Final = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_AFTERTHOUGHT: Final = re.compile(
+_CLOSING_REMARK: Final = re.compile(
     r"\(?(?:note|explanation|let me know|i hope|feel free|this (?:prompt|rewrite|version)|i (?:have |'ve )?added)\b",
     re.IGNORECASE,
 )
@@ -33,16 +33,16 @@ _BULLET: Final = re.compile(r"^\s*(?:[-*•]|\d{1,2}[.)])\s+")
 _MARKS: Final = re.compile(r"\*\*|__|`|^#+\s+", re.MULTILINE)
 _PAIRS: Final = ('""', "''", "“”", "‘’", "«»")
 MAX_OPENINGS = 3
-LEAST_OF_MANY: Final = 4
+MIN_STRICT_COUNT: Final = 4
 NUMBER_WORDS: Final = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _NUMBER: Final = re.compile(
     rf"(?<![\w.,])({'|'.join(NUMBER_WORDS)}|pair of|[2-9]|1[0-2])(?=\s+[^\W\d_])", re.IGNORECASE
 )
-"""Before a word: what is wanted so many times."""
+"""A number word or numeral in front of a word."""
 
 
 def clean(answer: str, parts: Parts) -> str:
-    """The prompt in ``answer`` on one line; empty when there is none. Lines of a list become tags where those are."""
+    """Extract the prompt in ``answer`` as one line, empty if there is none; for tags, lines are joined with commas."""
     text = without_thoughts(answer).strip()
     fenced = _FENCE.search(text)
     text = (fenced.group(1) if fenced else text).strip()
@@ -50,7 +50,7 @@ def clean(answer: str, parts: Parts) -> str:
     paragraph = re.split(r"\n\s*\n", text)[0].splitlines()
     lines = [
         _BULLET.sub("", line).strip()
-        for line in takewhile(lambda line: not _AFTERTHOUGHT.match(line.strip()), paragraph)
+        for line in takewhile(lambda line: not _CLOSING_REMARK.match(line.strip()), paragraph)
     ]
     if parts == "tags":
         return _without_quotes(", ".join(line.strip(" ,.") for line in lines if line.strip(" ,.")))
@@ -58,23 +58,24 @@ def clean(answer: str, parts: Parts) -> str:
 
 
 def without_thoughts(answer: str) -> str:
-    """What follows the last thought; nothing while one is still going on."""
-    _, ended, after = answer.rpartition(THOUGHT)
-    before, begun, _ = (after if ended else answer).partition(THINK)
-    return before if begun else (after if ended else answer)
+    """Return the text after the last thought, without a thought that has not ended yet."""
+    _, end_tag, after = answer.rpartition(THOUGHT)
+    text = after if end_tag else answer
+    before, start_tag, _ = text.partition(THINK)
+    return before if start_tag else text
 
 
 def _without_openings(text: str) -> str:
     for _ in range(MAX_OPENINGS):
-        found = _OPENING.match(text)
-        if found is None or not text[found.end() :].strip():
+        opening = _OPENING.match(text)
+        if opening is None or not text[opening.end() :].strip():
             break
-        text = text[found.end() :].strip()
+        text = text[opening.end() :].strip()
     return text
 
 
 def _without_quotes(text: str) -> str:
-    """Without quotation marks around all of it."""
+    """Remove quotation marks that enclose the whole text."""
     for pair in _PAIRS:
         if len(text) > 1 and text[0] == pair[0] and text[-1] == pair[1] and not set(pair) & set(text[1:-1]):
             return text[1:-1].strip()
@@ -85,7 +86,7 @@ _QUOTED: Final = re.compile(
     r'(?<!\w)"([^"\n]+)"(?!\w)'
     r"|[“„]([^“”„\n]+)[”“]"
     r"|«([^«»\n]+)»"
-    r"|(?<!\w)['‘](\w(?:[^'’\n]|['’](?=\w))*)['’](?!\w)"  # an apostrophe stands inside a word
+    r"|(?<!\w)['‘](\w(?:[^'’\n]|['’](?=\w))*)['’](?!\w)"  # an apostrophe inside a word ends no quote
 )
 _SENTENCE_END: Final = re.compile(r"[.!?:;\n]+")
 _WORD: Final = re.compile(r"[^\W\d_][\w'’-]*")
@@ -100,13 +101,13 @@ SMALL_WORDS: Final = frozenset(
 
 
 def find_quotes(wish: str) -> tuple[str, ...]:
-    """Every text in quotation marks, of whatever kind, without them and without a closing comma or full stop."""
-    found = ("".join(match.groups("")) for match in _QUOTED.finditer(wish))
-    return tuple(dict.fromkeys(text for one in found if (text := _plain(one).rstrip(".,"))))
+    """Find the distinct texts in quotation marks of any kind, without the marks and a trailing comma or period."""
+    quotes = ("".join(match.groups("")) for match in _QUOTED.finditer(wish))
+    return tuple(dict.fromkeys(text for quote in quotes if (text := _plain(quote).rstrip(".,"))))
 
 
 def find_names(wish: str) -> tuple[str, ...]:
-    """Every name: a capitalised word, not all in capitals, that does not begin a sentence; none in title case."""
+    """Find names: capitalized words, not in all capitals, that do not start a sentence; none if ``wish`` is a title."""
     unquoted = _QUOTED.sub(" , ", wish)
     words = [word for sentence in _SENTENCE_END.split(unquoted) for word in _WORD.findall(sentence)[1:]]
     if any(word[0].isupper() and word.casefold() in SMALL_WORDS for word in words):
@@ -116,7 +117,7 @@ def find_names(wish: str) -> tuple[str, ...]:
 
 
 def find_lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``quotes`` and ``names`` that ``prompt`` does not hold; capitals matter in quotes alone."""
+    """Find the ``quotes`` and ``names`` that are missing in ``prompt``; only quotes are case-sensitive."""
     exact, folded = _plain(prompt), _plain(prompt).casefold()
     missing = [text for text in quotes if text not in exact]
     missing += [name for name in names if not re.search(rf"(?<!\w){re.escape(_plain(name).casefold())}(?!\w)", folded)]
@@ -124,18 +125,25 @@ def find_lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple
 
 
 def find_lost_numbers(wish: str, prompt: str) -> tuple[str, ...]:
-    """How many of something ``wish`` wants, as it says it, where ``prompt`` says another number of it, or none although
-    it is of four and more: two or three things may as well be told one by one."""
-    said = {_value(found) for found in _NUMBER.finditer(prompt)}
-    wanted = {found[1]: _value(found) for found in _NUMBER.finditer(wish)}
-    return tuple(word for word, value in wanted.items() if value not in said and (said or value >= LEAST_OF_MANY))
+    """Find number words of ``wish`` that ``prompt`` lost.
+
+    A number is lost if ``prompt`` contains only other numbers, or no number although the value is at least
+    ``MIN_STRICT_COUNT``. Smaller numbers may also be spelled out object by object.
+    """
+    prompt_values = {_value(match) for match in _NUMBER.finditer(prompt)}
+    wish_values = {match[1]: _value(match) for match in _NUMBER.finditer(wish)}
+    return tuple(
+        word
+        for word, value in wish_values.items()
+        if value not in prompt_values and (prompt_values or value >= MIN_STRICT_COUNT)
+    )
 
 
-def _value(found: re.Match[str]) -> int:
-    word = found[1].casefold()
+def _value(match: re.Match[str]) -> int:
+    word = match[1].casefold()
     return int(word) if word.isdecimal() else 2 if word == "pair of" else NUMBER_WORDS.index(word) + 2
 
 
 def _plain(text: str) -> str:
-    """One kind of apostrophe, single blanks."""
+    """Normalize apostrophes and whitespace."""
     return _BLANKS.sub(" ", text.replace("’", "'").replace("‘", "'")).strip()

@@ -1,6 +1,6 @@
-"""The language of the embedded image model's captions, as a constraint on what a rewriter may say.
+"""Grammar of the embedded image model's captions, as a constraint on the rewriter's output.
 
-The canonical captions are a small graph of phrases. ::
+The canonical captions form a small graph of phrases. ::
 
                                    .- left of, above ... -> (other) -- noun --.
     (start) -- noun --> (thing) ---+- "between" or "," -> (pair) -- noun --> (and) -- "and" --> (other)
@@ -22,12 +22,12 @@ from diffserve.world.scenes import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
 
 START, THING, OTHER, PAIR, AND, ALL, CAPTION = "start", "thing", "other", "pair", "and", "all", "caption"
 PLAIN: Final = "plain"
-NUM_PRACTISED: Final = 400
-PRACTICE_SEED: Final = 5
+NUM_SAMPLE_CAPTIONS: Final = 400
+SAMPLE_SEED: Final = 5
 
 
 def caption_phrases() -> Iterator[Phrase]:
-    """Every phrase of the canonical captions, and what may follow it."""
+    """Yield every phrase of the canonical captions with the node before it and the node after it."""
     for name in OBJECTS:
         yield Phrase(START, noun(name), THING)
         yield Phrase(OTHER, noun(name), ALL)
@@ -42,12 +42,19 @@ def caption_phrases() -> Iterator[Phrase]:
 
 
 def caption_constraint(tokenizer: Any, end_ids: Collection[int]) -> TokenConstraint:
-    """Only canonical captions, whatever the tokenizer; it has practised on some, so that drafts know what is usual.
+    """Build a constraint that allows only canonical captions.
 
-    Raises ConfigError for a tokenizer that cannot spell them.
+    The constraint is trained on sample captions, so that speculative drafts follow frequent phrases.
+
+    Args:
+        tokenizer: Tokenizer of the language model.
+        end_ids: Token ids that may end an answer.
+
+    Raises:
+        ConfigError: The tokenizer cannot encode the captions.
     """
     constraint = allowed_sentences(tokenizer, caption_phrases(), start=START, ends=[CAPTION], end_ids=end_ids)
-    captions = [sentence(Said.by(scene)) for scene in islice(scenes(PRACTICE_SEED, held_out=False), NUM_PRACTISED)]
+    captions = [sentence(Said.by(scene)) for scene in islice(scenes(SAMPLE_SEED, held_out=False), NUM_SAMPLE_CAPTIONS)]
     spelled = tokenizer(captions, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     constraint.practise([*ids, end_id] for ids in spelled for end_id in sorted(end_ids)[:1])
     return constraint

@@ -1,4 +1,4 @@
-"""RewriteJob: a wish on its way, from the first text request to the last answer. No torch."""
+"""State of a running rewrite, from its first text request to the last answer, without torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ COUNTED = TextUsage.__struct_fields__
 
 
 class VisibleText:
-    """The part of an answer that may be shown while it is still being said: thoughts are not."""
+    """Streams the visible part of an answer while it is generated; thoughts are hidden."""
 
     def __init__(self) -> None:
-        self._said = ""
+        self._answer = ""
         self._num_shown = 0
 
     def push(self, text: str) -> str:
-        """What ``text`` adds to what is shown."""
-        self._said += text
-        visible = without_thoughts(self._said).lstrip()
+        """Append ``text`` to the answer and return the newly visible part."""
+        self._answer += text
+        visible = without_thoughts(self._answer).lstrip()
         if THINK.startswith(visible):
             return ""
         new = visible[self._num_shown :]
@@ -33,10 +33,15 @@ class VisibleText:
 
 @dataclass(eq=False)
 class RewriteJob:
-    """A live rewrite.
+    """A running rewrite.
 
-    questions  text request id -> index of the first prompt that its texts are
-    answers    what came back of them
+    Attributes:
+        request: The rewrite request.
+        judge: Decides whether answers are accepted.
+        model_id: Name of the language model.
+        questions: Index of the first prompt of each text request, by text request id.
+        answers: Finished text requests by id.
+        showing: Visible text of each prompt by index.
     """
 
     request: RewriteRequest
@@ -48,18 +53,18 @@ class RewriteJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether every question is answered."""
+        """Whether every text request has finished."""
         return len(self.answers) == len(self.questions)
 
     def show(self, delta: TextDelta) -> Iterator[RewriteDelta]:
-        """What is new to see, if anything is."""
+        """Yield a delta event if ``delta`` adds visible text and the request wants deltas."""
         index = self.questions[delta.request_id] + delta.text_index
         text = self.showing.setdefault(index, VisibleText()).push(delta.text)
         if text and self.request.deltas:
             yield RewriteDelta(request_id=self.request.request_id, index=index, text=text)
 
     def finish(self) -> RewriteFinished:
-        """The end: every answer, judged."""
+        """Build the final event with all accepted or rejected answers."""
         answers = [self.answers[text_id] for text_id in self.questions]
         results = [result for answer in answers for result in answer.results]
         force = self.request.options.force
@@ -74,7 +79,7 @@ class RewriteJob:
 
 
 def _timings(parts: list[TextTimings]) -> TextTimings:
-    """Questions run side by side: the first token of any, the slowest of the rest."""
+    """Combine timings of concurrent requests: the earliest queue exit and first token, and the slowest rate and end."""
     return TextTimings(
         queue_s=min(part.queue_s for part in parts),
         ttft_s=min(part.ttft_s for part in parts),

@@ -1,4 +1,4 @@
-"""Judge: whether what a model said is taken as the prompt, and what the person who asked is told when it is not."""
+"""Decides whether a model's answer is accepted as the prompt, and produces the warning if it is not."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from diffserve.rewriting.cleaning import clean, find_lost, find_lost_numbers, fi
 from diffserve.rewriting.style import Parts, Style
 from diffserve.rewriting.window import TextWindow
 
-MOST_COPIES: Final = 3
-"""Words said once more than so often in a row are a loop: four times "cat", or "a cat and" four times."""
+MIN_LOOP_REPEATS: Final = 3
+"""Number of repetitions after the first occurrence that count as a loop: "cat" four times in a row."""
 
 LONGEST_LOOP: Final = 12
-LEFT: Final = "the prompt was left as it is."
-MOST_SHOWN: Final = 3
+UNCHANGED: Final = "the prompt was left as it is."
+MAX_SHOWN: Final = 3
 
 
-class Doubt(NamedTuple):
-    """Why an answer is not taken, and the reason in words."""
+class Rejection(NamedTuple):
+    """Reason why an answer is not accepted, as a code and as text."""
 
     reason: FallbackReason
-    because: str
+    message: str
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges answers in ``style`` for an image model that reads ``window``.
+    """Decides whether answers are accepted as prompts.
 
-    max_entropy  mean nats a token above which the model counts as unsure
+    Attributes:
+        style: Style of the prompts.
+        window: Text window of the image model.
+        max_entropy: Mean entropy in nats per token above which the model counts as unsure.
     """
 
     style: Style
@@ -40,66 +43,72 @@ class Judge:
     max_entropy: float
 
     def rewrite(self, wish: str, result: TextResult, *, force: bool = False) -> Rewrite:
-        """The prompt that ``result`` gives for ``wish``, or the wish itself with the reason.
+        """Return the prompt extracted from ``result``, or ``wish`` itself with a warning.
 
-        force: take an answer of which the model was unsure; nothing else is forgiven.
+        Args:
+            wish: The user's prompt.
+            result: The model's answer.
+            force: Accept an answer even if the model was unsure; other rejections still apply.
         """
         quotes = find_quotes(wish) if self.style.answer.keep_quotes else ()
         names = find_names(wish) if self.style.answer.keep_names else ()
         cleaned = clean(result.text, self.style.answer.parts)
         numbers = find_lost_numbers(wish, cleaned) if self.style.answer.language == "captions" else ()
-        doubt = self._doubt(cleaned, result) or self._loss(cleaned, quotes, names, numbers)
-        fitted = None if doubt else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
-        if fitted is None and doubt is None:
-            has, most = self.window.count(cleaned), self.window.num_tokens
-            because = f"the rewritten prompt has {has} tokens, the image model reads {most}, and it cannot be shortened"
-            doubt = Doubt("too_long", because)
-        if doubt is None and not force and result.mean_entropy > self.max_entropy:
-            doubt = Doubt("unsure", "the rewriter was not sure enough of its words")
+        rejection = self._check_answer(cleaned, result) or self._check_loss(cleaned, quotes, names, numbers)
+        fitted = None if rejection else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
+        if fitted is None and rejection is None:
+            num_tokens, limit = self.window.count(cleaned), self.window.num_tokens
+            length = f"the rewritten prompt has {num_tokens} tokens, the image model reads {limit}"
+            rejection = Rejection("too_long", f"{length}, and it cannot be shortened")
+        if rejection is None and not force and result.mean_entropy > self.max_entropy:
+            rejection = Rejection("unsure", "the rewriter was not confident enough")
         return Rewrite(
-            prompt=wish if fitted is None or doubt else fitted,
+            prompt=wish if fitted is None or rejection else fitted,
             answer=result.text,
             mean_entropy=result.mean_entropy,
-            fallback=doubt.reason if doubt else None,
-            warning=f"{doubt.because}; {LEFT}" if doubt else None,
+            fallback=rejection.reason if rejection else None,
+            warning=f"{rejection.message}; {UNCHANGED}" if rejection else None,
         )
 
-    def _doubt(self, cleaned: str, result: TextResult) -> Doubt | None:
-        """What is wrong with an answer whatever the wish was."""
+    def _check_answer(self, cleaned: str, result: TextResult) -> Rejection | None:
+        """Check an answer independently of the user's prompt."""
         if refuses(cleaned, self.style.answer.refusals):
-            return Doubt("refused", "the rewriter declined to rewrite the prompt")
+            return Rejection("refused", "the rewriter declined to rewrite the prompt")
         if result.finish_reason == "length":
-            return Doubt("runaway", f"the rewriter had not come to an end after {len(result.token_ids)} tokens")
+            return Rejection("runaway", f"the rewriter did not finish within {len(result.token_ids)} tokens")
         if not any(letter.isalnum() for letter in cleaned):
-            return Doubt("empty", "the rewriter said nothing")
+            return Rejection("empty", "the rewriter returned no text")
         if loops(cleaned.casefold().split()):
-            return Doubt("runaway", "the rewriter went round in circles")
+            return Rejection("runaway", "the rewriter repeated itself")
         return None
 
-    def _loss(self, cleaned: str, quotes: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> Doubt | None:
+    def _check_loss(
+        self, cleaned: str, quotes: Sequence[str], names: Sequence[str], numbers: Sequence[str]
+    ) -> Rejection | None:
+        """Check that no quote, name or number of the user's prompt was lost."""
         missing = [*find_lost(cleaned, quotes, names), *numbers]
         if not missing:
             return None
-        shown = ", ".join(f'"{text}"' for text in missing[:MOST_SHOWN])
-        shown += ", ..." if len(missing) > MOST_SHOWN else ""
+        shown = ", ".join(f'"{text}"' for text in missing[:MAX_SHOWN])
+        shown += ", ..." if len(missing) > MAX_SHOWN else ""
         if self.style.answer.language == "captions":
-            return Doubt("lost_words", f"the image model's language has no words for {shown}")
-        return Doubt("lost_words", f"the rewriter left out {shown}")
+            return Rejection("lost_words", f"the image model's language has no words for {shown}")
+        return Rejection("lost_words", f"the rewriter left out {shown}")
 
 
 def refuses(answer: str, refusals: Sequence[str]) -> bool:
-    """Whether ``answer`` begins with one of the lower-case phrases, at a word's end."""
-    said = " ".join(answer.casefold().replace("’", "'").split())
-    return any(said.startswith(phrase) and not said[len(phrase) : len(phrase) + 1].isalnum() for phrase in refusals)
+    """Return whether ``answer`` starts with one of the lower-case phrases, followed by a word boundary."""
+    text = " ".join(answer.casefold().replace("’", "'").split())
+    return any(text.startswith(phrase) and not text[len(phrase) : len(phrase) + 1].isalnum() for phrase in refusals)
 
 
 def loops(words: Sequence[str]) -> bool:
-    """Whether up to ``LONGEST_LOOP`` words are said over and over, more than ``MOST_COPIES`` times in a row."""
+    """Return whether a sequence of up to ``LONGEST_LOOP`` words repeats ``MIN_LOOP_REPEATS`` times in a row."""
     for period in range(1, LONGEST_LOOP + 1):
-        equal = 0
+        num_equal = 0
         for before, after in zip(words, words[period:], strict=False):
-            equal = equal + 1 if before == after else 0
-            if equal >= MOST_COPIES * period:
+            num_equal = num_equal + 1 if before == after else 0
+            if num_equal >= MIN_LOOP_REPEATS * period:
                 return True
     return False
 
@@ -110,26 +119,35 @@ _SENTENCE_END: Final = re.compile(r"[.!?]+[\"”»]?\s+")
 _GLUE: Final = {"tags": ", ", "sentences": " "}
 
 
-def fit(prompt: str, parts: Parts, window: TextWindow, kept: Sequence[str]) -> str | None:
-    """``prompt`` as long as it fits ``window``; None when it cannot be made to fit without losing any of ``kept``.
+def fit(prompt: str, parts: Parts, window: TextWindow, required: Sequence[str]) -> str | None:
+    """Shorten ``prompt`` until it fits ``window``.
 
-    Tags come out once each. The parts that hold a text of ``kept`` stay, and so does the first; of the others the last
-    go first. A single sentence that is still too long loses its last clauses.
+    Duplicate tags are removed. Parts are dropped from the end, except the first part and parts that contain a required
+    text. If dropping sentences is not enough, clauses are dropped.
+
+    Args:
+        prompt: The prompt.
+        parts: Kind of parts that may be dropped.
+        window: Text window of the image model.
+        required: Texts that must not be lost.
+
+    Returns:
+        The prompt, or None if it cannot fit without losing a required text.
     """
     if parts == "tags":
         unique: dict[str, str] = {}
         for tag in filter(None, map(str.strip, _TAG.findall(prompt))):
             unique.setdefault(tag.casefold(), tag)
-        return _shorten(list(unique.values()), _GLUE[parts], window, kept)
+        return _shorten(list(unique.values()), _GLUE[parts], window, required)
     if window.fits(prompt) or parts == "whole":
         return prompt if window.fits(prompt) else None
     sentences = list(_sentences(prompt))
-    found = _shorten(sentences, _GLUE[parts], window, kept)
-    return found if found is not None else _shorten_clauses(sentences, window, kept)
+    shortened = _shorten(sentences, _GLUE[parts], window, required)
+    return shortened if shortened is not None else _shorten_clauses(sentences, window, required)
 
 
 def _sentences(prose: str) -> Iterator[str]:
-    """Its sentences, one after another; a full stop inside quotation marks ends none."""
+    """Split ``prose`` into sentences; a period inside quotation marks does not end a sentence."""
     start = 0
     for end in _SENTENCE_END.finditer(prose):
         piece = prose[start : end.end()]
@@ -140,22 +158,22 @@ def _sentences(prose: str) -> Iterator[str]:
         yield prose[start:].strip()
 
 
-def _shorten_clauses(sentences: list[str], window: TextWindow, kept: Sequence[str]) -> str | None:
-    needed = [sentence for at, sentence in enumerate(sentences) if at == 0 or _holds_any(sentence, kept)]
+def _shorten_clauses(sentences: list[str], window: TextWindow, required: Sequence[str]) -> str | None:
+    needed = [sentence for index, sentence in enumerate(sentences) if index == 0 or _contains_any(sentence, required)]
     clauses = [clause.strip() for sentence in needed for clause in _TAG.findall(sentence.rstrip(".!?"))]
-    return _shorten(clauses, ", ", window, kept)
+    return _shorten(clauses, ", ", window, required)
 
 
-def _shorten(parts: list[str], glue: str, window: TextWindow, kept: Sequence[str]) -> str | None:
-    left = list(parts)
-    for at in range(len(parts) - 1, 0, -1):
-        if window.fits(glue.join(left)):
+def _shorten(parts: list[str], glue: str, window: TextWindow, required: Sequence[str]) -> str | None:
+    remaining = list(parts)
+    for index in range(len(parts) - 1, 0, -1):
+        if window.fits(glue.join(remaining)):
             break
-        if not _holds_any(left[at], kept):
-            del left[at]
-    text = glue.join(left)
+        if not _contains_any(remaining[index], required):
+            del remaining[index]
+    text = glue.join(remaining)
     return text if window.fits(text) else None
 
 
-def _holds_any(part: str, kept: Sequence[str]) -> bool:
-    return any(not find_lost(part, (), (text,)) for text in kept)
+def _contains_any(part: str, required: Sequence[str]) -> bool:
+    return any(not find_lost(part, (), (text,)) for text in required)

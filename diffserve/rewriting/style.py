@@ -1,6 +1,6 @@
-"""Style: how wishes become prompts of one kind, read from ``configs/rewriter/<name>.toml``, where every value stands.
+"""Rewriting styles, read from ``configs/rewriter/<name>.toml``.
 
-A style says what the model is told, what an answer looks like and when it is not taken, and how tokens are drawn.
+A style defines the instructions of the language model, the form of answers, and the sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ Parts = Literal["whole", "tags", "sentences"]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wish and a prompt that grants it, said to the model before the real wish."""
+    """A few-shot example: a user's prompt and its rewrite."""
 
     wish: str
     prompt: str
 
 
 class PromptSide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the model is told.
+    """Instructions for the language model.
 
-    system           the system text; "{words}" becomes the number of words that fit the image model's text window
-    words_per_token  English words in a token of the image model, to turn the window into that number
+    Attributes:
+        system: System text; "{words}" is replaced by the number of words that fit the image model's text window.
+        words_per_token: English words per token of the image model, used to compute that number.
+        examples: Few-shot examples.
     """
 
     system: str
@@ -40,22 +42,23 @@ class PromptSide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     examples: tuple[Example, ...]
 
     def system_for(self, window_tokens: int) -> str:
-        """The system text for an image model that reads ``window_tokens`` tokens of a prompt."""
+        """Return the system text for an image model with a text window of ``window_tokens`` tokens."""
         words = max(1, int(window_tokens * self.words_per_token))
         return self.system.replace("{words}", str(words)).strip()
 
 
 class AnswerSide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an answer looks like, and when it is not taken.
+    """Form of answers and criteria for their rejection.
 
-    parts        what may be dropped from the end of too long an answer: comma-separated "tags", "sentences", or
-                 nothing ("whole")
-    language     "captions": only canonical captions of the embedded image model may be said; "any": no limit
-    max_tokens   an answer that has not ended by then is endless
-    max_entropy  mean nats a token above which the model counts as unsure
-    keep_quotes  whether text in quotation marks must come through letter by letter
-    keep_names   whether capitalised names inside a sentence must come through
-    refusals     beginnings of answers that decline, in lower case
+    Attributes:
+        parts: What may be dropped from the end of an answer that is too long: comma-separated "tags", "sentences", or
+            nothing ("whole").
+        language: "captions" allows only canonical captions of the embedded image model, "any" allows all text.
+        max_tokens: Token limit; an answer that reaches it is rejected.
+        max_entropy: Mean entropy in nats per token above which the model counts as unsure.
+        keep_quotes: Whether quoted text must be preserved exactly.
+        keep_names: Whether capitalized names inside a sentence must be preserved.
+        refusals: Lower-case beginnings of answers that refuse the request.
     """
 
     parts: Parts
@@ -68,7 +71,7 @@ class AnswerSide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Drawing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn; the fields mean what they mean in ``SamplingParams``."""
+    """Sampling parameters with the same fields as ``SamplingParams``."""
 
     temperature: float
     top_p: float
@@ -77,12 +80,16 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     repetition_penalty: float
 
     def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
-        """As the text engine takes them. Raises InvalidRequest for a value that cannot be."""
+        """Convert to the text engine's sampling parameters.
+
+        Raises:
+            InvalidRequest: A value is out of range.
+        """
         return SamplingParams(max_tokens=max_tokens, seed=seed, **msgspec.structs.asdict(self))
 
 
 class Style(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of ``configs/rewriter/``. ``first`` draws the first prompt of a wish, ``further`` all others."""
+    """A style file; ``first`` samples the first rewritten prompt of a request, ``further`` the others."""
 
     name: str
     prompt: PromptSide
@@ -92,7 +99,11 @@ class Style(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a style's file; raises ConfigError naming the file, the key and the value."""
+        """Read a style file.
+
+        Raises:
+            ConfigError: The file cannot be read or is invalid; the message names the file, the key and the value.
+        """
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
@@ -110,20 +121,25 @@ class Style(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def style_names() -> tuple[str, ...]:
-    """Every style there is a file for."""
+    """Return the names of all style files."""
     return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
 
 
 def load_style(name: str) -> Style:
-    """The style ``name``; raises InvalidRequest naming those there are, ConfigError when its file is wrong."""
-    known = style_names()
-    if name not in known:  # also what keeps a name from being a path
-        raise InvalidRequest(f"style is {name!r}; choose one of {', '.join(known)}.", param="style")
+    """Load the style ``name``.
+
+    Raises:
+        InvalidRequest: There is no such style.
+        ConfigError: The style's file is invalid.
+    """
+    names = style_names()
+    if name not in names:  # also prevents path traversal
+        raise InvalidRequest(f"style is {name!r}; choose one of {', '.join(names)}.", param="style")
     return Style.read(_folder() / f"{name}.toml")
 
 
 def style_for_family(family: str) -> str:
-    """The name of the style whose prompts an image model of ``family`` reads best."""
+    """Return the name of the default style for an image model of ``family``."""
     return STYLE_OF_FAMILY.get(family, "prose")
 
 
@@ -132,12 +148,12 @@ def _folder() -> Path:
 
 
 def _check_keys(file: str, tables: Mapping[str, Any]) -> None:
-    """A key that is not known is an error that names the nearest."""
-    known = {field.name: field.type for field in msgspec.structs.fields(Style) if field.name != "name"}
+    """Raise ConfigError for an unknown key, with the closest known name."""
+    tables_by_name = {field.name: field.type for field in msgspec.structs.fields(Style) if field.name != "name"}
     for table, entries in tables.items():
-        if table not in known:
-            raise ConfigError(f"{file}: unknown table [{table}]; {nearest(table, known)}", param="style")
-        keys = [field.name for field in msgspec.structs.fields(known[table])]
+        if table not in tables_by_name:
+            raise ConfigError(f"{file}: unknown table [{table}]; {nearest(table, tables_by_name)}", param="style")
+        keys = [field.name for field in msgspec.structs.fields(tables_by_name[table])]
         for key in entries if isinstance(entries, dict) else ():
             if key not in keys:
                 raise ConfigError(f"{file}: unknown key {table}.{key}; {nearest(key, keys)}", param="style")
@@ -163,11 +179,15 @@ def _check_values(file: str, style: Style) -> None:
 
 EMBEDDED: Final = "embedded"
 DIRECTORY: Final = Path(__file__).resolve().parents[1] / "embedded" / "rewriter"
-"""The embedded rewriter, trained by ``diffserve.training.train rewriter``."""
+"""Directory of the embedded rewriter, which ``diffserve.training.train rewriter`` trains."""
 
 
 def find_rewriter(name: str) -> Path:
-    """The directory of the model called ``name``: "embedded", or a path. Raises ModelNotFound with the way out."""
+    """Return the directory of the language model ``name``, which is "embedded" or a path.
+
+    Raises:
+        ModelNotFound: There is no model at that place.
+    """
     directory = DIRECTORY if name == EMBEDDED else Path(name).expanduser()
     if (directory / "config.json").is_file():
         return directory

@@ -1,4 +1,4 @@
-"""TextWindow: how much of a prompt an image model reads in one piece, counted as the image model counts."""
+"""Text window of an image model: the number of prompt tokens that it reads at once."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ if TYPE_CHECKING:
     from diffserve.runtime import TextEncoderRunner
 
 MARKS = 2
-"""The start and the end mark stand in every window."""
+"""Number of start and end tokens in every window."""
 
 
 @dataclass(frozen=True)
 class TextWindow:
-    """``num_tokens`` tokens of a prompt are read in one piece (75 of CLIP's 77); ``count`` says how many one has."""
+    """Text window of ``num_tokens`` tokens (75 of CLIP's 77); ``count`` returns the number of tokens of a prompt."""
 
     num_tokens: int
     count: Callable[[str], int]
 
     @classmethod
     def of(cls, text: TextEncoderRunner) -> Self:
-        """The window of an image model, by its own text encoders; of two the one that counts more."""
+        """Build the window of an image model; with several text encoders the largest token count applies."""
         tokenizers = [encoder.tokenizer for encoder in text.encoders]
         return cls(text.window_tokens - MARKS, partial(_num_tokens, tokenizers))
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Callable[..., Any], window_tokens: int) -> Self:
-        """The window of one transformers tokenizer of a text encoder that reads ``window_tokens``, marks included."""
+        """Build the window for one tokenizer; ``window_tokens`` includes the start and end tokens."""
         return cls(window_tokens - MARKS, partial(_num_tokens, [tokenizer]))
 
     def fits(self, prompt: str) -> bool:
-        """Whether nothing of ``prompt`` is beyond the window."""
+        """Return whether ``prompt`` fits the window."""
         return self.count(prompt) <= self.num_tokens
 
 
 def _num_tokens(tokenizers: Sequence[Callable[..., Any]], prompt: str) -> int:
-    """Tokens of a prompt without marks; brackets and weights are not read as words."""
+    """Count the tokens of a prompt without start and end tokens, brackets and weights."""
     texts = [piece.text for section in parse_prompt(prompt) for piece in section]
     options = {"add_special_tokens": False, "truncation": False, "verbose": False}
     return max(sum(len(tokenizer(text, **options)["input_ids"]) for text in texts) for tokenizer in tokenizers)

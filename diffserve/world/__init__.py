@@ -1,8 +1,7 @@
-"""The picture world of the embedded model: what its scenes are, how they are worded and drawn, and what tells whether a
-picture shows one. Floors above paint in it, measure by it and train on it.
+"""The synthetic scenes of the embedded model: their definition, captions, rendering and exact recognition.
 
-    scenes, captions, canonical                what there is, and how it is said
-    prompt_reading                             from a prompt to what it asks for; all that can be asked
-    render, sprites, backgrounds               scenes drawn
-    checker, picture_reading, sprite_matching  pictures read
+scenes, captions, canonical                scene types and their wordings
+prompt_reading                             parser from prompts to scene descriptions
+render, sprites, backgrounds               rendering
+checker, picture_reading, sprite_matching  recognition of rendered or generated images
 """

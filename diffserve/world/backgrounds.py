@@ -1,6 +1,6 @@
-"""The twelve plain colours and eight places, drawn by code at any size.
+"""Backgrounds: twelve plain colors and eight places, drawn by code at any size.
 
-Each place is drawn with Pillow at four times its size and scaled down, so its edges are smooth; nothing is random, so
+Places are drawn with Pillow at four times their size and scaled down, which smooths edges. Drawing is deterministic, so
 the checker can subtract a background exactly.
 """
 
@@ -132,7 +132,7 @@ _PLACES: dict[str, Callable[[_Canvas], None]] = {
 
 @lru_cache(maxsize=128)
 def background(name: str, width_px: int = 128, height_px: int = 128) -> NDArray[np.uint8]:
-    """The empty scene, (height, width, 3) uint8, read-only. ``name`` is a colour or a place of the world."""
+    """Render an empty scene (height, width, 3) uint8, read-only; ``name`` is a color or a place."""
     if name in COLORS:
         pixels = np.empty((height_px, width_px, 3), dtype=np.uint8)
         pixels[:] = COLORS[name]

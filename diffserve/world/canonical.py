@@ -1,6 +1,6 @@
-"""One sentence for everything a scene can say, and what a wish settles of it.
+"""Canonical captions: one sentence for each scene content, and partial constraints on such content.
 
-The rewriter answers in this one style, which the image model's captions contain: "a cat to the left of a dog on a red
+The rewriter answers in this form, which is part of the image model's captions: "a cat to the left of a dog on a red
 background", "two bunches of grapes in the snow", "the moon between a fox and an owl in the night sky".
 """
 
@@ -29,8 +29,14 @@ INVERSE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Said:
-    """What a sentence says: objects in order, the relation of the first to the others, the only object's size, and the
-    background. The fields mean what they mean in :class:`~diffserve.world.scenes.Scene`."""
+    """Content of a caption, with the fields of :class:`~diffserve.world.scenes.Scene` but without positions.
+
+    Attributes:
+        names: Objects in order.
+        relation: Relation of the first object to the others.
+        size: Size of a single object.
+        background: Color or place.
+    """
 
     names: tuple[str, ...]
     relation: str | None
@@ -39,11 +45,11 @@ class Said:
 
     @classmethod
     def by(cls, scene: Scene) -> Said:
-        """What the captions of ``scene`` say."""
+        """Return the content of ``scene``."""
         return cls(scene.names, scene.relation, scene.size, scene.background)
 
     def same(self) -> frozenset[Said]:
-        """Every way to say the same: "a left of b" is "b right of a"; what has no order may come in any."""
+        """Return all equivalent contents: "a left of b" equals "b right of a", and unordered objects are permuted."""
         if len(self.names) == 2 and self.relation is not None:
             other = Said(self.names[::-1], INVERSE[self.relation], self.size, self.background)
             return frozenset((self, other))
@@ -52,7 +58,7 @@ class Said:
         return frozenset(Said(order, self.relation, self.size, self.background) for order in orders)
 
     def stage(self, rng: random.Random) -> Scene:
-        """A scene that says this, with random jitter."""
+        """Sample a scene with this content and random positions."""
         match self.names:
             case (one,):
                 return place_one(one, self.size, self.background, rng)
@@ -65,7 +71,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a wish settles: for every part the choices that would do. One choice each: the wish is complete."""
+    """Constraints of a loose prompt: the acceptable choices for each part of a caption's content."""
 
     names: tuple[frozenset[str], ...]
     relations: frozenset[str | None]
@@ -73,41 +79,41 @@ class Asked:
     backgrounds: frozenset[str]
 
     @classmethod
-    def exactly(cls, said: Said) -> Asked:
-        """A wish that leaves nothing open."""
-        names = tuple(frozenset((name,)) for name in said.names)
-        return cls(names, frozenset((said.relation,)), frozenset((said.size,)), frozenset((said.background,)))
+    def exactly(cls, content: Said) -> Asked:
+        """Build constraints that accept exactly the given content."""
+        names = tuple(frozenset((name,)) for name in content.names)
+        return cls(names, frozenset((content.relation,)), frozenset((content.size,)), frozenset((content.background,)))
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to choose."""
+        """Whether every part has exactly one choice."""
         return all(len(part) == 1 for part in (*self.names, self.relations, self.sizes, self.backgrounds))
 
-    def allows(self, said: Said) -> bool:
-        """Whether ``said``, in any of its orders, grants everything that was asked, and adds no object."""
-        return any(self._fits(one) for one in said.same())
+    def allows(self, content: Said) -> bool:
+        """Return whether the content, in any equivalent order, satisfies all constraints and adds no object."""
+        return any(self._fits(equivalent) for equivalent in content.same())
 
-    def _fits(self, said: Said) -> bool:
+    def _fits(self, content: Said) -> bool:
         return (
-            len(said.names) == len(self.names)
-            and all(name in names for name, names in zip(said.names, self.names, strict=True))
-            and said.relation in self.relations
-            and said.size in self.sizes
-            and said.background in self.backgrounds
+            len(content.names) == len(self.names)
+            and all(name in names for name, names in zip(content.names, self.names, strict=True))
+            and content.relation in self.relations
+            and content.size in self.sizes
+            and content.background in self.backgrounds
         )
 
 
 def noun(name: str, size: str = "plain") -> str:
-    """An object with its article and size: "a small cat", "the sun", "grapes"."""
+    """Return an object with its article and size: "a small cat", "the sun", "grapes"."""
     words = name if size == "plain" else f"{size} {name}"
     if name in UNIQUE:
         return f"the {words}"
     return words if name in PLURALS or name in MASSES else f"{article_for(words)} {words}"
 
 
-def sentence(said: Said) -> str:
-    """The one sentence that says it."""
-    return f"{objects_of(said.names, said.relation, said.size)} {words_of_background(said.background)}"
+def sentence(content: Said) -> str:
+    """Write the canonical sentence of a content."""
+    return f"{objects_of(content.names, content.relation, content.size)} {words_of_background(content.background)}"
 
 
 def objects_of(names: tuple[str, ...], relation: str | None, size: str) -> str:

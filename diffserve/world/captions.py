@@ -1,4 +1,4 @@
-"""Word a scene in English, in many ways: synonyms, articles, plurals, word order, styles of sentence."""
+"""Writes English captions of scenes with varied synonyms, articles, plurals, word order and sentence styles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZE_WORDS: dict[str, tuple[str, ...]] = {
     "large": ("large", "large", "big", "huge", "giant"),
 }
 
-# the first object stands for {a}, the others for {b} and {c}
+# {a} is the first object, {b} and {c} are the others
 RELATION_WORDS: dict[str, tuple[str, ...]] = {
     "left of": ("{a} to the left of {b}", "{a} left of {b}", "{a} on the left of {b}", "{a} with {b} on its right"),
     "right of": ("{a} to the right of {b}", "{a} right of {b}", "{a} on the right of {b}", "{a} with {b} on its left"),
@@ -44,7 +44,7 @@ ABOVE_WORDS: dict[str, tuple[str, ...]] = {
     "city": ("above the city", "over the city", "above a city", "over a city", "above a big city"),
     "mountains": ("above the mountains", "over the mountains", "above mountains", "over mountains"),
 }
-"""Where an object is that hangs over a place; :attr:`Scene.is_high` says of which this is true."""
+"""Wordings for an object above a place; see :attr:`Scene.is_high`."""
 
 COLOR_WORDS: tuple[str, ...] = (
     "on a {} background",
@@ -88,22 +88,22 @@ IRREGULAR: dict[str, str] = {"fish": "fish", "cactus": "cactuses", "octopus": "o
 UNIQUE: frozenset[str] = frozenset({"sun", "moon"})
 
 BACKWARD = "on its"
-"""The first object is placed by the second: the same words as in "on the right of", and the opposite meant."""
+"""Marks wordings such as "with a cat on its right", where the second object is placed relative to the first."""
 BACKWARD_EXTRA = 3
 
 HELD_OUT_SEED = 20_260
 BACKGROUND_ONLY_SHARE = 0.02
 OBJECTS_ONLY_SHARE = 0.08
-ALONE_SHARE = 0.2  # of a single object's lessons name nothing else, as most first prompts do
+ALONE_SHARE = 0.2  # share of single-object training captions without a background, like most users' first prompts
 
 
 def article_for(words: str) -> str:
-    """ "a" or "an", by the first letter."""
+    """Return "a" or "an" depending on the first letter."""
     return "an" if words[0] in "aeiou" else "a"
 
 
 def plural(word: str) -> str:
-    """The plural of one of the world's words."""
+    """Return the plural of an object's name or synonym."""
     if word in PLURALS or word in MASSES or word in IRREGULAR:
         return (PLURALS | MASSES | IRREGULAR)[word]
     if word.endswith(("x", "ch", "sh")):
@@ -135,13 +135,13 @@ def _what(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
     nouns = {letter: _noun(name, "plain", rng) for letter, name in zip("abc", names, strict=False)}
     patterns = TOGETHER if scene.relation is None else RELATION_WORDS[scene.relation]
     if is_lesson:
-        patterns += tuple(one for one in patterns if BACKWARD in one) * BACKWARD_EXTRA
+        patterns += tuple(pattern for pattern in patterns if BACKWARD in pattern) * BACKWARD_EXTRA
     pattern = rng.choice(patterns)
     return pattern.format(**nouns)
 
 
 def words_of_background(background: str) -> str:
-    """The plainest words for a background: "on a red background", "on the beach"."""
+    """Return the canonical words for a background: "on a red background", "on the beach"."""
     return _on_color(COLOR_WORDS[0], background) if background in COLORS else PLACE_WORDS[background][0]
 
 
@@ -158,8 +158,7 @@ def _where(scene: Scene, rng: random.Random) -> str:
 
 
 def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
-    """One of many sentences that are true of ``scene`` and name all it holds; those of a lesson say more often what is
-    hard to learn."""
+    """Write a random complete caption of ``scene``; ``is_lesson`` favors wordings that are hard to learn."""
     what, where = _what(scene, rng, is_lesson=is_lesson), _where(scene, rng)
     style = rng.random()
     if style < 0.08:
@@ -172,14 +171,16 @@ def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str
 
 
 def held_out(count: int) -> list[tuple[Scene, str]]:
-    """The fixed list of held-out scenes and their captions; a longer list begins with the shorter one."""
+    """Return the first ``count`` held-out scenes with their captions, from a fixed list."""
     rng = random.Random(HELD_OUT_SEED)
     return [(scene, caption(scene, rng)) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count)]
 
 
 def loose_caption(scene: Scene, rng: random.Random) -> str:
-    """A :func:`caption` for training that now and then leaves out the background or the objects, as people do; it also
-    teaches the words that a negative prompt is made of on their own."""
+    """Write a training caption that sometimes omits the background or the objects.
+
+    Users often do the same, and negative prompts consist of such single words.
+    """
     if scene.is_high:
         return caption(scene, rng, is_lesson=True)
     share = rng.random()

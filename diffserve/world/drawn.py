@@ -1,4 +1,4 @@
-"""Objects that the closed world does not have, drawn by code in the manner of the atlas: what adapters teach."""
+"""Additional objects that are not in the atlas, drawn by code in a similar style; adapters are trained on them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from PIL import Image, ImageDraw
 Color = tuple[int, int, int]
 
 FINE: Final = 4
-"""How much finer than the tile they are drawn, for smooth edges."""
+"""Supersampling factor for smooth edges."""
 UNITS: Final = 96
-"""Across a drawing."""
+"""Side of a drawing in drawing units."""
 
 
 class Pen:
-    """Shapes on a transparent board of UNITS x UNITS."""
+    """Draws shapes on a transparent board of UNITS x UNITS."""
 
     def __init__(self) -> None:
         self.board = Image.new("RGBA", (UNITS * FINE, UNITS * FINE))
         self._draw = ImageDraw.Draw(self.board)
 
     def box(self, left: int, top: int, right: int, bottom: int, fill: Color, *, radius: int = 0) -> None:
-        """A filled box with round corners."""
+        """Draw a filled box with rounded corners."""
         self._draw.rounded_rectangle(_fine(left, top, right, bottom), radius * FINE, fill=fill)
 
     def ring(self, left: int, top: int, right: int, bottom: int, color: Color, *, width: int) -> None:
-        """The outline of an ellipse."""
+        """Draw the outline of an ellipse."""
         self._draw.ellipse(_fine(left, top, right, bottom), outline=color, width=width * FINE)
 
 
@@ -45,12 +45,14 @@ def _gift(pen: Pen) -> None:
 
 
 DRAWN: Final[dict[str, Callable[[Pen], None]]] = {"gift": _gift}
-"""By their names, as captions say them. In these shapes and colours the embedded autoencoder, which saw none of them,
-gives them back; a robot of turquoise came back blurred."""
+"""Drawing functions by object name.
+
+The embedded autoencoder was not trained on these objects but reconstructs their shapes and colors sharply.
+"""
 
 
 def tile(name: str, side_px: int) -> Image.Image:
-    """One of ``DRAWN`` as a square RGBA picture."""
+    """Render an object of ``DRAWN`` as a square RGBA image."""
     pen = Pen()
     DRAWN[name](pen)
     return pen.board.resize((side_px, side_px), Image.Resampling.LANCZOS)

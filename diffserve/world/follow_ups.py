@@ -1,4 +1,4 @@
-"""Merge a prompt of the picture world with what a follow-up changes in it, as one canonical sentence."""
+"""Merges a prompt for the embedded model with the change of a follow-up message into one canonical sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREPOSITIONS: Final = ("", "on ", "in ", "at ", "in the ", "on the ")
 
 
 def merge_scenes(prompt: str, change: str) -> str | None:
-    """Return ``prompt`` with ``change``; None where either says nothing that a caption says.
+    """Return ``prompt`` with ``change`` applied, or None if either is outside the language of captions.
 
     A change is a background ("at night", "the beach"), a size ("bigger"), an object to add ("and a cat"), or an object
     in place of the others ("a cat instead").

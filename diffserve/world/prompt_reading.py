@@ -1,9 +1,8 @@
-"""From a prompt of the embedded model's picture world to what it asks for.
+"""Parses prompts of the embedded model into scene descriptions.
 
-Every sentence that :func:`diffserve.world.captions.caption` can write is understood, with all its synonyms, and so
-are the objects or the background alone. A prompt outside that language is an error, never a guess: a metric that
-misreads its prompts measures nothing. "a fox and a cat" asks for one beside the other, as it does in the captions;
-"a rocket above the mountains" for both, not for how high it is.
+The parser accepts every sentence of :func:`diffserve.world.captions.caption`, and objects or a background alone. Other
+prompts are errors, because a metric must not misread its prompts. As in the captions, "a fox and a cat" means next to
+each other, and "a rocket above the mountains" does not specify a height.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ from diffserve.world.scenes import COLORS, OBJECTS, PLACES
 ARTICLES = ("a", "an", "the", "one")
 EXAMPLE = "a fox next to a cactus on the beach"
 MAX_PROMPT_CHARS = 300
-"""Longer than any caption; to understand a text takes time that grows faster than its length."""
+"""Length limit, above that of any caption, because parsing time grows faster than the length."""
 
 
 def parse_prompt(prompt: str) -> SceneSpec:
-    """What ``prompt`` asks for; what it does not say is None, or no names. Case and a full stop do not matter.
+    """Parse ``prompt`` into a scene description, ignoring case and a final period.
 
-    Raises :class:`InvalidRequest` naming the words that are not understood.
+    Raises:
+        InvalidRequest: The prompt is outside the language of the captions; the message names unknown words.
     """
     if len(prompt) > MAX_PROMPT_CHARS:
         raise InvalidRequest(
@@ -53,12 +53,12 @@ def parse_prompt(prompt: str) -> SceneSpec:
             param="prompt",
         )
     if (spec := read_prompt(prompt)) is None:
-        raise InvalidRequest(_what_is_wrong(prompt, _words(prompt)), param="prompt")
+        raise InvalidRequest(_describe_error(prompt, _words(prompt)), param="prompt")
     return spec
 
 
 def read_prompt(prompt: str) -> SceneSpec | None:
-    """Return what ``prompt`` asks for, None where it is outside the language of the captions."""
+    """Parse ``prompt`` into a scene description, or return None if it is outside the language of the captions."""
     return _parse(_words(prompt)) if len(prompt) <= MAX_PROMPT_CHARS else None
 
 
@@ -68,31 +68,31 @@ def _words(prompt: str) -> str:
 
 @lru_cache(maxsize=1)
 def caption_words() -> frozenset[str]:
-    """Every word that a caption of the picture world can hold, in lower case."""
+    """Return every word that a caption can contain, in lower case."""
     patterns = (re.sub(r"{\w*}", "", pattern) for part in (TOGETHER, *RELATION_WORDS.values()) for pattern in part)
     phrases = (*ARTICLES, *OPENINGS, *_nouns(), *_counts(), *_backgrounds(), *patterns)
     return frozenset(word for phrase in phrases for word in re.findall(r"[\w-]+", phrase.lower()))
 
 
 def known_world() -> Vocabulary:
-    """What the embedded model can be asked for."""
+    """Return the vocabulary of the embedded model."""
     words = tuple(sorted(caption_words()))
     return Vocabulary(objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=words)
 
 
 def write_world(directory: Path) -> None:
-    """Put it beside the weights, where it tells others what the model knows."""
+    """Write the vocabulary file next to the model's weights."""
     content = msgspec.json.format(msgspec.json.encode(known_world()), indent=1)
     (directory / WORLD_FILE).write_bytes(content + b"\n")
 
 
 def parse_sentence(words: str) -> Said | None:
-    """What a canonical :func:`~diffserve.world.canonical.sentence` says; None for any other text."""
+    """Parse a canonical :func:`~diffserve.world.canonical.sentence`, or return None for any other text."""
     spec = _parse(words)
     if spec is None or not spec.names or spec.background is None:
         return None
-    said = Said(spec.names, spec.relation, spec.size or "plain", spec.background)
-    return said if sentence(said) == words else None
+    content = Said(spec.names, spec.relation, spec.size or "plain", spec.background)
+    return content if sentence(content) == words else None
 
 
 def _parse(words: str) -> SceneSpec | None:
@@ -105,7 +105,7 @@ def _parse(words: str) -> SceneSpec | None:
 
 
 def _without_background(words: str) -> Iterator[tuple[str, str | None]]:
-    """Every way to take a background off a sentence: what is left, and the background; last, all of it."""
+    """Yield every split of a sentence into remaining words and background; the last has no background."""
     for phrase, background in _backgrounds().items():
         if words == phrase:
             yield "", background
@@ -117,11 +117,11 @@ def _without_background(words: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _parse_objects(what: str) -> tuple[tuple[str, ...], str | None, str | None] | None:
-    """Names, relation and size of "a small fox", "two foxes" or "a fox above a cat"; None for anything else."""
+    """Parse "a small fox", "two foxes" or "a fox above a cat" into names, relation and size, or return None."""
     for opening in OPENINGS:
         what = what.removeprefix(f"{opening} ")
-    if (one := _noun(what)) is not None:
-        return (one[0],), None, one[1]
+    if (noun := _noun(what)) is not None:
+        return (noun[0],), None, noun[1]
     if what in _counts():
         return _counts()[what], None, None
     for relation, pattern in _patterns():
@@ -133,14 +133,14 @@ def _parse_objects(what: str) -> tuple[tuple[str, ...], str | None, str | None] 
 
 
 def _noun(words: str) -> tuple[str, str | None] | None:
-    """The object and its size, with any article or none; None for anything else."""
-    first, _, rest = words.partition(" ")
-    return _nouns().get(rest if first in ARTICLES else words)
+    """Parse an object with an optional article into name and size, or return None."""
+    first, _, remaining = words.partition(" ")
+    return _nouns().get(remaining if first in ARTICLES else words)
 
 
 @lru_cache(maxsize=1)
 def _backgrounds() -> dict[str, str]:
-    """Every phrase for a background, the longest first."""
+    """Return the background of every phrase, the longest phrases first."""
     wordings = (*PLACE_WORDS.items(), *ABOVE_WORDS.items())
     phrases = {phrase: place for place, phrases in wordings for phrase in phrases}
     for color in COLORS:
@@ -153,14 +153,14 @@ def _backgrounds() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _nouns() -> dict[str, tuple[str, str | None]]:
-    """Every wording of an object of every size, without article."""
+    """Return name and size of every wording of an object, without article."""
     sizes = {"": None, **{f"{word} ": size for size, words in SIZE_WORDS.items() for word in words}}
     return {f"{adjective}{word}": (name, size) for name, word in _synonyms() for adjective, size in sizes.items()}
 
 
 @lru_cache(maxsize=1)
 def _counts() -> dict[str, tuple[str, ...]]:
-    """Every wording of several objects of one name."""
+    """Return the repeated names of every wording of a count."""
     numbers = [(word, number) for number, words in NUMBER_WORDS.items() for word in words]
     return {f"{word} {plural(noun)}": (name,) * number for name, noun in _synonyms() for word, number in numbers}
 
@@ -171,7 +171,7 @@ def _synonyms() -> Iterator[tuple[str, str]]:
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[tuple[str | None, re.Pattern[str]], ...]:
-    """Every way to put objects together, each object a named group."""
+    """Return the relation and regular expression of every combination of objects, with a named group per object."""
     wordings = [(relation, pattern) for relation, patterns in RELATION_WORDS.items() for pattern in patterns]
     together: list[tuple[str | None, str]] = [(None, pattern) for pattern in TOGETHER]
     return tuple(
@@ -180,12 +180,12 @@ def _patterns() -> tuple[tuple[str | None, re.Pattern[str]], ...]:
     )
 
 
-def _what_is_wrong(prompt: str, words: str) -> str:
+def _describe_error(prompt: str, words: str) -> str:
     start = f"the prompt {prompt!r} cannot be checked: "
-    known = caption_words()
-    unknown = [word for word in re.findall(r"[\w-]+", words) if word not in known]
+    known_words = caption_words()
+    unknown = [word for word in re.findall(r"[\w-]+", words) if word not in known_words]
     if not unknown:
-        return f"{start}it says nothing that a caption says, or in another order; say it like {EXAMPLE!r}."
-    near = difflib.get_close_matches(unknown[0], sorted(known), n=3)
+        return f"{start}its words are known, but they do not form a caption; write it like {EXAMPLE!r}."
+    near = difflib.get_close_matches(unknown[0], sorted(known_words), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {', '.join(OBJECTS)}."
     return f"{start}the picture world does not know {', '.join(unknown)}; {hint}"

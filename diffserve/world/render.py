@@ -1,4 +1,4 @@
-"""Paint a :class:`~diffserve.world.scenes.Scene` exactly: sprites composited on a drawn background."""
+"""Renders a :class:`~diffserve.world.scenes.Scene` exactly by compositing sprites on a drawn background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffserve.world.sprites import sprite
 
 
 def render(scene: Scene, width_px: int = CANVAS_PX, height_px: int = CANVAS_PX) -> NDArray[np.uint8]:
-    """The scene as (height, width, 3) uint8; positions scale with the canvas and keep to its grid, sizes stay."""
+    """Render a scene as (height, width, 3) uint8; positions scale with the canvas on its grid, sizes do not."""
     canvas = background(scene.background, width_px, height_px).astype(np.float32)
     for placed in scene.objects:
         _paste(canvas, placed, width_px / CANVAS_PX, height_px / CANVAS_PX)

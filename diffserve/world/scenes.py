@@ -1,10 +1,8 @@
-"""The picture world of the embedded model: what can stand in a scene, where, and on what background.
+"""Scenes of the embedded model: objects, positions and backgrounds.
 
-A :class:`Scene` is the exact truth behind a picture: the renderer paints it, the caption writer words it, the checker
-reads it back. Sizes and positions are pixels of the native 128 x 128 canvas; other canvases scale the layout.
-
-Objects stand on a grid of 8 pixels, the autoencoder's cell, and their sides are whole cells: an object of one size then
-has one pattern of latents wherever it stands, instead of sixty-four, and a small network can learn it well.
+Renderer, caption writer and checker all use a :class:`Scene`. Sizes and positions are pixels of the native 128 x 128
+canvas; other canvases scale the layout. Objects are aligned to the autoencoder's grid of 8 pixels, so that an object
+has the same latents at every position and a small network can learn it.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ PLACES: tuple[str, ...] = ("beach", "meadow", "night sky", "desert", "snow", "oc
 
 BACKGROUNDS: tuple[str, ...] = (*COLORS, *PLACES)
 
-# places that something can be above
+# places that an object can be above
 OVERFLOWN: tuple[str, ...] = tuple(place for place in PLACES if place != "night sky")
 
-# side of the square that holds an object, by the word for its size
+# side of an object's square by size
 SIZES_PX: dict[str, int] = {"small": 40, "plain": 72, "large": 96}
 PAIR_PX = 56
 TRIO_PX = 40
@@ -62,7 +60,7 @@ SPRITE_SIZES_PX: tuple[int, ...] = (TRIO_PX, PAIR_PX, 72, 96)
 
 RELATIONS: tuple[str, ...] = ("left of", "right of", "above", "below", "next to")
 
-# what a scene can say, and how often it is drawn
+# share of each kind of scene in random scenes
 KIND_SHARES: dict[str, float] = {
     "one object": 0.3,
     "two objects": 0.4,
@@ -74,7 +72,7 @@ KIND_SHARES: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Placed:
-    """One object in a scene: its name, the side of its square and its centre, in native pixels."""
+    """An object in a scene: its name, the side of its square, and its center in native pixels."""
 
     name: str
     size_px: int
@@ -84,10 +82,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Scene:
-    """``objects`` on ``background``.
+    """Objects on a background; several objects of one name are a count.
 
-    ``relation`` is of the first of two objects to the second, or "between": the first stands between the other two.
-    ``size`` words the only object. Several objects of one name are a count.
+    Attributes:
+        objects: The objects with their positions.
+        background: Color or place.
+        relation: Relation of the first of two objects to the second, or "between": the first is between two others.
+        size: Size of a single object.
     """
 
     objects: tuple[Placed, ...]
@@ -97,12 +98,12 @@ class Scene:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The objects' names, in the order a caption gives them."""
+        """Names of the objects in the order of captions."""
         return tuple(placed.name for placed in self.objects)
 
     @property
     def kind(self) -> str:
-        """Which of ``KIND_SHARES`` the scene is."""
+        """Kind of the scene, a key of ``KIND_SHARES``."""
         if len(self.objects) == 1:
             return "one object"
         if len(set(self.names)) == 1:
@@ -113,23 +114,23 @@ class Scene:
 
     @property
     def is_high(self) -> bool:
-        """Whether its only object hangs over the place: see :func:`place_high`."""
+        """Whether its single object is above the place; see :func:`place_high`."""
         return len(self.objects) == 1 and self.objects[0].y_px <= HIGH_PX // 2 + GRID_PX
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the scene says, without jitter: the unit in which training and held-out scenes are kept apart."""
+        """Content of the scene without positions, used to separate training and held-out scenes."""
         return (*self.names, self.relation or self.size, self.background)
 
 
 def _at(name: str, cells: int, left: int, top: int) -> Placed:
-    """An object of ``cells`` x ``cells`` with its top left corner at a cell."""
+    """Place an object of ``cells`` x ``cells`` with its top left corner at a grid cell."""
     half = cells * GRID_PX // 2
     return Placed(name, cells * GRID_PX, left * GRID_PX + half, top * GRID_PX + half)
 
 
 def place_one(name: str, size: str, background: str, rng: random.Random) -> Scene:
-    """A scene of one object of a worded size, near the middle, with jitter that never crosses the edge."""
+    """Sample a scene of one object of the given size near the center, completely inside the canvas."""
     cells = SIZES_PX[size] // GRID_PX
     room = CANVAS_CELLS - cells
     across, up = min(2.5, room / 2 - 1), min(1.5, room / 2 - 1)
@@ -139,14 +140,14 @@ def place_one(name: str, size: str, background: str, rng: random.Random) -> Scen
 
 
 def place_high(name: str, background: str, rng: random.Random) -> Scene:
-    """A scene of one object high up, where "a rocket above the mountains" has it."""
+    """Sample a scene of one object near the top, as in "a rocket above the mountains"."""
     cells = HIGH_PX // GRID_PX
     left = rng.randint(3, CANVAS_CELLS - cells - 3)
     return Scene((_at(name, cells, left, rng.randint(0, 1)),), background)
 
 
 def place_two(first: str, second: str, relation: str | None, background: str, rng: random.Random) -> Scene:
-    """A scene of two objects in ``relation``; "next to" and no relation (a count) put either one on the left."""
+    """Sample a scene of two objects in ``relation``; "next to" and None (a count) put either object on the left."""
     cells = PAIR_PX // GRID_PX
     low, high = rng.randint(0, 1), CANVAS_CELLS - cells - rng.randint(0, 1)
     if relation in ("right of", "below") or (relation in ("next to", None) and rng.random() < 0.5):
@@ -161,7 +162,7 @@ def place_two(first: str, second: str, relation: str | None, background: str, rn
 
 
 def place_three(names: tuple[str, str, str], relation: str | None, background: str, rng: random.Random) -> Scene:
-    """A scene of three small objects: a row, or without a relation also a triangle; "between" has the first inside."""
+    """Sample a scene of three small objects: a row with the first in the middle for "between", else also a triangle."""
     cells = TRIO_PX // GRID_PX
     if relation == "between" or rng.random() < 0.5:
         level = rng.randint(4, 7)
@@ -170,8 +171,8 @@ def place_three(names: tuple[str, str, str], relation: str | None, background: s
             outer.reverse()
         spots = [inner, *outer]
     else:
-        one, two = (1, 10) if rng.random() < 0.5 else (9, 2)
-        spots = [(rng.randint(5, 6), one), (rng.randint(1, 2), two), (rng.randint(9, 10), two)]
+        first_top, other_top = (1, 10) if rng.random() < 0.5 else (9, 2)
+        spots = [(rng.randint(5, 6), first_top), (rng.randint(1, 2), other_top), (rng.randint(9, 10), other_top)]
     if relation is None:
         rng.shuffle(spots)
     placed = tuple(_at(name, cells, *spot) for name, spot in zip(names, spots, strict=True))
@@ -179,7 +180,7 @@ def place_three(names: tuple[str, str, str], relation: str | None, background: s
 
 
 def draw_scene(kind: str, rng: random.Random) -> Scene:
-    """A random scene of a kind of ``KIND_SHARES``, or "high": one object above a place."""
+    """Sample a scene of a kind in ``KIND_SHARES``, or of the kind "high": one object above a place."""
     background = rng.choice(BACKGROUNDS)
     names = list(OBJECTS)
     if kind == "high":
@@ -194,8 +195,8 @@ def draw_scene(kind: str, rng: random.Random) -> Scene:
         if rng.random() < 0.5:
             return place_two(name, name, None, background, rng)
         return place_three((name, name, name), None, background, rng)
-    one, two, three = rng.sample(names, 3)
-    return place_three((one, two, three), "between" if kind == "between" else None, background, rng)
+    first, second, third = rng.sample(names, 3)
+    return place_three((first, second, third), "between" if kind == "between" else None, background, rng)
 
 
 def _stable_hash(words: Iterable[str]) -> int:
@@ -206,18 +207,18 @@ def _stable_hash(words: Iterable[str]) -> int:
 
 
 def has_unseen_pair(scene: Scene) -> bool:
-    """Whether two of its objects are a pair that no training scene shows together: a tenth of all pairs."""
+    """Return whether the scene contains a pair of objects excluded from training, which a tenth of all pairs are."""
     pairs = combinations(sorted(set(scene.names)), 2)
     return any(_stable_hash(pair) % 10 == 0 for pair in pairs)
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether the scene is kept from training: a tenth of all keys, and every scene with an unseen pair of objects."""
+    """Return whether the scene is excluded from training: a tenth of all keys, and every scene with an unseen pair."""
     return _stable_hash(scene.key) % 10 == 0 or has_unseen_pair(scene)
 
 
 def scenes(seed: int, *, held_out: bool, shares: Mapping[str, float] = KIND_SHARES) -> Iterator[Scene]:
-    """An endless, seeded stream of training scenes, or of held-out ones, of kinds drawn by ``shares``."""
+    """Yield endless random training or held-out scenes, with kinds sampled by ``shares``."""
     rng = random.Random(seed)
     while True:
         kind = rng.choices(list(shares), weights=list(shares.values()))[0]
@@ -227,7 +228,7 @@ def scenes(seed: int, *, held_out: bool, shares: Mapping[str, float] = KIND_SHAR
         yield scene
 
 
-# An object that all but vanishes into its background teaches nothing and cannot be checked.
+# Objects with nearly the color of their background are hard to learn and cannot be checked.
 CAMOUFLAGED: frozenset[tuple[str, str]] = frozenset(
     (name, background)
     for background, names in {
@@ -249,5 +250,5 @@ CAMOUFLAGED: frozenset[tuple[str, str]] = frozenset(
 
 
 def is_legible(scene: Scene) -> bool:
-    """Whether no object of the scene is camouflaged by the background."""
+    """Return whether no object of the scene is camouflaged by the background."""
     return all((placed.name, scene.background) not in CAMOUFLAGED for placed in scene.objects)

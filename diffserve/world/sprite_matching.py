@@ -1,13 +1,8 @@
-"""How well every sprite, at every size and place, explains what a picture shows over its empty background.
+"""Scores how well each sprite, at each size and position, explains an image over its empty background.
 
-With I the picture, B the background, D = I - B, and a sprite of colours s (multiplied by alpha) and alpha m, a
-placement explains
+For the image I, the background B, D = I - B, and a sprite with premultiplied colors s and alpha m, the score is
 
     R2 = 1 - sum (D - (s - m B))^2 / sum (s - m B)^2 = (2 sum D (s - m B) - sum D^2) / sum (s - m B)^2
-
-of what the sprite would change: 1 for a clean rendering, 0 for bare background, less for anything else. All sums run
-over the sprite's square. The first is one Fourier product a sprite, at a quarter of the pixels; the second comes from
-running sums; the last depends on the background alone and is kept.
 """
 
 from __future__ import annotations
@@ -22,13 +17,15 @@ from diffserve.world.backgrounds import background
 from diffserve.world.scenes import OBJECTS, SPRITE_SIZES_PX
 from diffserve.world.sprites import sprite
 
-SCALE = 2  # pictures are matched at 1 / SCALE of their size
-MIN_ENERGY = 0.004  # mean squared change per covered pixel below which a sprite cannot be told from the background
-OVERLAP = 0.2  # share of a side by which two found squares may overlap
+SCALE = 2  # images are matched at 1 / SCALE of their size
+MIN_ENERGY = (
+    0.004  # mean squared change per covered pixel below which a sprite is indistinguishable from the background
+)
+OVERLAP = 0.2  # share of a side by which the squares of two objects may overlap
 
 NAMES = tuple(OBJECTS)
 Names = tuple[str, ...]
-"""What is looked for: the world's objects, or these and some that are drawn besides."""
+"""Names of the objects to search for."""
 
 Plane = NDArray[np.float32]
 Spectrum = NDArray[np.complex64]
@@ -36,7 +33,7 @@ Spectrum = NDArray[np.complex64]
 
 @dataclass(frozen=True)
 class Placement:
-    """One placement: a sprite's name, its side, the left and top edge of its square, all at 1 / SCALE, and its R2."""
+    """A sprite's name, side, left and top edge at 1 / SCALE, and its R2."""
 
     name: str
     side: int
@@ -46,7 +43,7 @@ class Placement:
 
 
 def downsample(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
-    """(H, W, C) averaged over ``factor`` x ``factor`` cells; a last row or column that fills no cell is left out."""
+    """Average (H, W, C) over ``factor`` x ``factor`` cells, without incomplete cells at the edges."""
     h, w, channels = pixels.shape[0] // factor, pixels.shape[1] // factor, pixels.shape[2]
     cells = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, channels)
     return np.asarray(cells.mean(axis=(1, 3)), dtype=np.float32)
@@ -54,13 +51,13 @@ def downsample(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
 
 @lru_cache(maxsize=512)
 def small_sprite(name: str, side: int) -> Plane:
-    """A sprite of ``side`` cells at 1 / SCALE: (side, side, 4), colours multiplied by alpha, then alpha."""
+    """Return a sprite at 1 / SCALE: (side, side, 4) with premultiplied colors and alpha."""
     return downsample(sprite(name, side * SCALE))
 
 
 @lru_cache(maxsize=128)
 def empty_picture(name: str, height: int, width: int) -> Plane:
-    """A bare background at 1 / SCALE: (height, width, 3) in 0..1."""
+    """Return an empty background at 1 / SCALE: (height, width, 3) in 0..1."""
     return downsample(background(name, width * SCALE, height * SCALE).astype(np.float32) / np.float32(255))
 
 
@@ -69,12 +66,12 @@ def _spectra(planes: NDArray[np.float32]) -> Spectrum:
 
 
 def _sprites(names: Names, side: int) -> Plane:
-    """The sprites of ``names`` in one size: (N, 4, side, side)."""
+    """Stack the sprites of ``names`` in one size: (N, 4, side, side)."""
     return np.stack([small_sprite(name, side).transpose(2, 0, 1) for name in names])
 
 
 def _conjugate_spectra(patches: Plane, height: int, width: int) -> Spectrum:
-    """Spectra of (N, 4, side, side) patches in the top left corner of an empty canvas, conjugated for correlation."""
+    """Compute conjugate spectra of patches (N, 4, side, side) in the top left corner of an empty canvas."""
     side = patches.shape[-1]
     canvas = np.zeros((*patches.shape[:2], height, width), dtype=np.float32)
     canvas[..., :side, :side] = patches
@@ -87,7 +84,7 @@ def _bank(names: Names, side: int, height: int, width: int) -> Spectrum:
 
 
 def _correlate(planes: Plane, bank: Spectrum, side: int) -> Plane:
-    """Sum over four planes (4, h, w) of their correlation with every patch, wherever it fits: (N, h', w')."""
+    """Correlate planes (4, h, w) with every patch at all valid positions, summed over planes: (N, h', w')."""
     height, width = planes.shape[1:]
     product = (_spectra(planes) * bank).sum(axis=1)
     maps = np.fft.irfft2(product, s=(height, width))
@@ -95,7 +92,7 @@ def _correlate(planes: Plane, bank: Spectrum, side: int) -> Plane:
 
 
 def box_sums(plane: Plane, side: int) -> Plane:
-    """Sums over every ``side`` x ``side`` square of (h, w)."""
+    """Sum (h, w) over every ``side`` x ``side`` square."""
     total = np.zeros((plane.shape[0] + 1, plane.shape[1] + 1))
     total[1:, 1:] = plane.cumsum(axis=0, dtype=np.float64).cumsum(axis=1)
     sums = total[side:, side:] - total[:-side, side:] - total[side:, :-side] + total[:-side, :-side]
@@ -103,46 +100,53 @@ def box_sums(plane: Plane, side: int) -> Plane:
 
 
 def _energy_planes(names: Names, side: int) -> Plane:
-    """What a background's colours and squared brightness are correlated with: -2 s m and m^2, (N, 4, side, side)."""
+    """Return the factors of a background's colors and squared brightness: -2 s m and m^2, (N, 4, side, side)."""
     patches = _sprites(names, side)
     alpha = patches[:, 3:]
     return np.concatenate([-2 * patches[:, :3] * alpha, alpha**2], axis=1)
 
 
-def _floored(energy: Plane, names: Names, side: int) -> Plane:
-    """Energies, infinite where the sprite cannot be told from the background: R2 is 0 there."""
+def _apply_floor(energy: Plane, names: Names, side: int) -> Plane:
+    """Replace energies of sprites that are indistinguishable from the background by infinity, so that R2 is 0."""
     floor = 3 * MIN_ENERGY * _sprites(names, side)[:, 3].sum(axis=(1, 2))[:, None, None]
     return np.where(energy > floor, energy, np.float32(np.inf))
 
 
 @lru_cache(maxsize=128)
 def _place_energy(place: str, names: Names, side: int, height: int, width: int) -> Plane:
-    """sum (s - m B)^2 of every sprite over a place: (N, h', w')."""
-    ground = empty_picture(place, height, width).transpose(2, 0, 1)
-    planes = np.concatenate([ground, (ground**2).sum(axis=0, keepdims=True)])
-    over = _correlate(planes, _conjugate_spectra(_energy_planes(names, side), height, width), side)
-    own = np.square(_sprites(names, side)[:, :3]).sum(axis=(1, 2, 3))[:, None, None]
-    return _floored(over + own, names, side)
+    """Compute sum (s - m B)^2 of every sprite over a place: (N, h', w')."""
+    empty = empty_picture(place, height, width).transpose(2, 0, 1)
+    planes = np.concatenate([empty, (empty**2).sum(axis=0, keepdims=True)])
+    background_energy = _correlate(planes, _conjugate_spectra(_energy_planes(names, side), height, width), side)
+    sprite_energy = np.square(_sprites(names, side)[:, :3]).sum(axis=(1, 2, 3))[:, None, None]
+    return _apply_floor(background_energy + sprite_energy, names, side)
 
 
 @lru_cache(maxsize=8)
 def _energy_sums(names: Names, side: int) -> tuple[Plane, Plane]:
-    """Over each sprite's square: the sums of ``_energy_planes`` (N, 4), and of s^2 (N,)."""
+    """Return the sums over each sprite's square of ``_energy_planes`` (N, 4) and of s^2 (N,)."""
     return _energy_planes(names, side).sum(axis=(2, 3)), np.square(_sprites(names, side)[:, :3]).sum(axis=(1, 2, 3))
 
 
 def _plain_energy(shade: Plane, names: Names, side: int) -> Plane:
-    """sum (s - m B)^2 of every sprite over one colour (3,): (N, 1, 1)."""
-    sums, own = _energy_sums(names, side)
-    over = sums @ np.append(shade, np.square(shade).sum()).astype(np.float32)
-    return _floored((over + own)[:, None, None], names, side)
+    """Compute sum (s - m B)^2 of every sprite over a plain color (3,): (N, 1, 1)."""
+    sums, sprite_energy = _energy_sums(names, side)
+    background_energy = sums @ np.append(shade, np.square(shade).sum()).astype(np.float32)
+    return _apply_floor((background_energy + sprite_energy)[:, None, None], names, side)
 
 
 class ScoreMaps:
-    """R2 of every sprite wherever it fits on ``picture``, (h, w, 3) in 0..1, over the background ``ground``.
+    """R2 of every sprite at every position where it fits.
 
-    ``shade`` is the colour (3,) of a plain background, which may differ from the world's own; None for a place.
-    ``names``: the sprites.
+    R2 is 1 for a clean rendering, 0 for empty background, and less for anything else. All sums run over the sprite's
+    square: sum D (s - m B) is a Fourier product per sprite, sum D^2 comes from running sums, and sum (s - m B)^2
+    depends only on the background and is cached.
+
+    Args:
+        picture: Image (h, w, 3) in 0..1.
+        ground: Name of the background.
+        shade: Actual color (3,) of a plain background, None for a place.
+        names: Sprites to search for.
     """
 
     def __init__(self, picture: Plane, ground: str, shade: Plane | None, names: Names = NAMES) -> None:
@@ -162,7 +166,7 @@ class ScoreMaps:
             self._maps[side] = gain / energy
 
     def best(self) -> Placement:
-        """The placement that explains most."""
+        """Return the placement with the highest R2."""
         matches = []
         for side, scores in self._maps.items():
             index, top, left = (int(i) for i in np.unravel_index(int(scores.argmax()), scores.shape))
@@ -170,7 +174,7 @@ class ScoreMaps:
         return max(matches, key=lambda match: match.r2)
 
     def rule_out_around(self, taken: Placement) -> None:
-        """Forget every placement whose square would overlap ``taken`` by more than ``OVERLAP``."""
+        """Exclude every placement whose square overlaps ``taken`` by more than ``OVERLAP``."""
         for side, scores in self._maps.items():
             reach = (1 - OVERLAP) * (taken.side + side) / 2
             left, top = taken.left + (taken.side - side) / 2, taken.top + (taken.side - side) / 2

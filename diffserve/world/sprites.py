@@ -1,7 +1,7 @@
-"""The sprite atlas: every object of the world as a square RGBA picture.
+"""The sprite atlas: every object as a square RGBA image.
 
-The atlas is cut once from the Noto Color Emoji font (``python -m diffserve.training.train atlas``) and ships as package
-data, so painting, checking and even training need no font.
+The atlas is extracted once from the Noto Color Emoji font (``python -m diffserve.training.train atlas``) and shipped as
+package data, so rendering, checking and training need no font.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from diffserve.world.scenes import OBJECTS
 
 ATLAS = Path(__file__).parent / "atlas.png"
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
-FONT_PX = 109  # the only bitmap strike the font holds
+FONT_PX = 109  # the only bitmap size in the font
 TILE_PX = 96
 COLUMNS = 10
 
 
 def build_atlas(font_path: Path = FONT, atlas_path: Path = ATLAS) -> Path:
-    """Cut every glyph out of the font, fit it into a TILE_PX square and save all of them as one PNG."""
+    """Render every glyph of the font into a TILE_PX square and save all of them as one PNG."""
     if not font_path.is_file():
         raise ModelLoadError(f"no emoji font at {font_path}; install Debian's fonts-noto-color-emoji.")
     font = ImageFont.truetype(str(font_path), FONT_PX)
@@ -64,8 +64,7 @@ def _tiles() -> dict[str, Image.Image]:
 
 @lru_cache(maxsize=1024)
 def sprite(name: str, side_px: int) -> NDArray[np.float32]:
-    """One object, of the world or drawn besides, as (side, side, 4) float32 in 0..1: colour multiplied by alpha, then
-    alpha."""
+    """Return an object of the atlas or of ``DRAWN`` as (side, side, 4) float32 in 0..1, with premultiplied alpha."""
     tile = _tiles()[name]
     if side_px != TILE_PX:
         tile = tile.resize((side_px, side_px), Image.Resampling.LANCZOS)

@@ -14,20 +14,22 @@ NUM_FEATURES = 4
 Quality = Callable[[Cell], float]
 
 
-def plan_of(samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **more: int) -> SweepPlan:
-    """A plan of 40 prompts, two seeds each unless ``more`` says otherwise."""
-    prompts = tuple(f"prompt {index}" for index in range(more.pop("num_prompts", 40)))
-    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 2, **more})
+def plan_of(
+    samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: int
+) -> SweepPlan:
+    """A plan of 40 prompts, two seeds each unless ``options`` override them."""
+    prompts = tuple(f"prompt {index}" for index in range(options.pop("num_prompts", 40)))
+    return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 2, **options})
 
 
 def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dict[tuple[int, int], ImageRecord]]:
     """Records whose share of exact pictures is ``exact(cell)`` and whose latent RMSE is about ``rmse(cell)``."""
-    known = {}
+    records = {}
     for number, cell in enumerate(plan.all_cells):
         rng = np.random.default_rng(number)
         hits = rng.permutation(np.arange(len(plan.places)) < round(exact(cell) * len(plan.places)))
         noise, features = rng.normal(size=len(plan.places)), rng.normal(size=(len(plan.places), NUM_FEATURES))
-        known[cell] = {
+        records[cell] = {
             place: ImageRecord(
                 prompt_index=place[0],
                 seed_index=place[1],
@@ -41,7 +43,7 @@ def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dic
             )
             for index, place in enumerate(plan.places)
         }
-    return known
+    return records
 
 
 def analysis_of(

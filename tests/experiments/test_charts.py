@@ -121,7 +121,7 @@ def test_equal_curves_and_dots_are_seen_below_each_other() -> None:
     assert ElementTree.tostring(seconds, "unicode").count("scale(1.8)") == 3
 
 
-def test_numbers_beside_dots_do_not_run_into_each_other() -> None:
+def test_labels_of_dots_do_not_overlap() -> None:
     crowd = tuple(summary("ddim", 5 + number, 20.0, seconds=1 + number / 1000) for number in range(8))
     (exact, _) = svgs(figure(over_seconds(crowd, MEASURES, NAMES)))
     plain = [text for text in exact.iter("text") if text.get("dy") is None and text.get("text-anchor") == "start"]
@@ -160,6 +160,6 @@ def test_ticks_are_round_and_within_the_scale() -> None:
 
 def test_numbers_that_would_overlap_at_an_axis_are_left_out() -> None:
     steps = tuple(float(n) for n in range(1, 101))
-    kept = apart(steps, log_scale(steps, 0, 350), 22.0)
-    assert kept[0] == 1.0
-    assert 5 < len(kept) < 20
+    selected = apart(steps, log_scale(steps, 0, 350), 22.0)
+    assert selected[0] == 1.0
+    assert 5 < len(selected) < 20

@@ -24,7 +24,7 @@ def test_the_committed_report_is_that_of_the_sweep_in_the_documentation() -> Non
     assert line is not None
     options = dict(re.findall(r"(--?\S+) (\S+)", line[1]))
     plan = json.loads((KEPT / "report.json").read_bytes())["plan"]
-    told = SweepPlan(
+    documented = SweepPlan(
         samplers=split_axis(options["--samplers"], "--samplers"),
         steps=whole_numbers(options["--steps"], "--steps"),
         guidance=numbers(options["--guidance"], "--guidance"),
@@ -32,8 +32,8 @@ def test_the_committed_report_is_that_of_the_sweep_in_the_documentation() -> Non
         num_seeds=int(options["--seeds"]),
     )
     for name in ("samplers", "steps", "guidance", "num_seeds", "reference_steps"):
-        assert plan[name] == json.loads(json.dumps(getattr(told, name)))
-    assert len(plan["prompts"]) == len(told.prompts)
+        assert plan[name] == json.loads(json.dumps(getattr(documented, name)))
+    assert len(plan["prompts"]) == len(documented.prompts)
 
 
 def test_the_kept_report_is_small_and_whole() -> None:

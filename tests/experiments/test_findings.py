@@ -1,4 +1,4 @@
-"""What a step buys is read off the numbers: the same sentences come out differently from other data."""
+"""Findings are computed from the data: different data give different verdicts."""
 
 from __future__ import annotations
 
@@ -38,57 +38,57 @@ def findings(
     return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: seed_spread})))
 
 
-def verdict(found: list[Finding], start: str) -> str:
-    (finding,) = [finding for finding in found if finding.claim.startswith(start)]
+def verdict(results: list[Finding], start: str) -> str:
+    (finding,) = [finding for finding in results if finding.claim.startswith(start)]
     return finding.verdict
 
 
 def test_what_the_papers_say_is_found_where_the_data_say_it() -> None:
-    found = findings(PAPERS, samplers=("ddpm", "ddim", "dpmpp_2m"))
-    assert [finding.claim for finding in found] == [
+    results = findings(PAPERS, samplers=("ddpm", "ddim", "dpmpp_2m"))
+    assert [finding.claim for finding in results] == [
         "DDIM is ahead of DDPM at 5, 10 and 20 steps",
         "DDPM gains far more than DDIM from 10 to 100 steps",
         "DPM++ 2M with 10 steps is within noise of DDIM with 20 and 100, or ahead of it",
         "With the same seed DDIM at 20 steps is close to its converged picture, DDPM is not",
         "The pictures that DDIM converges to are as good as those of DDPM with 100 steps",
     ]
-    assert {finding.verdict for finding in found} == {AS_EXPECTED}
+    assert {finding.verdict for finding in results} == {AS_EXPECTED}
 
 
 def test_the_opposite_data_give_the_opposite_verdicts() -> None:
     swapped = {("ddim" if name == "ddpm" else "ddpm", n): share for (name, n), share in PAPERS.items()}
     swapped |= {("ddim", 200): 0.3, ("dpmpp_2m", 10): 0.1, ("ddpm", 100): 0.95}
-    found = findings(swapped, {"ddim": 0.9, "ddpm": 0.1}, ("ddpm", "ddim", "dpmpp_2m"))
-    assert {finding.verdict for finding in found} == {OTHERWISE}
-    assert found[-1].evidence[-1] == REPAIR
+    results = findings(swapped, {"ddim": 0.9, "ddpm": 0.1}, ("ddpm", "ddim", "dpmpp_2m"))
+    assert {finding.verdict for finding in results} == {OTHERWISE}
+    assert results[-1].evidence[-1] == REPAIR
 
 
 def test_equal_samplers_are_not_distinguishable() -> None:
-    found = findings(dict.fromkeys(PAPERS, 0.7))
-    assert verdict(found, "DDIM is ahead") == NOT_DISTINGUISHABLE
-    assert verdict(found, "DDPM gains") == NOT_DISTINGUISHABLE
-    assert all("ddim is level, within noise (95 % interval" in line for line in found[0].evidence)
-    assert "the gains differ by 0.0 points, within noise" in found[1].evidence[0]
+    results = findings(dict.fromkeys(PAPERS, 0.7))
+    assert verdict(results, "DDIM is ahead") == NOT_DISTINGUISHABLE
+    assert verdict(results, "DDPM gains") == NOT_DISTINGUISHABLE
+    assert all("ddim is level, within noise (95 % interval" in line for line in results[0].evidence)
+    assert "the gains differ by 0.0 points, within noise" in results[1].evidence[0]
 
 
 def test_more_but_not_far_more_is_in_part() -> None:
     shares = PAPERS | {("ddim", 10): 0.5, ("ddim", 100): 0.9, ("ddpm", 10): 0.1, ("ddpm", 100): 0.8}
-    found = findings(shares)
-    assert verdict(found, "DDPM gains") == IN_PART
-    assert "but not surely more than twice as much" in found[1].evidence[0]
+    results = findings(shares)
+    assert verdict(results, "DDPM gains") == IN_PART
+    assert "but not surely more than twice as much" in results[1].evidence[0]
 
 
 def test_the_interval_of_an_advantage_is_above_zero_whichever_way_the_measure_counts() -> None:
-    for shares, said in ((PAPERS, "better"), (PAPERS | {("ddpm", 5): 1.0}, "worse")):
+    for shares, word in ((PAPERS, "better"), (PAPERS | {("ddpm", 5): 1.0}, "worse")):
         line = findings(shares)[0].evidence[0]
-        ends = re.search(rf"ddim is {said} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\)\.", line)
+        ends = re.search(rf"ddim is {word} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\)\.", line)
         assert ends is not None, line
         assert 0 < float(ends[1]) < float(ends[2])
 
 
 def test_ahead_here_and_behind_there_is_in_part() -> None:
-    found = findings(PAPERS | {("ddpm", 20): 1.0, ("ddim", 20): 0.5})
-    assert verdict(found, "DDIM is ahead") == IN_PART
+    results = findings(PAPERS | {("ddpm", 20): 1.0, ("ddim", 20): 0.5})
+    assert verdict(results, "DDIM is ahead") == IN_PART
 
 
 def test_ahead_at_one_of_three_step_counts_is_in_part() -> None:
@@ -97,11 +97,13 @@ def test_ahead_at_one_of_three_step_counts_is_in_part() -> None:
 
 
 def test_a_sentence_quotes_its_numbers_and_their_interval() -> None:
-    found = findings(PAPERS)
+    results = findings(PAPERS)
     assert (
-        found[0].evidence[0].startswith("5 steps, exact prompt match: ddim 60.0 %, ddpm 10.0 %; ddim is better by 50.0")
+        results[0]
+        .evidence[0]
+        .startswith("5 steps, exact prompt match: ddim 60.0 %, ddpm 10.0 %; ddim is better by 50.0")
     )
-    assert "95 % interval" in found[0].evidence[0]
+    assert "95 % interval" in results[0].evidence[0]
 
 
 def test_nearness_is_measured_by_how_far_another_seed_is() -> None:

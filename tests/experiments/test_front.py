@@ -11,23 +11,23 @@ def points(*pairs: tuple[float, float]) -> list[Point]:
     return [Point(str(index), seconds, quality) for index, (seconds, quality) in enumerate(pairs)]
 
 
-def test_the_front_holds_whoever_is_beaten_by_nobody() -> None:
-    found = pareto_front(points((1, 0.2), (2, 0.1), (2, 0.5), (4, 0.5), (3, 0.9), (9, 0.91), (9, 0.95)))
-    assert [(point.seconds, point.quality) for point in found] == [(1, 0.2), (2, 0.5), (3, 0.9), (9, 0.95)]
+def test_the_front_holds_all_pareto_optimal_points() -> None:
+    front = pareto_front(points((1, 0.2), (2, 0.1), (2, 0.5), (4, 0.5), (3, 0.9), (9, 0.91), (9, 0.95)))
+    assert [(point.seconds, point.quality) for point in front] == [(1, 0.2), (2, 0.5), (3, 0.9), (9, 0.95)]
 
 
-def test_nobody_on_a_random_front_is_beaten_and_nobody_off_it_is_not() -> None:
+def test_a_random_front_holds_exactly_the_undominated_points() -> None:
     rng = random.Random(0)
     cloud = [Point(str(index), rng.uniform(0.1, 9), rng.random()) for index in range(200)]
     front = pareto_front(cloud)
 
-    def is_beaten(one: Point) -> bool:
-        return any(o.seconds <= one.seconds and o.quality >= one.quality and o[1:] != one[1:] for o in cloud)
+    def is_beaten(point: Point) -> bool:
+        return any(o.seconds <= point.seconds and o.quality >= point.quality and o[1:] != point[1:] for o in cloud)
 
     assert {point.name for point in cloud if not is_beaten(point)} == {point.name for point in front}
 
 
-def test_the_knee_is_where_time_stops_to_buy() -> None:
+def test_the_knee_is_where_more_time_has_little_benefit() -> None:
     front = pareto_front(points((1, 0.1), (2, 0.6), (4, 0.85), (16, 0.9), (64, 0.92)))
     best = knee(front)
     assert best is not None

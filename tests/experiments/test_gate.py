@@ -55,7 +55,7 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
 
 @pytest.fixture(scope="module")
 def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Passed:
-    """What a gate found that nobody failed at, its folder, and what it said on the way."""
+    """A gate that all candidates pass: its report, its folder and its progress events."""
     folder, seen = tmp_path_factory.mktemp("gate"), list[GateProgress]()
     return run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), seen.append), folder, seen
 
@@ -110,7 +110,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
         ({"psnr_db": Estimate(9.0), "frechet": 3.0}, ["PSNR is 9.0 dB, at", "the Frechet distance is 3, at most 1"]),
     ],
 )
-def test_every_limit_that_is_broken_is_told(row: dict[str, object], failures: list[str]) -> None:
+def test_every_violated_limit_has_a_message(row: dict[str, object], failures: list[str]) -> None:
     limits = GateLimits(exact_points=5, psnr_db=20, frechet=1)
     found = list(broken(msgspec.structs.replace(ROW, **row), limits))
     assert [line[: len(start)] for line, start in zip(found, failures, strict=True)] == failures
@@ -131,7 +131,7 @@ def test_a_gate_that_is_not_written_as_one_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("psnr_db", -1), ("exact_points", 101), ("frechet", float("nan"))])
-def test_a_limit_that_nobody_can_keep_or_break_is_refused(name: str, value: float) -> None:
+def test_a_limit_out_of_range_is_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is .*; it must lie between 0 and"):
         GateLimits(**{name: value})
 

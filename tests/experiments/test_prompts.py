@@ -47,7 +47,7 @@ def test_what_a_wish_leaves_open_is_drawn() -> None:
     assert len({scene_like(SceneSpec((), background="snow"), rng).names for _ in range(40)}) > 10
 
 
-def test_drawn_pictures_pass_the_exact_checker_and_are_placed_anew() -> None:
+def test_drawn_images_pass_the_exact_checker_at_varying_positions() -> None:
     wishes = read_wishes(["a fox next to a cactus on the beach", "three apples on blue", "a small owl in the snow"])
     pictures = list(draw_pictures(wishes, 128, 128, each=3))
     verdicts = [judge(read_picture(picture), wishes[index // 3]).exact for index, picture in enumerate(pictures)]

@@ -19,7 +19,9 @@ from diffserve.experiments.findings import describe_difference, describe_gains, 
         (Measure.KID, Estimate(-0.1), 0, "a is 0.1 lower, with too few prompts to say how sure that is"),
     ],
 )
-def test_a_difference_is_said_as_it_is(measure: Measure, found: Estimate, outcome: int, sentence: str) -> None:
+def test_a_difference_is_described_with_its_interval(
+    measure: Measure, found: Estimate, outcome: int, sentence: str
+) -> None:
     assert describe_difference("a", measure, found, outcome) == sentence
 
 

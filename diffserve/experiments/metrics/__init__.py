@@ -1,9 +1,6 @@
-"""Measures of pictures, and the only place in ``diffserve.experiments`` that loads torch, where one of them needs it.
+"""Image metrics; the only package in ``diffserve.experiments`` that imports torch.
 
-    feature_network   a fixed network of random filters, whose features sets of pictures are compared in
-    fidelity          how near one picture is to another: latent RMSE, PSNR, SSIM
-    set_distance      how near one set of pictures is to another: Frechet distance and KID
-
-SSIM, Frechet distance and KID are torchmetrics' own; the network is ours, since every trained one would have to be
-downloaded.
+feature_network   fixed network of random filters, because trained networks would need a download
+fidelity          distance between two images: latent RMSE, PSNR, SSIM (torchmetrics)
+set_distance      distance between two sets of images: Frechet distance and KID (torchmetrics)
 """

@@ -1,7 +1,6 @@
-"""How near one set of pictures is to another, by torchmetrics, from features that were taken before.
+"""Distances between two sets of images, computed by torchmetrics from stored features.
 
-Pictures are measured once and forgotten; only their features are kept. So the metric classes are given a network that
-passes features through.
+Only the features of images are stored, so the metric classes get an identity network.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from diffserve.runtime.loading.library_imports import hushed
 
-with hushed("transformers"):  # it has something to say about image processors that nobody asked for
+with hushed("transformers"):  # it logs irrelevant messages about image processors at import
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -26,8 +25,8 @@ SUBSET_SEED = 5
 Features = NDArray[np.float32]
 
 
-class _AsTheyAre(nn.Module):
-    """Features in, the same features out."""
+class _IdentityNetwork(nn.Module):
+    """Identity network for features that are already computed."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -38,28 +37,31 @@ class _AsTheyAre(nn.Module):
 
 
 def frechet_distance(reference: Features, painted: Features) -> float:
-    """Squared Frechet distance between the normal distributions fitted to two sets of features (N, D) and (M, D).
+    """Compute the squared Frechet distance between normal distributions fitted to features (N, D) and (M, D).
 
-    Heusel et al. 2017, whatever the network. Biased upwards when there are few pictures: compare equal numbers only.
+    The distance of Heusel et al. 2017 in any feature space. It is biased upwards for few images, so only sets of equal
+    size are comparable.
     """
     _check(reference, painted)
-    metric = FrechetInceptionDistance(feature=_AsTheyAre(reference.shape[1]))
+    metric = FrechetInceptionDistance(feature=_IdentityNetwork(reference.shape[1]))
     metric.update(torch.from_numpy(np.array(reference, dtype=np.float64)), real=True)
     metric.update(torch.from_numpy(np.array(painted, dtype=np.float64)), real=False)
     return max(0.0, float(metric.compute()))
 
 
 def kernel_distance(reference: Features, painted: Features) -> float:
-    """KID: unbiased squared MMD with the kernel (x . y / D + 1)^3 between features (N, D) and (M, D).
+    """Compute KID: unbiased squared MMD with the kernel (x . y / D + 1)^3 between features (N, D) and (M, D).
 
-    Binkowski et al. 2018: the mean over ``NUM_SUBSETS`` pairs of random subsets, the same ones every time. It may be a
-    little below zero.
+    Follows Binkowski et al. 2018: the mean over ``NUM_SUBSETS`` pairs of random subsets, which are the same in every
+    call. The result can be slightly negative.
     """
     _check(reference, painted)
     size = min(len(reference), len(painted), MAX_SUBSET)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
-        warnings.simplefilter("ignore")  # that it keeps all features, which is what we want
-        metric = KernelInceptionDistance(feature=_AsTheyAre(reference.shape[1]), subsets=NUM_SUBSETS, subset_size=size)
+        warnings.simplefilter("ignore")  # it warns that all features are kept, which is intended
+        metric = KernelInceptionDistance(
+            feature=_IdentityNetwork(reference.shape[1]), subsets=NUM_SUBSETS, subset_size=size
+        )
         torch.manual_seed(SUBSET_SEED)
         metric.update(torch.from_numpy(np.array(reference, dtype=np.float64)), real=True)
         metric.update(torch.from_numpy(np.array(painted, dtype=np.float64)), real=False)
@@ -69,4 +71,4 @@ def kernel_distance(reference: Features, painted: Features) -> float:
 
 def _check(reference: Features, painted: Features) -> None:
     if min(len(reference), len(painted)) < 2:
-        raise ValueError(f"sets of {len(reference)} and {len(painted)} pictures have no distance; take two or more")
+        raise ValueError(f"sets of {len(reference)} and {len(painted)} images have no distance; use two or more")

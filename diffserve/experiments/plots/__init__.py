@@ -1,7 +1,4 @@
-"""The plots of an experiment as PNG, and the only place in ``diffserve.experiments`` that loads matplotlib.
-
-What a chart holds is :mod:`diffserve.experiments.charts`.
-"""
+"""PNG plots of :mod:`diffserve.experiments.charts`; the only package in experiments that imports matplotlib."""
 
 from diffserve.experiments.plots.curves import contact_sheet, curves, overview, quality_against_time, strip
 

@@ -1,4 +1,4 @@
-"""Charts as PNG: one panel each, one line for each sampler and guidance, with intervals; strips of pictures; sheets."""
+"""Renders charts, image strips and contact sheets as PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
 
 DPI = 110
-NUM_COLORS = 128  # of a PNG; lines on a plain ground lose nothing by it, and the file is a third
+NUM_COLORS = 128  # palette size of a PNG; lines on a plain background look the same in a third of the file size
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _plotting = threading.Lock()  # matplotlib keeps its style for the whole process
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # palette by Okabe and Ito
 INK, FAINT = "#1b1d21", "#70757d"
 
 MAX_TITLE_CHARS = 90
 CELL_INCHES = 1.15
 
-LARGER_PT = 3.0  # for each line that lies upon another
+LARGER_PT = 3.0  # added width per line that covers a line
 
-WANTED = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
-MOST_PANELS = 3
+OVERVIEW_MEASURES = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
+MAX_PANELS = 3
 SHEET_COLORS = 256
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Our style and no other, in one thread at a time; characters that the font lacks are boxes without a word."""
+    """Apply the plot style in one thread at a time and suppress warnings about missing glyphs."""
     with _plotting, matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         matplotlib.rcdefaults()
@@ -56,26 +56,26 @@ def style() -> Iterator[None]:
         matplotlib.rc("axes", grid=True, edgecolor=FAINT, labelcolor=INK)
         matplotlib.rc("axes.spines", top=False, right=False)
         matplotlib.rc("grid", alpha=0.25, color=FAINT)
-        matplotlib.rc("text", parse_math=False, color=INK)  # a prompt may hold dollars
+        matplotlib.rc("text", parse_math=False, color=INK)  # a prompt may contain dollar signs
         matplotlib.rc("xtick", color=FAINT, labelcolor=INK)
         matplotlib.rc("ytick", color=FAINT, labelcolor=INK)
         yield
 
 
 def name_lines(figure: Figure, axes: Iterable[Axes]) -> None:
-    """One legend above all axes, every name once."""
-    named: dict[str, Artist] = {}
-    for one in axes:
-        handles, labels = one.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
+    """Add one legend above all axes with every name once."""
+    handles_by_label: dict[str, Artist] = {}
+    for panel in axes:
+        handles, labels = panel.get_legend_handles_labels()
+        handles_by_label |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        list(named.values()), list(named), loc="outside upper center", ncols=5, frameon=False, fontsize=8,
-        columnspacing=1.2, handletextpad=0.5,
+        list(handles_by_label.values()), list(handles_by_label), loc="outside upper center", ncols=5, frameon=False,
+        fontsize=8, columnspacing=1.2, handletextpad=0.5,
     )  # fmt: skip
 
 
 def png(figure: Figure, *, num_colors: int | None = NUM_COLORS) -> bytes:
-    """The figure as PNG; with ``num_colors`` of a palette, or all where that is ``None``."""
+    """Encode the figure as PNG with a palette of ``num_colors``, or with full colors if that is ``None``."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=DPI, metadata={"Software": "diffserve"})
     if num_colors is None:
@@ -84,24 +84,24 @@ def png(figure: Figure, *, num_colors: int | None = NUM_COLORS) -> bytes:
 
 
 def to_palette(image: Image.Image, num_colors: int) -> bytes:
-    """A PNG of so many colours."""
+    """Encode ``image`` as PNG with a palette of ``num_colors``."""
     file = BytesIO()
     image.quantize(num_colors, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
 def curves(summaries: Sequence[CellSummary]) -> bytes:
-    """All measures over steps on a logarithmic axis with 95 % intervals; two panels in a row."""
+    """Plot all measures over steps on a logarithmic axis with 95 % intervals, two panels per row."""
     return panels(over_steps(summaries, common_measures(summaries)), height_inches=3.1)
 
 
 def quality_against_time(summaries: Sequence[CellSummary]) -> bytes:
-    """The measures of quality over seconds on a logarithmic axis, with the Pareto front and its knee."""
+    """Plot quality measures over seconds on a logarithmic axis, with the Pareto front and its knee."""
     return panels(over_seconds(summaries, time_measures(summaries)), height_inches=3.8)
 
 
 def panels(charts: Sequence[Chart], *, height_inches: float, width_inches: float = 5.2, num_columns: int = 2) -> bytes:
-    """``charts`` side by side in rows of ``num_columns``, each of this size, under one legend."""
+    """Plot ``charts`` in rows of ``num_columns`` panels of the given size, under one legend."""
     columns = max(1, min(num_columns, len(charts)))
     rows = max(1, -(-len(charts) // columns))
     with style():
@@ -116,11 +116,11 @@ def panels(charts: Sequence[Chart], *, height_inches: float, width_inches: float
 
 
 def _draw_chart(axes: Axes, chart: Chart, *, is_narrow: bool) -> None:
-    """One panel: the measure above it, and which way is better, in two lines where it is narrow."""
+    """Draw one panel; its title names the measure and the better direction, in two lines if the panel is narrow."""
     better = "higher" if chart.measure.more_is_better else "lower"
     axes.set_title(f"{chart.measure.title}{chr(10) if is_narrow else ' '}({better} is better)", fontsize=9)
     if chart.measure is Measure.EXACT:
-        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}" if share < 1.001 else "")  # there is no more
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}" if share < 1.001 else "")  # no label above 100 %
     for line in chart.lines:
         _draw_line(axes, line, chart)
     if chart.level is not None:
@@ -130,17 +130,17 @@ def _draw_chart(axes: Axes, chart: Chart, *, is_narrow: bool) -> None:
 
 
 def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
-    """A line; where others will lie upon it, it is wider, so that it is seen below them."""
+    """Draw a line, wider where later lines cover it, so that it stays visible."""
     color, marker = COLORS[line.number % len(COLORS)], MARKERS[line.number % len(MARKERS)]
     x, values = [dot.x for dot in line.dots], [dot.value for dot in line.dots]
-    low = [one.value if one.low is None else one.low for one in values]
-    high = [one.value if one.high is None else one.high for one in values]
+    low = [estimate.value if estimate.low is None else estimate.low for estimate in values]
+    high = [estimate.value if estimate.high is None else estimate.high for estimate in values]
     if chart.is_joined:
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     else:
         axes.vlines(x, low, high, color=color, linewidth=1, alpha=0.35)
     upon = [chart.num_upon(line, dot) for dot in line.dots]
-    y, size = [one.value for one in values], 4 if chart.is_joined else 5
+    y, size = [estimate.value for estimate in values], 4 if chart.is_joined else 5
     for index, num_upon in enumerate(upon):
         axes.plot(x[index], y[index], color=color, marker=marker, markersize=size + LARGER_PT * num_upon)
         if chart.is_joined and num_upon and min(upon[index : index + 2]) and index + 1 < len(upon):
@@ -152,7 +152,7 @@ def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
 
 
 def _draw_front(axes: Axes, chart: Chart) -> None:
-    """The front as a staircase with the steps of its cells, the knee ringed."""
+    """Draw the Pareto front as a staircase labeled with step counts, with a ring around the knee."""
     if chart.is_joined:
         return
     sign = 1 if chart.measure.more_is_better else -1
@@ -174,7 +174,7 @@ def _draw_front(axes: Axes, chart: Chart) -> None:
 
 
 def _scale_x(axes: Axes, chart: Chart) -> None:
-    """A logarithmic axis that names the steps there are, or round seconds."""
+    """Set a logarithmic x axis with ticks at the existing step counts or at round seconds."""
     axes.set_xscale("log")
     if chart.is_joined:
         axes.xaxis.set_major_locator(FixedLocator(sorted({dot.x for dot in chart.dots})))
@@ -187,17 +187,17 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
 
 
 def strip(title: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
-    """The pictures of ``thumbnails``, which are encoded themselves, as one PNG in all its colours."""
+    """Combine the encoded images of ``thumbnails`` into one full-color PNG."""
     grid = strip_grid(thumbnails)
     with style():
         size = (CELL_INCHES * len(grid.heads) + 0.9, 1.2 * len(grid.rows) + 0.5)
         figure = Figure(figsize=size, layout="constrained")
-        short = title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 3]}..."
-        figure.suptitle(short, fontsize=9)
-        places = figure.subplots(len(grid.rows), len(grid.heads), squeeze=False)
-        for axes, head in zip(places[0], grid.heads, strict=True):
+        shown_title = title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 3]}..."
+        figure.suptitle(shown_title, fontsize=9)
+        axes_rows = figure.subplots(len(grid.rows), len(grid.heads), squeeze=False)
+        for axes, head in zip(axes_rows[0], grid.heads, strict=True):
             axes.set_title(head, fontsize=8)
-        for row, name, pictures in zip(places, grid.names, grid.rows, strict=True):
+        for row, name, pictures in zip(axes_rows, grid.names, grid.rows, strict=True):
             row[0].set_ylabel(name, fontsize=8)
             for axes, picture in zip(row, pictures, strict=True):
                 _show(axes, picture)
@@ -215,9 +215,11 @@ def _show(axes: Axes, picture: bytes | None) -> None:
 
 
 def overview(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
-    """Up to three measures over steps, the strip of one prompt below where there are ``thumbnails``; small enough to be
-    kept with sources, a PNG of 256 colours."""
-    shown = [measure for measure in WANTED if measure in common_measures(summaries)][:MOST_PANELS]
+    """Plot up to three measures over steps, with the strip of one prompt below if there are ``thumbnails``.
+
+    The PNG has 256 colors and is small enough to commit.
+    """
+    shown = [measure for measure in OVERVIEW_MEASURES if measure in common_measures(summaries)][:MAX_PANELS]
     width_inches = 10.5 / max(1, len(shown))
     parts = [panels(over_steps(summaries, shown), height_inches=3.1, width_inches=width_inches, num_columns=3)]
     parts += [strip(f"“{prompt}”, the same seed", thumbnails)] if thumbnails else []
@@ -225,7 +227,7 @@ def overview(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[
 
 
 def contact_sheet(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
-    """The strip of one prompt, and all charts below it where anything is measured; a PNG in all its colours."""
+    """Combine the strip of one prompt and all charts of measured values into one full-color PNG."""
     parts = [strip(prompt, thumbnails)]
     if common_measures(summaries):
         parts += [curves(summaries), quality_against_time(summaries)]
@@ -235,7 +237,7 @@ def contact_sheet(summaries: Sequence[CellSummary], prompt: str, thumbnails: Map
 
 
 def _stack(parts: Sequence[bytes]) -> Image.Image:
-    """Pictures below each other on white."""
+    """Stack images vertically on white."""
     images = [Image.open(BytesIO(part)).convert("RGB") for part in parts]
     sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), "white")
     top = 0

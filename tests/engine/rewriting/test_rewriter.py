@@ -87,13 +87,13 @@ def test_more_wishes_than_may_wait_are_answered_in_turn(make_rewriter: MakeRewri
     ("wish", "reason", "warning"),
     [
         ("sorry to ask", "refused", "the rewriter declined to rewrite the prompt"),
-        ("nothing", "empty", "the rewriter said nothing"),
-        ("who knows", "empty", "the rewriter said nothing"),
-        ("circles", "runaway", "the rewriter went round in circles"),
+        ("nothing", "empty", "the rewriter returned no text"),
+        ("who knows", "empty", "the rewriter returned no text"),
+        ("circles", "runaway", "the rewriter repeated itself"),
         ('a sign that says "Closed"', "lost_words", 'the rewriter left out "Closed"'),
         ("a tram in Lisbon", "lost_words", 'the rewriter left out "Lisbon"'),
         ("something wordy", "too_long", "the rewritten prompt has 40 tokens, the image model reads 30"),
-        ("be unsure", "unsure", "the rewriter was not sure enough of its words; "),
+        ("be unsure", "unsure", "the rewriter was not confident enough; "),
     ],
 )
 def test_what_cannot_be_taken_leaves_the_wish_as_it_is_and_says_so(
@@ -110,7 +110,7 @@ def test_an_answer_that_does_not_end_is_not_taken(make_rewriter: MakeRewriter) -
     rewriter = make_rewriter("embedded")  # which takes 32 tokens, and a random walk over words seldom ends
     [one] = rewriter.rewrite("something for winter")
     assert one.fallback == "runaway"
-    assert "had not come to an end after 32 tokens" in str(one.warning)
+    assert "did not finish within 32 tokens" in str(one.warning)
 
 
 def test_the_embedded_style_says_only_captions_of_its_language(make_rewriter: MakeRewriter) -> None:
