@@ -126,8 +126,11 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one picture and -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
         (["generate", "a fox", "--quality", "fine", "--steps", "3"], "--quality is fine and --steps 3; they say"),
-        (["generate", "a", "fox", "on", "it's", "beach"], "the prompt came as 5 words; put it in quotes"),
-        (["rewrite", "two", "doggos"], "the wish came as 2 words; put it in quotes: diffserve rewrite 'two doggos'"),
+        (["generate", "a", "fox", "on", "it's", "beach"], "the prompt must be one argument, got 5; put it in quotes"),
+        (
+            ["rewrite", "two", "doggos"],
+            "the wish must be one argument, got 2; put it in quotes: diffserve rewrite 'two doggos'",
+        ),
         (["generate", "\udcff\udcfe fox"], "prompt holds half of a character"),
         (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "a fox", "--stpes", "3"], "No such option"),
@@ -201,7 +204,7 @@ def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_outpu
 
 
 @pytest.mark.parametrize(
-    ("said", "message"), [(b" \n", "standard input holds no prompt"), (b"\xff\xfe", "is not UTF-8 text")]
+    ("said", "message"), [(b" \n", "standard input has no prompt"), (b"\xff\xfe", "is not UTF-8 text")]
 )
 def test_standard_input_that_says_nothing_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes, message: str

@@ -64,7 +64,7 @@ def standard_input() -> Iterator[Path]:
     """
     data = sys.stdin.buffer.read()
     if not data.strip():
-        raise InvalidRequest("standard input holds no prompt; write one a line.", param="prompts")
+        raise InvalidRequest("standard input has no prompt; write one per line.", param="prompts")
     is_json = data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b'"')
     with tempfile.TemporaryDirectory(prefix="diffserve-batch-") as folder:
         path = Path(folder) / ("standard-input.jsonl" if is_json else "standard-input.txt")
