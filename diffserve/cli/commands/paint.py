@@ -299,7 +299,7 @@ def batch(
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
-        from diffserve.cli.batch.cluster_run import Ordered
+        from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
 
         if str(prompts) == "-":
@@ -308,9 +308,9 @@ def batch(
                 param="prompts",
             )
         if server:
-            raise InvalidRequest("--cluster and --server cannot be combined; give one of them.", param="--cluster")
-        ordered = Ordered(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
-        return run_there(prompts, output, ordered, concurrency=concurrency, model=model, config=config, flags=flags)
+            raise InvalidRequest("--cluster and --server name two places to run; give one of them.", param="--cluster")
+        options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
+        return run_there(prompts, output, options, concurrency=concurrency, model=model, config=config, flags=flags)
     if cluster_options := [
         name
         for name, value in (
@@ -376,7 +376,9 @@ def rewrite(
         from diffserve.cli.remote import rewrite as rewrite_there
         from diffserve.settings.layers import Flag
 
-        named = None if model == "embedded" else model
-        refuse_placement({"model": Flag("--model", named), "d": Flag("--device", device), "t": Flag("--dtype", dtype)})
+        model_flag = None if model == "embedded" else model
+        refuse_placement(
+            {"model": Flag("--model", model_flag), "d": Flag("--device", device), "t": Flag("--dtype", dtype)}
+        )
         return rewrite_there(request, style, server, is_json=as_json)
     return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)
