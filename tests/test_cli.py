@@ -1,4 +1,4 @@
-"""The command line: pictures in files, one line for every mistake, and a doctor who tells."""
+"""Tests of the command line: image files, error messages, ``verify`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a ste
 
 
 class Outcome(NamedTuple):
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -42,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
 
     def run_main(*arguments: object) -> Outcome:
-        capsys.readouterr()  # whatever building a fixture said
+        capsys.readouterr()  # drop the output of fixtures
         with pytest.raises(SystemExit) as caught:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
@@ -57,7 +57,7 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("sd15")
 
 
-def test_help_names_the_three_commands_and_loads_nothing_heavy() -> None:
+def test_help_lists_commands_and_imports_no_heavy_package() -> None:
     code = (
         "import sys\nfrom diffserve.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
@@ -73,7 +73,7 @@ def test_version_is_printed(run: Run) -> None:
     assert run("--version") == (0, "diffserve 0.2.0\n", "")
 
 
-def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
+def test_no_command_prints_the_help(run: Run) -> None:
     outcome = run()
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("Usage: diffserve ")
@@ -123,11 +123,17 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
         (["generate", "a fox", "-o", "new/"], "or name a folder that is there."),
-        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one picture and -n is 2;"),
+        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one image, but -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
-        (["generate", "a fox", "--quality", "fine", "--steps", "3"], "--quality is fine and --steps 3; they say"),
-        (["generate", "a", "fox", "on", "it's", "beach"], "the prompt came as 5 words; put it in quotes"),
-        (["rewrite", "two", "doggos"], "the wish came as 2 words; put it in quotes: diffserve rewrite 'two doggos'"),
+        (
+            ["generate", "a fox", "--quality", "fine", "--steps", "3"],
+            "--quality is fine and --steps 3; both set the steps",
+        ),
+        (["generate", "a", "fox", "on", "it's", "beach"], "the prompt must be one argument, got 5; put it in quotes"),
+        (
+            ["rewrite", "two", "doggos"],
+            "the wish must be one argument, got 2; put it in quotes: diffserve rewrite 'two doggos'",
+        ),
         (["generate", "\udcff\udcfe fox"], "prompt holds half of a character"),
         (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "a fox", "--stpes", "3"], "No such option"),
@@ -137,7 +143,7 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["doctor", "--gpu", "h1000"], "gpu is 'h1000'; choose one of h200, h100,"),
     ],
 )
-def test_mistake_is_one_line_with_its_value_and_nothing_is_painted(
+def test_user_error_is_one_line_and_writes_no_file(
     run: Run, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     outcome = run(*arguments)
@@ -166,7 +172,7 @@ def test_pickle_weights_are_refused_in_one_line(run: Run, tmp_path: Path) -> Non
     assert outcome.err.count("\n") == 1
 
 
-def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tmp_path: Path) -> None:
+def test_generated_image_contains_its_parameters(run: Run, model: Path, tmp_path: Path) -> None:
     ways = ("--sampler", "Euler a", "--noise-source", "device")
     outcome = run("generate", "a fox", "--model", model, "--steps", 2, "--seed", 7, *ways, "-o", "fox.png")
     assert (outcome.code, outcome.err) == (0, "")
@@ -181,13 +187,13 @@ def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tm
 
 
 class Stdin(io.TextIOWrapper):
-    """Standard input that says ``data``."""
+    """Standard input with the content ``data``."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
 
 
-def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_output(model: Path, tmp_path: Path) -> None:
+def test_prompt_from_standard_input_and_image_to_standard_output(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diffserve", "generate", "-", "--model", str(model), "--steps", "1", "--seed", "7"]
     done = subprocess.run(
         [*command, "-o", "-"], input="\ufeffa fox,\nat night\n".encode(), capture_output=True, timeout=300, cwd=tmp_path
@@ -201,24 +207,24 @@ def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_outpu
 
 
 @pytest.mark.parametrize(
-    ("said", "message"), [(b" \n", "standard input holds no prompt"), (b"\xff\xfe", "is not UTF-8 text")]
+    ("data", "message"), [(b" \n", "standard input has no prompt"), (b"\xff\xfe", "is not UTF-8 text")]
 )
-def test_standard_input_that_says_nothing_is_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes, message: str
+def test_invalid_standard_input_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, data: bytes, message: str
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Stdin(said))
+    monkeypatch.setattr(sys, "stdin", Stdin(data))
     outcome = run("generate", "-")
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
 
 
-def test_no_picture_is_thrown_at_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_is_not_written_to_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with pytest.raises(InvalidRequest, match="standard output is a terminal"):
         plan_outputs(Path("-"), "a fox", 1, overwrite=False)
 
 
-def test_quality_is_so_many_steps(run: Run, model: Path) -> None:
+def test_quality_sets_the_number_of_steps(run: Run, model: Path) -> None:
     config = Path("two.toml")
     config.write_text("[model]\nnum_steps = 2\n", encoding="utf-8")
     for quality, steps in (("draft", "1 step"), ("fine", "4 steps")):
@@ -226,39 +232,39 @@ def test_quality_is_so_many_steps(run: Run, model: Path) -> None:
         assert f" {steps} of " in outcome.out, outcome.err
 
 
-def test_files_say_what_made_them_and_the_command_reads_it(run: Run, model: Path, tmp_path: Path) -> None:
+def test_verify_reports_the_marks_of_generated_files(run: Run, model: Path, tmp_path: Path) -> None:
     few = ("--model", model, "--steps", "1", "--size", "64x64", "--seed", "1")
     run("generate", "a red fox", "-o", "bare.png", "--no-watermark", *few)
     edited = run("generate", "a red fox", "-o", "edited.webp", "--init", "bare.png", "--strength", "1", *few)
     assert edited.code == 0, edited.err
     Image.open("bare.png").save("copy.jpg", quality=90)
-    told = run("verify", "bare.png", "edited.webp")
-    assert told.code == 0
-    assert told.out.splitlines()[0] == "bare.png  painted by a machine: XMP says trainedAlgorithmicMedia"
-    said = r"edited\.webp  .*: XMP says compositeWithTrainedAlgorithmicMedia; its watermark says composite \(\d+ %\)"
-    assert re.fullmatch(said, told.out.splitlines()[1])
-    lost = run("verify", "copy.jpg", "--json")
-    assert (lost.code, json.loads(lost.out)["is_generated"]) == (1, False)
+    marked = run("verify", "bare.png", "edited.webp")
+    assert marked.code == 0
+    assert marked.out.splitlines()[0] == "bare.png  AI-generated: XMP: trainedAlgorithmicMedia"
+    expected = r"edited\.webp  .*: XMP: compositeWithTrainedAlgorithmicMedia; watermark: composite \(\d+ %\)"
+    assert re.fullmatch(expected, marked.out.splitlines()[1])
+    unmarked = run("verify", "copy.jpg", "--json")
+    assert (unmarked.code, json.loads(unmarked.out)["is_generated"]) == (1, False)
     assert run("verify", "nowhere.png").err == "diffserve: cannot read 'nowhere.png': No such file or directory.\n"
-    some = run("verify", _written("serve.toml"), "bare.png", "nowhere.png")
-    assert (some.code, some.out) == (2, told.out.splitlines()[0] + "\n"), "what can be read is told of"
-    assert "'serve.toml' is not a PNG, JPEG or WebP file" in some.err
-    assert "cannot read 'nowhere.png'" in some.err
+    mixed = run("verify", _write_file("serve.toml"), "bare.png", "nowhere.png")
+    assert (mixed.code, mixed.out) == (2, marked.out.splitlines()[0] + "\n"), "readable files are reported"
+    assert "'serve.toml' is not a PNG, JPEG or WebP file" in mixed.err
+    assert "cannot read 'nowhere.png'" in mixed.err
 
 
-def _written(name: str) -> str:
+def _write_file(name: str) -> str:
     Path(name).write_text("[serve]")
     return name
 
 
 @pytest.mark.slow
-def test_words_that_the_embedded_model_does_not_know_are_named_with_a_command_that_helps(run: Run) -> None:
+def test_unknown_words_are_listed_with_a_rewrite_command(run: Run) -> None:
     wish = ("generate", "an astronaut riding a horse", "--negative", "a 🦊 and a wolf")
     outcome = run(*wish, "--model", "embedded-turbo", "--guidance", 2, "--steps", 1, "-o", "a.png")
     assert outcome.code == 0
     assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
     assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
-    assert "in its own words, where it finds any: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+    assert "to use words that the model knows, run: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_progress_bar_moves_on_a_terminal(run: Run, model: Path, monkeypatch: py
     assert outcome.out.startswith("fox.png  seed ")
 
 
-def test_same_seed_paints_the_same_bytes_and_no_file_is_replaced(run: Run, model: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes_and_files_are_not_replaced(run: Run, model: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert run("generate", "a fox", "--model", model, "--steps", 1, "--seed", 3, "-o", "a.png").code == 0
     first, second = (tmp_path / "a.png").read_bytes(), (tmp_path / "a-2.png").read_bytes()
@@ -297,7 +303,7 @@ def test_same_seed_paints_the_same_bytes_and_no_file_is_replaced(run: Run, model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-2.png", "a.png"]
 
 
-def test_several_pictures_are_numbered_and_the_second_is_the_next_seed(run: Run, model: Path, tmp_path: Path) -> None:
+def test_several_images_are_numbered_and_use_consecutive_seeds(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run("generate", "two dogs", "--model", model, "--steps", 1, "--seed", 5, "-n", 2, "-o", "dog.webp")
     assert [line.split("  ")[:2] for line in sorted(outcome.out.splitlines())] == [
         ["dog-1.webp", "seed 5"],
@@ -306,7 +312,7 @@ def test_several_pictures_are_numbered_and_the_second_is_the_next_seed(run: Run,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dog-1.webp", "dog-2.webp"]
 
 
-def test_picture_has_exactly_the_size_that_was_asked_for(run: Run, model: Path, tmp_path: Path) -> None:
+def test_image_has_exactly_the_requested_size(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run("generate", "a fox", "--model", model, "--steps", 1, "--size", "300x201", "-o", "fox.jpg")
     assert outcome.code == 0
     assert re.search(r"^note: painted at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
@@ -314,7 +320,7 @@ def test_picture_has_exactly_the_size_that_was_asked_for(run: Run, model: Path, 
         assert (image.format, image.size) == ("JPEG", (300, 201))
 
 
-def test_picture_may_start_from_another_one_and_a_mask(run: Run, model: Path, tmp_path: Path) -> None:
+def test_image_can_start_from_an_image_and_a_mask(run: Run, model: Path, tmp_path: Path) -> None:
     Image.new("RGB", (96, 64), "red").save(tmp_path / "red.png")
     Image.new("L", (96, 64), 255).save(tmp_path / "all.png")
     for extra in ([], ["--mask", "all.png"]):
@@ -337,17 +343,17 @@ def test_mask_of_another_size_is_refused(run: Run, tmp_path: Path) -> None:
     outcome = run("generate", "a dog", "--init", "text.png")
     assert outcome.err.startswith("diffserve: --init 'text.png' is not a PNG, JPEG or WebP file; ")
     outcome = run("generate", "a dog", "--mask", "mask.png")
-    assert outcome.err == "diffserve: --mask is given without --init; it says where that picture is repainted.\n"
+    assert outcome.err == "diffserve: --mask is given without --init; give the image to change with --init.\n"
 
 
 def test_prompt_that_is_too_long_is_one_line(run: Run, model: Path) -> None:
     outcome = run("generate", "a very nice dog and " * 400, "--model", model, "--steps", 1)
     assert (outcome.code, outcome.out) == (2, "")
-    told = r"diffserve: the prompt needs more than \d+ chunks of \d+ tokens; shorten it\.\n"
-    assert re.fullmatch(told, outcome.err)
+    expected = r"diffserve: the prompt needs more than \d+ chunks of \d+ tokens; shorten it\.\n"
+    assert re.fullmatch(expected, outcome.err)
 
 
-def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, tmp_path: Path) -> None:
+def test_large_init_image_is_refused_with_a_hint(run: Run, model: Path, tmp_path: Path) -> None:
     Image.new("RGB", (4000, 30)).save(tmp_path / "wide.png")
     outcome = run("generate", "a dog", "--model", model, "--init", "wide.png")
     assert (outcome.code, outcome.out) == (2, "")
@@ -355,7 +361,7 @@ def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, t
     assert outcome.err.endswith(" Give another size.\n")
 
 
-def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
+def test_doctor_reports_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("[serve]\nport = 9999\n", encoding="utf-8")
     few_step = tmp_path / "fox-lightning-2step"
     few_step.symlink_to(model)
@@ -374,14 +380,14 @@ def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp
     assert outcome.out.endswith("all is well.\n")
 
 
-def test_doctor_says_where_nothing_can_be_written(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_folders_that_cannot_be_written(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFSERVE_ENGINE_CACHE_DIR", "/proc/cache")
     outcome = run("doctor", "--model", model, "--device", "cpu")
     assert "all is well" not in outcome.out
     assert outcome.out.rstrip().splitlines()[-1].startswith("cache: /proc/cache cannot be written: ")
 
 
-def test_doctor_says_everything_else_before_a_model_that_cannot_be_loaded(run: Run) -> None:
+def test_doctor_reports_everything_else_before_a_load_error(run: Run) -> None:
     outcome = run("doctor", "--model", "/no/such/model")
     assert outcome.code == 2
     assert "/no/such/model" in outcome.err
@@ -394,14 +400,14 @@ def test_python_m_diffserve_is_the_same_command() -> None:
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "diffserve 0.2.0\n"
 
 
-def test_prompt_names_the_file_when_nothing_else_does(tmp_path: Path) -> None:
+def test_file_is_named_after_the_prompt_by_default(tmp_path: Path) -> None:
     assert name_after("A fox, next to: a cactus!") == "a-fox-next-to-a-cactus.png"
-    assert name_after("***") == "picture.png"
+    assert name_after("***") == "image.png"
     assert len(name_after("very " * 100)) <= 52
     assert plan_outputs(tmp_path, "a fox", 1, overwrite=False) == [tmp_path / "a-fox.png"]
 
 
-def test_files_that_threads_write_at_once_are_each_their_own(tmp_path: Path) -> None:
+def test_threads_write_files_without_conflicts(tmp_path: Path) -> None:
     start = threading.Barrier(8)
 
     def write(number: int) -> None:
@@ -415,7 +421,7 @@ def test_files_that_threads_write_at_once_are_each_their_own(tmp_path: Path) -> 
     assert all(set(path.read_bytes()) == {int(path.name[0])} for path in tmp_path.glob("*.png"))
 
 
-def test_next_free_numbers_are_taken(tmp_path: Path) -> None:
+def test_output_files_use_the_next_free_numbers(tmp_path: Path) -> None:
     for name in ("a.png", "a-2.png", "b-1.png"):
         (tmp_path / name).touch()
     assert plan_outputs(tmp_path / "a.png", "", 1, overwrite=False) == [tmp_path / "a-3.png"]

@@ -1,4 +1,4 @@
-"""``diffserve batch``: every line once, whatever ends a run; and a line that is wrong is that line's affair."""
+"""Tests of ``diffserve batch``: resuming, failed lines, and errors that stop a batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from diffserve.settings.config import Settings
 from tests.service.server import RunningServer, wait_for
 
 
-def written(path: Path, *lines: object) -> Path:
-    """``path`` with these lines, text as it is."""
+def write_lines(path: Path, *lines: object) -> Path:
+    """Write ``lines`` to ``path``; values that are not strings are write_lines as JSON."""
     rows = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return path
@@ -36,16 +36,16 @@ def outcomes(folder: Path) -> list[dict[str, Any]]:
 
 
 def batch(*arguments: object) -> int:
-    """The exit code of ``diffserve batch`` with these."""
+    """Run ``diffserve batch`` and return its exit code."""
     with pytest.raises(SystemExit) as caught:
         main(["batch", *map(str, arguments)])
     assert isinstance(caught.value.code, int)
     return caught.value.code
 
 
-def test_a_line_is_a_prompt_or_a_request_and_what_is_wrong_with_one_stays_with_it(tmp_path: Path) -> None:
+def test_lines_are_prompts_or_requests_and_invalid_lines_have_an_error(tmp_path: Path) -> None:
     (tmp_path / "start.png").write_bytes(b"picture")
-    file = written(
+    file = write_lines(
         tmp_path / "p.jsonl",
         '"a fox"', "", {"prompt": "owl", "id": "../Owls & more", "n": 2, "output_format": "webp", "seed": None},
         "{nope", "[1]", {"seed": 3}, {"prompt": "x", "id": "Owls-more-1", "output_format": "webp"},
@@ -57,19 +57,27 @@ def test_a_line_is_a_prompt_or_a_request_and_what_is_wrong_with_one_stays_with_i
     assert (fox.prompt, fox.names(), fox.error) == ("a fox", ["01.png"], None)
     assert owls.names() == ["Owls-more-1.webp", "Owls-more-2.webp"]
     assert "seed" not in owls.fields
-    said = [str(line.error and line.error.message) for line in others]
-    expected = ["no JSON", "neither", "no prompt", "which line 3 is", "the id is '.'", "None", "cannot read the image"]
-    assert [want for want, text in zip(expected, said, strict=True) if want not in text] == []
+    messages = [str(line.error and line.error.message) for line in others]
+    expected = [
+        "not JSON",
+        "neither",
+        "no prompt",
+        "already used by line 3",
+        "the id is '.'",
+        "None",
+        "cannot read the image",
+    ]
+    assert [want for want, text in zip(expected, messages, strict=True) if want not in text] == []
     assert others[5].fields["image"] == base64.b64encode(b"picture").decode()
-    text = read_lines(written(tmp_path / "p.txt", '"quoted" stays', "{}"))
+    text = read_lines(write_lines(tmp_path / "p.txt", '"quoted" stays', "{}"))
     assert [line.prompt for line in text] == ['"quoted" stays', "{}"]
-    for bad in (written(tmp_path / "empty.jsonl", " "), tmp_path / "none.jsonl"):
+    for bad in (write_lines(tmp_path / "empty.jsonl", " "), tmp_path / "none.jsonl"):
         with pytest.raises(InvalidRequest, match=bad.name):
             read_lines(bad)
 
 
-def test_a_run_takes_over_what_is_painted_and_nothing_that_is_torn_changed_or_gone(tmp_path: Path) -> None:
-    file = written(tmp_path / "p.txt", *(f"prompt {index}" for index in range(5)))
+def test_next_run_keeps_only_complete_unchanged_results(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "p.txt", *(f"prompt {index}" for index in range(5)))
     lines, folder = read_lines(file), tmp_path / "out"
     with Manifest.open(folder, lines) as first:
         assert not first.painted
@@ -79,24 +87,24 @@ def test_a_run_takes_over_what_is_painted_and_nothing_that_is_torn_changed_or_go
             first.add(
                 Outcome(line=line.number, id=line.id, digest=digest, prompt=line.prompt, files=tuple(line.names()))
             )
-        with pytest.raises(InvalidRequest, match="another batch"), Manifest.open(folder, lines):
+        with pytest.raises(InvalidRequest, match="another batch uses"), Manifest.open(folder, lines):
             pass
-    whole = (folder / NAME).read_bytes()
-    (folder / NAME).write_bytes(whole[:-20])
+    results = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes(results[:-20])
     (folder / lines[1].names()[0]).unlink()
     with Manifest.open(folder, lines) as second:
         assert list(second.painted) == [1]
-    assert [one["line"] for one in outcomes(folder)] == [1]
+    assert [outcome["line"] for outcome in outcomes(folder)] == [1]
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_stopped_goes_on_where_it_was_and_paints_nothing_twice(
+def test_stopped_batch_resumes_without_repeating_lines(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
     short = [{"prompt": "a fox", "steps": 2, "seed": seed} for seed in range(3)]
     odd = {"prompt": "an owl", "sampler": "nope"}
-    file = written(tmp_path / "p.jsonl", *short, odd, {"prompt": "b", "steps": 1000, "n": 8})
+    file = write_lines(tmp_path / "p.jsonl", *short, odd, {"prompt": "b", "steps": 1000, "n": 8})
     command = [sys.executable, "-m", "diffserve", "batch", str(file), "-o", str(folder), "--server", server.url]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (folder / NAME).exists() and len(outcomes(folder)) == 4, 120, "four lines")
@@ -109,29 +117,29 @@ def test_a_batch_that_is_stopped_goes_on_where_it_was_and_paints_nothing_twice(
     assert sorted(path.name for path in folder.glob("*.*g")) == ["1.png", "2.png", "3.png"]
 
     times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")}
-    written(file, *short, odd, {"prompt": "b", "steps": 2})
+    write_lines(file, *short, odd, {"prompt": "b", "steps": 2})
     assert batch(file, "-o", folder, "--server", server.url) == 1
-    told = capsys.readouterr()
-    assert "4 of 5 lines are painted" in told.out
-    assert "3 of them before; 1 failed; correct what was refused, and then the same command" in told.out
-    assert "line 4: sampler is 'nope'" in told.err
+    output = capsys.readouterr()
+    assert "4 of 5 lines are painted" in output.out
+    assert "3 of them before; 1 failed; correct the refused lines, and then the same command" in output.out
+    assert "line 4: sampler is 'nope'" in output.err
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
-    found = outcomes(folder)
-    assert [one["line"] for one in found] == [1, 2, 3, 4, 5]
-    assert (found[2]["seeds"], found[2]["recipe"]["num_inference_steps"]) == ([2], 2)
-    assert found[3]["error"]["code"] == "unknown_sampler"
+    results = outcomes(folder)
+    assert [result["line"] for result in results] == [1, 2, 3, 4, 5]
+    assert (results[2]["seeds"], results[2]["recipe"]["num_inference_steps"]) == ([2], 2)
+    assert results[3]["error"]["code"] == "unknown_sampler"
     assert "Seed: 2" in str(read_infotext((folder / "3.png").read_bytes()))
 
 
 @pytest.mark.slow
-def test_a_server_that_is_lost_and_a_disk_that_is_full_are_said_with_the_way_to_go_on(
+def test_unreachable_server_and_full_disk_stop_the_batch_with_a_hint(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path / "p.jsonl", {"prompt": "a fox", "steps": 2})
+    file = write_lines(tmp_path / "p.jsonl", {"prompt": "a fox", "steps": 2})
     assert batch(file, "-o", tmp_path / "away", "--server", "http://127.0.0.1:9") == 2
-    said = capsys.readouterr().err
-    assert "no server answers" in said
-    assert "0 lines are painted, and the same command paints what is missing" in said
+    error = capsys.readouterr().err
+    assert "no server answers" in error
+    assert "0 lines are painted, and the same command paints what is missing" in error
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
     code, folder = f"{full}; from diffserve.cli import main; main()", tmp_path / "full"
     command = [sys.executable, "-c", code, "batch", str(file), "-o", str(folder), "--server", server.url]
@@ -143,7 +151,7 @@ def test_a_server_that_is_lost_and_a_disk_that_is_full_are_said_with_the_way_to_
 
 
 @pytest.mark.slow
-def test_lines_share_the_ticks_of_the_engine_here_and_their_pictures_are_those_of_each_alone(
+def test_lines_are_batched_and_match_images_generated_alone(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Any] = []
@@ -154,11 +162,11 @@ def test_lines_share_the_ticks_of_the_engine_here_and_their_pictures_are_those_o
 
     monkeypatch.setattr("diffserve.cli.batch.run.open_engine", keep)
     requests = [{"prompt": f"fox {seed}", "steps": 24 + seed, "seed": seed} for seed in range(4)]
-    file = written(tmp_path / "p.jsonl", *requests, {"prompt": "x", "model": "another"})
+    file = write_lines(tmp_path / "p.jsonl", *requests, {"prompt": "x", "model": "another"})
     model = ("--model", tiny_model("sd15"))
     assert batch(file, "-o", tmp_path / "all", *model) == 1
     assert "another" in outcomes(tmp_path / "all")[4]["error"]["message"]
     assert max(tick.num_rows for tick in engines[0].trace) > 2
-    written(file, requests[2])
+    write_lines(file, requests[2])
     assert batch(file, "-o", tmp_path / "alone", *model, "--concurrency", 1) == 0
     assert (tmp_path / "alone" / "1.png").read_bytes() == (tmp_path / "all" / "3.png").read_bytes()

@@ -1,4 +1,4 @@
-"""What the command line offers to a person who does not know its options, names or folders yet."""
+"""Tests of help texts, option suggestions, ``list``, ``keys`` and standard input."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return run_main
 
 
-def commands(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
+def command_paths(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
     yield names
     for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, *names, name)
+        yield from command_paths(command, *names, name)
 
 
-@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+@pytest.mark.parametrize("words", list(command_paths(typer.main.get_command(app))), ids=" ".join)
 def test_every_command_has_a_short_help_option(run: Run, words: tuple[str, ...]) -> None:
     short, long = run(*words, "-h"), run(*words, "--help")
     assert short == long
@@ -97,7 +97,7 @@ def test_names_that_need_no_model_are_listed(run: Run, tmp_path: Path) -> None:
     (tmp_path / "data" / "styles.csv").write_text("name,prompt,negative_prompt\nnoir,{prompt} film noir,\n")
     styles = run("list", "styles", "--data-dir", "data").out
     assert "tags\t" in styles
-    assert "noir\tof prompts: styles.csv\n" in styles
+    assert "noir\tstyle of prompts: styles.csv\n" in styles
     assert run("list", "wheels").err == (
         "diffserve: KIND is 'wheels'; give one of samplers, models, loras, controlnets, embeddings, styles.\n"
     )
@@ -153,9 +153,11 @@ def test_a_batch_reads_standard_input(
 
 def test_a_batch_without_lines_on_standard_input_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Input(b" \n"))
-    assert run("batch", "-", "-o", "out").err == "diffserve: standard input holds no prompt; write one a line.\n"
+    assert run("batch", "-", "-o", "out").err == "diffserve: standard input has no prompt; write one per line.\n"
     refused = run("batch", "-", "-o", "out", "--cluster")
-    assert refused.err == "diffserve: --cluster needs a file, which its workers read; FILE is -.\n"
+    assert refused.err == (
+        "diffserve: --cluster cannot read standard input, FILE is -; give a file that the workers can read.\n"
+    )
 
 
 def test_keys_name_their_folder_and_do_not_change_the_default_one_of_a_running_server(
@@ -166,11 +168,13 @@ def test_keys_name_their_folder_and_do_not_change_the_default_one_of_a_running_s
     folder = tmp_path / ".local" / "share" / "diffserve"
     added = run("keys", "add", "first")
     assert added.code == 0
-    assert f"for the server with the folder {folder}\n" in added.err
+    assert f"data folder of the server: {folder}\n" in added.err
     with Database(folder).held():
         refused = run("keys", "add", "second")
         assert (refused.code, refused.out) == (2, "")
-        assert refused.err.endswith(f"a server runs with the default folder; to go on, give --data-dir {folder}.\n")
+        assert refused.err.endswith(
+            f"a server is running with the default data folder; to confirm, give --data-dir {folder}.\n"
+        )
         assert run("keys", "revoke", "first").code == 2
         assert run("keys", "add", "second", "--data-dir", folder).code == 0
         assert run("keys", "add", "third", "--data-dir", "elsewhere").code == 0
@@ -196,7 +200,7 @@ def test_keys_of_a_running_server_are_changed_after_a_yes(
     with Database(folder).held():
         assert run("keys", "add", "first").code == 2
         assert run("keys", "add", "first").code == 0
-    assert questions == [f"A server runs with {folder}, the default folder; change its keys?"] * 2
+    assert questions == [f"A server is running with the default data folder {folder}. Change its keys?"] * 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``diffserve rewrite``: prompts on standard output, everything else on standard error."""
+"""Tests of ``diffserve rewrite``: prompts on standard output, warnings on standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT: scripted.Script = {
 
 
 class Outcome(NamedTuple):
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -55,7 +55,7 @@ def test_a_prompt_is_a_line_on_standard_output(run: Run, model: Path) -> None:
     assert run("something for winter", "--model", model) == (0, "A red fox in deep snow.\n", "")
 
 
-def test_several_prompts_are_several_lines_and_belong_to_the_seed(run: Run, model: Path) -> None:
+def test_several_prompts_are_reproduced_by_the_seed(run: Run, model: Path) -> None:
     for seed in range(4):
         code, out, err = run("either", "-n", 3, "--model", model, "--seed", seed)
         lines = out.splitlines()
@@ -70,26 +70,26 @@ def test_fewer_different_prompts_than_requested_are_noted(run: Run, model: Path)
     assert err == "note: 6 prompts were requested, and the model has 3 different prompts for this wish.\n"
 
 
-def test_what_was_not_taken_is_noted_once_and_the_wish_stands(run: Run, model: Path) -> None:
+def test_rejected_rewrite_is_noted_once_and_the_wish_is_kept(run: Run, model: Path) -> None:
     code, out, err = run('a sign "Open"', "-n", 2, "--model", model)
     assert (code, out) == (0, 'a sign "Open"\n')
     assert err.startswith('note: the rewriter left out "Open"; the prompt was left as it is.\n')
     assert err.endswith("note: 2 prompts were requested, and the model has 1 prompt for this wish.\n")
 
 
-def test_streamed_words_are_the_line_itself_unless_something_else_is_taken(run: Run, model: Path) -> None:
+def test_streamed_text_is_not_repeated_unless_the_prompt_differs(run: Run, model: Path) -> None:
     assert run("plain", "--stream", "--model", model) == (0, "A cat on a mat.\n", "")
-    said = "Here is your prompt: A red fox in deep snow."
-    assert run("winter", "--stream", "--model", model).out == f"{said}\nA red fox in deep snow.\n"
+    streamed = "Here is your prompt: A red fox in deep snow."
+    assert run("winter", "--stream", "--model", model).out == f"{streamed}\nA red fox in deep snow.\n"
 
 
-def test_json_tells_all(run: Run, model: Path) -> None:
-    found = json.loads(run("winter", "-n", 2, "--json", "--model", model, "--style", "tags").out)
-    assert (found["style"], found["model"]) == ("tags", "told")
-    assert [one["prompt"] for one in found["rewrites"]] == ["A red fox in deep snow"]
-    assert found["rewrites"][0]["answer"].startswith("Here is your prompt: ")
-    assert found["rewrites"][0]["fallback"] is None
-    assert found["usage"]["output_tokens"] == 8
+def test_json_contains_all_details(run: Run, model: Path) -> None:
+    answer = json.loads(run("winter", "-n", 2, "--json", "--model", model, "--style", "tags").out)
+    assert (answer["style"], answer["model"]) == ("tags", "told")
+    assert [rewrite["prompt"] for rewrite in answer["rewrites"]] == ["A red fox in deep snow"]
+    assert answer["rewrites"][0]["answer"].startswith("Here is your prompt: ")
+    assert answer["rewrites"][0]["fallback"] is None
+    assert answer["usage"]["output_tokens"] == 8
     *deltas, end = map(json.loads, run("plain", "--json", "--stream", "--model", model).out.splitlines())
     assert "".join(delta["text"] for delta in deltas) == end["rewrites"][0]["prompt"] == "A cat on a mat."
 
@@ -98,7 +98,7 @@ def test_json_tells_all(run: Run, model: Path) -> None:
     ("arguments", "message"),
     [
         ([""], "the prompt is empty; say what to paint."),
-        (["a \udcff"], "prompt holds half of a character"),  # bytes of the shell that are no UTF-8
+        (["a \udcff"], "prompt holds half of a character"),  # shell arguments that are not UTF-8
         (["a fox", "-n", "0"], "n is 0; ask for 1 to 64 prompts"),
         (["a fox", "-n", "many"], "'-n'"),
         (["a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),
@@ -123,7 +123,7 @@ def test_a_model_without_a_chat_template_is_refused(run: Run, tmp_path: Path) ->
     assert "'plain' has no chat template" in outcome.err
 
 
-def test_a_missing_embedded_rewriter_is_told_with_the_way_to_make_one(
+def test_missing_embedded_rewriter_gives_the_training_command(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("diffserve.rewriting.style.DIRECTORY", tmp_path)

@@ -1,4 +1,4 @@
-"""``diffserve generate|rewrite --server``: the same command, done by a server; and what only its owner can choose."""
+"""Tests of ``--server``: commands that run on a server, and options that only its operator can set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diffserve.media.images import decode_image, read_infotext
 from diffserve.settings.config import Settings
 from tests.service.server import RunningServer, files_of
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 WITHOUT_TORCH = """
 import sys
 from diffserve.cli import main
@@ -36,35 +36,33 @@ finally:
     ("option", "value"),
     [("--device", "cpu"), ("--config", "embedded"), ("--lora-dir", "."), ("--refiner", "sdxl"), ("--offload", "cpu")],
 )
-def test_what_the_server_has_decided_is_refused_before_anybody_is_asked(
+def test_model_loading_options_are_refused_before_connecting(
     option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DIFFSERVE_SERVER", NOBODY)
+    monkeypatch.setenv("DIFFSERVE_SERVER", UNREACHABLE)
     with pytest.raises(SystemExit) as caught:
         main(["generate", "a fox", option, value])
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"diffserve: {option} is given")
-    assert "DIFFSERVE_SERVER" in said
+    error = capsys.readouterr().err
+    assert error.startswith(f"diffserve: {option} is given")
+    assert "DIFFSERVE_SERVER" in error
 
 
-def test_a_cluster_takes_every_option_of_a_server_but_devices_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_up_has_every_option_of_serve_except_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command: Any = typer.main.get_command(app)
-    own = {option.name: option for option in command.commands["serve"].params}
-    other = {option.name: option for option in command.commands["cluster"].commands["up"].params}
-    assert set(own) - set(other) == {"devices"}
-    for name in set(own) & set(other):
-        assert own[name].opts == other[name].opts, name
-    told = list[Settings]()
+    serve_options = {option.name: option for option in command.commands["serve"].params}
+    cluster_options = {option.name: option for option in command.commands["cluster"].commands["up"].params}
+    assert set(serve_options) - set(cluster_options) == {"devices"}
+    for name in set(serve_options) & set(cluster_options):
+        assert serve_options[name].opts == cluster_options[name].opts, name
+    received = list[Settings]()
 
     def up(settings: Settings, *_: object, **__: object) -> int:
-        told.append(settings)
+        received.append(settings)
         return 0
 
     monkeypatch.setattr("diffserve.cluster.run.up", up)
-    given = [
+    options = [
         "--model",
         "embedded",
         "--model",
@@ -75,30 +73,29 @@ def test_a_cluster_takes_every_option_of_a_server_but_devices_of_its_own(
         "5",
     ]
     with pytest.raises(SystemExit) as ended:
-        main(["cluster", "up", *given, "--offload", "disk", "--no-page"])
-    [settings] = told
+        main(["cluster", "up", *options, "--offload", "disk", "--no-page"])
+    [settings] = received
     assert ended.value.code == 0
     assert settings.model.lora_dir == str(tmp_path)
-    assert [one.model_id for one in settings.models] == ["small"]
+    assert [model.model_id for model in settings.models] == ["small"]
     assert (settings.serve.unload_after_s, settings.engine.offload, settings.serve.page) == (5.0, "disk", False)
 
 
-def test_a_server_that_is_away_is_one_line(
+def test_unreachable_server_is_a_one_line_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for command in (["generate", "a fox"], ["rewrite", "a fox"]):
         with pytest.raises(SystemExit) as caught:
-            main([*command, "--server", NOBODY])
+            main([*command, "--server", UNREACHABLE])
         assert caught.value.code == 2
-        assert capsys.readouterr().err == f"diffserve: no server answers at {NOBODY}; start one with: diffserve serve\n"
+        error = capsys.readouterr().err
+        assert error == f"diffserve: no server answers at {UNREACHABLE}; start one with: diffserve serve\n"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_server_paints_what_the_api_does_into_the_files_of_a_local_run_without_torch(
-    text_server: RunningServer, tmp_path: Path
-) -> None:
+def test_server_images_match_the_api_and_need_no_torch(text_server: RunningServer, tmp_path: Path) -> None:
     words = ["generate", "A red fox!", "-n", "2", "--seed", "3", "--steps", "2", "--sampler", "ddim"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words, "--server", text_server.url],
@@ -115,7 +112,7 @@ def test_a_server_paints_what_the_api_does_into_the_files_of_a_local_run_without
 
 
 @pytest.mark.slow
-def test_an_edit_keeps_what_is_not_marked_and_a_refusal_names_the_way_out(
+def test_edit_keeps_unmasked_pixels_and_refusals_name_the_value(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, mask, output = tmp_path / "start.png", tmp_path / "mask.png", tmp_path / "out.webp"
@@ -131,28 +128,28 @@ def test_an_edit_keeps_what_is_not_marked_and_a_refusal_names_the_way_out(
     painted = decode_image((tmp_path / "out.png").read_bytes()).array
     assert np.array_equal(painted[:32], pixels[:32])
     assert "Denoising strength: 1" in str(read_infotext((tmp_path / "out.png").read_bytes()))
-    for odd, said in ((["--sampler", "nope"], "sampler is 'nope'"), (["--lora", "nobody"], "nobody")):
+    for options, message in ((["--sampler", "nope"], "sampler is 'nope'"), (["--lora", "nobody"], "nobody")):
         with pytest.raises(SystemExit) as caught:
-            main([*common, *odd, "-o", str(output)])
+            main([*common, *options, "-o", str(output)])
         assert caught.value.code == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not output.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["a fox", "[1]"])
-def test_long_pictures_are_sent_as_they_are(words: str, server: RunningServer, tmp_path: Path) -> None:
-    """Of 8 MB each; what only JSON can say is said in it, and is as well understood."""
+def test_large_images_are_sent_unchanged(words: str, server: RunningServer, tmp_path: Path) -> None:
+    """Images of 8 MB are uploaded as files; a prompt that a form cannot represent is sent as JSON."""
     start, mask = tmp_path / "start.png", tmp_path / "mask.png"
     pixels = np.full((64, 64, 3), 90, np.uint8)
-    for file, shown in ((start, pixels), (mask, np.full((64, 64), 255, np.uint8))):
-        about = PngInfo()
-        about.add(b"junk", bytes(8_000_000 if words == "a fox" else 10))
-        Image.fromarray(shown).save(file, pnginfo=about)
+    for file, content in ((start, pixels), (mask, np.full((64, 64), 255, np.uint8))):
+        metadata = PngInfo()
+        metadata.add(b"junk", bytes(8_000_000 if words == "a fox" else 10))
+        Image.fromarray(content).save(file, pnginfo=metadata)
     output = tmp_path / "out.png"
-    asked = ["generate", words, "--steps", "2", "--seed", "3", "--init", str(start), "--mask", str(mask)]
+    arguments = ["generate", words, "--steps", "2", "--seed", "3", "--init", str(start), "--mask", str(mask)]
     with pytest.raises(SystemExit) as caught:
-        main([*asked, "--server", server.url, "-o", str(output)])
+        main([*arguments, "--server", server.url, "-o", str(output)])
     assert caught.value.code == 0
     assert str(read_infotext(output.read_bytes())).startswith(words)
     lines = tmp_path / "lines.jsonl"
@@ -165,7 +162,7 @@ def test_long_pictures_are_sent_as_they_are(words: str, server: RunningServer, t
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_work_on_the_server(server: RunningServer, tmp_path: Path) -> None:
+def test_ctrl_c_cancels_the_request_on_the_server(server: RunningServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diffserve", "generate", "a fox", "--steps", "1000", "-n", "8"]
     command += ["--server", server.url]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
@@ -179,11 +176,11 @@ def test_ctrl_c_ends_the_work_on_the_server(server: RunningServer, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_server_rewrites(text_server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
+def test_rewrite_runs_on_a_server(text_server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs: list[str] = []
     for further in ([], ["--json"]):
         with pytest.raises(SystemExit) as caught:
             main(["rewrite", "fox", "--server", text_server.url, *further])
         assert caught.value.code == 0
-        told.append(capsys.readouterr().out)
-    assert json.loads(told[1])["data"][0]["revised_prompt"].split() == told[0].split()
+        outputs.append(capsys.readouterr().out)
+    assert json.loads(outputs[1])["data"][0]["revised_prompt"].split() == outputs[0].split()

@@ -1,5 +1,7 @@
-"""``diffserve``: its commands, and how one ends. Nothing heavy is imported before a command runs: ``--help`` answers at
-once."""
+"""The ``diffserve`` command line: command registration, exit codes and error messages.
+
+Heavy packages are imported only when a command runs, so that ``--help`` is fast.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from diffserve.version import __version__
 EXIT_INTERRUPTED = 130
 
 _ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""The base of every usage error, wherever this typer keeps its click."""
+"""Base class of usage errors. Typer may use its own copy of click, so the class is looked up."""
 
 app = typer.Typer(
     name="diffserve",
-    help="Paint pictures from text, or serve those who want to.",
+    help="Generate images from text, on this machine or as an HTTP service.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,9 +35,13 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. A user's mistake is one line on standard error and exit code 2.
+    """Run the command line and exit.
 
-    ``arguments``: of a caller who goes on afterwards; None: the shell's, and the process is the command's own.
+    A user error prints one line on standard error and exits with code 2.
+
+    Args:
+        arguments: Arguments of a caller that continues afterwards. None: the arguments of the shell; the process then
+            runs only this command.
     """
     if arguments is None:
         own_process()
@@ -51,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"this command needs the Python package {package}, which is not installed; install it, or all dependencies "
             "of diffserve."
         )
-    except OSError as error:  # a name too long, a folder that may not be read, a full disk
+    except OSError as error:  # such as a file name that is too long, missing permissions or a full disk
         code = refuse(f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}.")
     except MemoryError:
-        code = refuse("there is not enough memory (see ulimit -v, and free).")
+        code = refuse("not enough memory; see ulimit -v and free.")
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except _ClickException as error:
@@ -67,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Paint pictures from text, or serve those who want to."""
+    """Generate images from text, on this machine or as an HTTP service."""
     if version:
         print(f"diffserve {__version__}")
         raise typer.Exit

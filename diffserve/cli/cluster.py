@@ -1,4 +1,4 @@
-"""``diffserve cluster``: a table of replicas, other settings for them, and the end of them."""
+"""``diffserve cluster status``, ``redeploy`` and ``down``: inspect, update and stop the replicas."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from rich.table import Table
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.settings.config import Settings
 
-LEAVES_S: Final = 60.0  # beside what work in progress is given
+SHUTDOWN_MARGIN_S: Final = 60.0
+"""Time for the shutdown itself, in addition to the time for running requests."""
+
+NOT_RUNNING: Final = "no cluster is running with this data folder"
 
 
 def status(settings: Settings) -> int:
-    """A table of the replicas; 1 where no cluster is up."""
-    told = _file(settings).read()
-    if told is None:
-        print("no cluster is up here")
+    """Print a table of the replicas; return 1 if no cluster is running."""
+    state = _file(settings).read()
+    if state is None:
+        print(NOT_RUNNING)
         return 1
-    print(f"front: process {told.pid}; Ray: {_where(told)}")
+    print(f"front: process {state.pid}; Ray: {_ray_address(state)}")
     table = Table("replica", "state", "requests", "rows queued", "start, s")
-    for one in told.replicas:
-        table.add_row(one.name, one.state, str(one.num_requests), f"{one.cost:g}", f"{one.start_s:g}")
+    for replica in state.replicas:
+        cost, start = f"{replica.cost:g}", f"{replica.start_s:g}"
+        table.add_row(replica.name, replica.state, str(replica.num_requests), cost, start)
     Console().print(table)
     return 0
 
 
 def redeploy(settings: Settings) -> int:
-    """Have the replicas take what the files of the front say now; 1 where no cluster is up."""
+    """Reload the configuration files in all replicas; return 1 if no cluster is running."""
     was_up = _file(settings).renew()
-    print("redeployed" if was_up else "no cluster is up here")
+    print("redeployed" if was_up else NOT_RUNNING)
     return 0 if was_up else 1
 
 
 def down(settings: Settings) -> int:
-    """End the front and what it started."""
-    was_up = _file(settings).end(settings.serve.shutdown_timeout_s + LEAVES_S)
-    print("down" if was_up else "no cluster is up here")
+    """Stop the front process, its replicas and the Ray cluster that it started."""
+    was_up = _file(settings).end(settings.serve.shutdown_timeout_s + SHUTDOWN_MARGIN_S)
+    print("down" if was_up else NOT_RUNNING)
     return 0
 
 
-def _where(told: ClusterState) -> str:
-    return told.address or ("that which it was deployed in" if told.is_deployed else "its own")
+def _ray_address(state: ClusterState) -> str:
+    return state.address or ("the cluster that it was deployed in" if state.is_deployed else "its own")
 
 
 def _file(settings: Settings) -> StateFile:

@@ -1,4 +1,4 @@
-"""``diffserve doctor``: what was found here, what each part needs, and where each setting comes from."""
+"""``diffserve doctor``: reports device, memory needs, model and the source of each setting."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
 def run(settings: Settings, gpu: str | None = None) -> int:
-    """Print the report on standard output; a model that cannot be loaded is raised after everything else was said.
+    """Print the report on standard output. Errors in loading the model are raised after the other sections.
 
-    ``gpu`` names one of ``runtime.roofline`` for which the least time of a step is worked out, here or not.
+    Args:
+        settings: The settings to report.
+        gpu: Name of a GPU in ``runtime.roofline`` to estimate the minimum step time for.
+
+    Raises:
+        DiffserveError: The GPU is unknown, or the model cannot be loaded.
     """
     from diffserve.runtime.roofline import find_gpu
 
@@ -54,7 +59,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     cache = DiskCache.at(settings.engine.cache_dir)
     choice = choose_for(profile.path, profile.device, profile.dtype, offload, cache)
     _section(console, "device", _device(choice))
-    with hushed("diffserve"):  # what it would warn of is in the report
+    with hushed("diffserve"):  # the report contains these warnings
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
         choice = with_spread(choice, needs.model.memory_report(), settings.engine.device_map)
         _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
@@ -66,9 +71,9 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     left = model.left_in_full()
     if left:
         _section(console, f"not in {choice.dtype}", ((line,) for line in left))
-    _section(console, "folders", ((name, said) for name, said, _ in folders))
-    ailing = [f"{name}: {said}" for name, said, is_well in folders if not is_well]
-    console.print(f"\n{'; '.join(ailing) or 'all is well'}.", markup=False, soft_wrap=True)
+    _section(console, "folders", ((name, status) for name, status, _ in folders))
+    problems = [f"{name}: {status}" for name, status, is_writable in folders if not is_writable]
+    console.print(f"\n{'; '.join(problems) or 'all is well'}.", markup=False, soft_wrap=True)
     return 0
 
 
@@ -123,7 +128,7 @@ def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
 
 
 def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str]]:
-    """How UNet calls would be made by ``diffserve serve``, and why."""
+    """Yield how ``diffserve serve`` would run UNet calls, and why."""
     from diffserve.engine.image.compiled_groups import compiles_in_background
     from diffserve.engine.image.unet_paths import path_key
     from diffserve.runtime.unet.compiled import Packages
@@ -144,7 +149,8 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
         yield "compiled", "in the background, used where measured as faster"
         return
     key = path_key(model, packages, config.compile)
-    stored = [one for one in UNetPathFile(Path(settings.serve.data_dir).expanduser()).known() if one.key == key]
+    known_paths = UNetPathFile(Path(settings.serve.data_dir).expanduser()).known()
+    stored = [path for path in known_paths if path.key == key]
     for path in stored:
         yield f"{path.width_px}x{path.height_px}, {path.num_tokens} tokens", f"{path.path}: {path.reason} (stored)"
     if not stored and config.compile != "warm" and packages.is_by_openvino:
@@ -154,15 +160,15 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
 
 
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
-    """Name, what is to be said, and whether files can be written there, of every folder that is written to."""
+    """Yield name, status and whether files can be written, for every output folder."""
     cache = DiskCache.at(settings.engine.cache_dir).folder
     for name, folder in (("cache", cache), ("pictures", Path(settings.serve.data_dir).expanduser())):
         if folder is None:
-            yield name, "none; nothing is kept", True
+            yield name, "none; nothing is stored", True
             continue
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         try:
-            with tempfile.TemporaryFile(dir=there) as file:
+            with tempfile.TemporaryFile(dir=existing) as file:
                 file.write(bytes(PROBE_BYTES))
             yield name, str(folder), True
         except OSError as error:
@@ -170,7 +176,7 @@ def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
 
 
 def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
-    """Known before anything is loaded."""
+    """Yield the memory of each part, estimated before the model is loaded."""
     from diffserve.runtime.memory import free_bytes
 
     entries = needs.model.memory_report()
@@ -178,9 +184,9 @@ def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterabl
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
     yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(needs.weights_bytes)
     yield "page pool", "", _mebibytes(needs.page_pool_bytes)
-    yield "kept pictures", "", _mebibytes(config.result_cache_bytes)
-    yield "kept latents", "", _mebibytes(config.latent_cache_bytes)
-    yield "decoding a picture", "", _mebibytes(needs.decode.peak_bytes)
+    yield "image cache", "", _mebibytes(config.result_cache_bytes)
+    yield "latent cache", "", _mebibytes(config.latent_cache_bytes)
+    yield "decoding an image", "", _mebibytes(needs.decode.peak_bytes)
     if needs.shallow is not None:
         yield "a row's features for DeepCache", "", _mebibytes(needs.feature_bytes)
         yield "a shallow row's activations", "", _mebibytes(needs.shallow.peak_bytes)
@@ -200,15 +206,15 @@ def _size(needs: Needs) -> str:
 
 
 def _steps(needs: Needs, roof: GPU | None) -> Iterable[tuple[str, str, str, str, str]]:
-    """What a UNet call of so many rows asks of the device; two rows are one picture with guidance."""
+    """Yield the cost of a UNet call per number of rows; one image with guidance has two rows."""
     for rows, work in needs.steps.items():
-        least = f"{1e3 * roof.seconds(work, needs.model.dtype):.2f} ms on {roof.name}" if roof else "see --gpu"
+        minimum = f"{1e3 * roof.seconds(work, needs.model.dtype):.2f} ms on {roof.name}" if roof else "see --gpu"
         yield (
             str(rows),
             f"{work.flops / 1e12:.3f}",
             str(len(work.kernels)),
             _mebibytes(work.peak_bytes),
-            least,
+            minimum,
         )
 
 
@@ -217,7 +223,7 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def _section(console: Console, title: str, rows: Iterable[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
-    """A title and aligned columns; numbers of parameters and bytes stand to the right."""
+    """Print a title and aligned columns; numeric columns are right-aligned."""
     lines = [headings, *rows] if headings else list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [">" if heading in ("parameters", "weights", *STEP_HEADINGS) else "<" for heading in headings or lines[0]]

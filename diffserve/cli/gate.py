@@ -1,4 +1,4 @@
-"""``diffserve sweep --gate``: whether precisions paint what a reference paints, as a table and an exit code."""
+"""``diffserve sweep --gate``: compares precisions with a reference precision."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from diffserve.experiments.gate_run import GateProgress
 
 EXIT_GATE_FAILED = 3
-"""Of ``diffserve sweep --gate`` where a candidate breaks a limit."""
+"""Exit code if a candidate exceeds a limit."""
 
 
 @dataclass(frozen=True)
 class GateOptions:
-    """``gate`` as it was written, and the limits that were given; ``None``: as they are in :class:`GateLimits`."""
+    """Arguments of the gate, unparsed. ``None`` stands for the default in :class:`GateLimits`."""
 
     gate: str
     exact_points: float | None = None
@@ -37,17 +37,30 @@ class GateOptions:
 
     @property
     def limits(self) -> GateLimits:
-        """Those given, and the others as they are. Raises InvalidRequest."""
-        given = {"exact_points": self.exact_points, "psnr_db": self.psnr_db, "frechet": self.frechet}
-        return GateLimits(**{name: value for name, value in given.items() if value is not None})
+        """The limits, with defaults for those that are not set.
+
+        Raises:
+            InvalidRequest: A limit is invalid.
+        """
+        values = {"exact_points": self.exact_points, "psnr_db": self.psnr_db, "frechet": self.frechet}
+        return GateLimits(**{name: value for name, value in values.items() if value is not None})
 
 
 def run(
     options: GateOptions, pictures: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]
 ) -> int:
-    """Run the gate; 0 where every candidate passes, else ``EXIT_GATE_FAILED``.
+    """Run the gate and return the exit code: 0 if every candidate passes, otherwise ``EXIT_GATE_FAILED``.
 
-    User errors are raised as DiffserveError before anything is painted: a precision that cannot run here, too.
+    Args:
+        options: Arguments of the gate.
+        pictures: Arguments of the sweep that selects the images.
+        model: Model name or path.
+        config: Configuration name or file.
+        flags: Settings of the command line.
+
+    Raises:
+        DiffserveError: The user made an error, or a precision is not supported on this device; it is raised before
+            any image is generated.
     """
     if flags["model.dtype"].value is not None:
         raise InvalidRequest("--dtype and --gate both name precisions; give --gate alone.", param="dtype")
@@ -60,8 +73,8 @@ def run(
     from diffserve.experiments.gate_run import run_gate
 
     console = Console(stderr=True, highlight=False)
-    say = f"{', '.join(gate.names)}: {plan.num_images:,} pictures each, {plan.num_painted_rows:,} UNet rows"
-    console.print(say, markup=False, soft_wrap=True)
+    summary = f"{', '.join(gate.names)}: {plan.num_images:,} images each, {plan.num_painted_rows:,} UNet rows"
+    console.print(summary, markup=False, soft_wrap=True)
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
             bar = progress.add_task("painting", total=plan.num_images)
@@ -76,8 +89,8 @@ def run(
 
             report = run_gate(gate, plan, limits, pictures.output, open_in, show)
     except KeyboardInterrupt:
-        kept = f"stopped; what is painted is kept in {pictures.output}, and the same command goes on"
-        console.print(kept, markup=False, soft_wrap=True)
+        message = f"stopped; what is painted is kept in {pictures.output}, and the same command goes on"
+        console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
         print(line)
@@ -85,7 +98,12 @@ def run(
 
 
 def _resolve(gate: PrecisionGate, settings: Settings) -> PrecisionGate:
-    """The gate in canonical names, every precision known to run here. Raises ConfigError."""
+    """Return the gate with canonical precision names.
+
+    Raises:
+        ConfigError: A precision is not supported on this device.
+        InvalidRequest: A precision occurs twice.
+    """
     from diffserve.runtime import choose_for
 
     names, model, cache = [], settings.model, DiskCache.at(settings.engine.cache_dir)

@@ -1,4 +1,4 @@
-"""``diffserve generate``: one request, a progress bar, files."""
+"""``diffserve generate``: runs one request, shows its progress and writes the image files."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from diffserve.engine import Engine
 
     Painted = types.ImageResult | CompletedImage
-    """What says how a picture was painted, here or by a server."""
+    """A generated image with its parameters, from the local engine or from a server."""
 
 EXIT_FAILED = 1
 JPEG_QUALITY = 95
 ANY_SEED = -1
-"""As other tools say it."""
+"""A random seed, as in other programs."""
 
 Controls = tuple[tuple[Control, ...], tuple[types.Picture, ...]]
-"""ControlNets, and the picture of each as it was given."""
+"""ControlNets and their control images, unscaled."""
 
 
 class _Output(NamedTuple):
-    """Where pictures go, what they bear, and who judges them before."""
+    """Output files, watermark settings and safety filter of a request."""
 
     files: list[Path]
     marks: Marks
@@ -59,10 +59,11 @@ class _Output(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """What the command line asked for; ``None`` means: as the model's profile says.
+    """Arguments of the command. ``None`` stands for the default of the model's profile.
 
-    further  what ``DiffusionParams`` takes beside, by its names
-    controlnets  and where the picture of each lies
+    Attributes:
+        further: Other fields of ``DiffusionParams``, by name.
+        controlnets: ControlNets and the paths of their control images.
     """
 
     prompt: str
@@ -85,13 +86,23 @@ class GenerateArguments:
 
 
 def run(order: GenerateArguments, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
-    """Paint ``order``; the exit code (0, or 1 when an image failed). User errors are raised as DiffserveError."""
-    own = {
+    """Generate the images of ``order`` and return the exit code: 0, or 1 if an image failed.
+
+    Args:
+        order: The arguments of the command.
+        model: Model name or path.
+        config: Configuration name or file.
+        flags: Settings of the command line.
+
+    Raises:
+        DiffserveError: The user made an error, such as an invalid value.
+    """
+    sampling_flags = {
         "model.sampler": Flag("--sampler", order.sampler),
         "model.num_steps": Flag("--steps", order.num_steps),
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
-    settings = load_settings(model=model, config=config, flags={**flags, **own})
+    settings = load_settings(model=model, config=config, flags={**flags, **sampling_flags})
     check_quality(order)
     marks = Marks.of(settings.serve)
     start, controls = read_pictures(order), _read_controls(order)
@@ -122,16 +133,16 @@ def _generate(
     request = _request(order, settings, start, controls, plan=plan, num_steps=steps)
     with progress_bar(console) as progress:
         lines, num_failed = _paint(engine, request, (plan, start), output, progress)
-    world, teaches = engine.info.world, bool(request.diffusion.loras)
-    if world is not None and not teaches and world.unknown_words(request.prompt):
-        note(console, f"in its own words, where it finds any: diffserve rewrite {shlex.quote(order.prompt)}")
+    world, has_loras = engine.info.world, bool(request.diffusion.loras)
+    if world is not None and not has_loras and world.unknown_words(request.prompt):
+        note(console, f"to use words that the model knows, run: diffserve rewrite {shlex.quote(order.prompt)}")
     for line in lines:
         print(line, file=sys.stderr if order.output == STDOUT else sys.stdout)
     return EXIT_FAILED if num_failed else 0
 
 
 def open_engine(settings: Settings) -> Engine:
-    """The engine with the configured model; torch is imported here and not before."""
+    """Load the configured model and return its engine. torch is imported only here."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import_libraries()
     from diffserve.engine import Engine
@@ -143,13 +154,13 @@ def open_engine(settings: Settings) -> Engine:
 
 
 def check_quality(order: GenerateArguments) -> None:
-    """InvalidRequest where its quality is none, or beside its own number of steps."""
+    """Raise InvalidRequest if the quality is unknown or combined with a number of steps."""
     if order.quality is None:
         return
     unknown = f"--quality is {order.quality!r}; choose one of {', '.join(QUALITIES)}."
     check(is_quality(order.quality), unknown, "--quality")
-    twice = f"--quality is {order.quality} and --steps {order.num_steps}; they say the same, give one of them."
-    check(order.num_steps is None, twice, "--quality")
+    conflict = f"--quality is {order.quality} and --steps {order.num_steps}; both set the steps, give one of them."
+    check(order.num_steps is None, conflict, "--quality")
 
 
 def _plan(order: GenerateArguments, engine: Engine, start: StartPicture | None) -> SizePlan:
@@ -158,35 +169,43 @@ def _plan(order: GenerateArguments, engine: Engine, start: StartPicture | None) 
 
 
 def read_pictures(order: GenerateArguments) -> StartPicture | None:
-    """What it starts from, if it does. InvalidRequest names the option."""
+    """Read the images of ``--init`` and ``--mask``; None without ``--init``.
+
+    Raises:
+        InvalidRequest: A file cannot be read, or an option needs ``--init``.
+    """
     mask = None
     if order.mask is not None:
         mask = decode_mask(read_bytes(order.mask, "--mask"), name=f"--mask {str(order.mask)!r}")
     if order.init is None:
         if order.strength is not None:
-            said = "without --init; it says how much of that picture is repainted."
-            raise InvalidRequest(f"--strength is {order.strength:g} {said}", param="--strength")
+            message = f"--strength is {order.strength:g} without --init; give the image to change with --init."
+            raise InvalidRequest(message, param="--strength")
         if mask is not None:
-            said = "--mask is given without --init; it says where that picture is repainted."
-            raise InvalidRequest(said, param="--mask")
+            message = "--mask is given without --init; give the image to change with --init."
+            raise InvalidRequest(message, param="--mask")
         return None
     picture = decode_image(read_bytes(order.init, "--init"), name=f"--init {str(order.init)!r}")
     return StartPicture(picture=picture, mask=mask, names=("--init", "--mask"))
 
 
 def _read_controls(order: GenerateArguments) -> Controls:
-    named, images = [], []
+    controlnets, images = [], []
     for control, image in order.controlnets:
         option = f"--controlnet {control.name}"
         picture = decode_image(read_bytes(Path(image), option), name=f"{option} {image!r}")
         digest = digest_of(picture.width_px, picture.height_px, picture.data)
-        named.append(msgspec.structs.replace(control, image=digest))
+        controlnets.append(msgspec.structs.replace(control, image=digest))
         images.append(picture)
-    return tuple(named), tuple(images)
+    return tuple(controlnets), tuple(images)
 
 
 def read_bytes(path: Path, option: str) -> bytes:
-    """The file of ``option``. InvalidRequest where it cannot be read."""
+    """Read the file that ``option`` names.
+
+    Raises:
+        InvalidRequest: The file cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
@@ -201,16 +220,22 @@ def _request(
     plan: SizePlan | None,
     num_steps: int | None = None,
 ) -> types.GenerationRequest:
-    """The engine's request; without ``plan`` a draft at the native size, built only to be checked early.
+    """Build the engine's request.
 
-    ``num_steps``: those of a quality; else as the settings say.
+    Args:
+        order: The arguments of the command.
+        settings: Settings with the defaults of the model.
+        start: Start image and mask.
+        controls: ControlNets and their images.
+        plan: Size to generate and to deliver. None: a draft at the native size that is only validated.
+        num_steps: Number of steps of a quality preset. None: as in the settings.
     """
-    named, images = controls
+    controlnets, images = controls
     width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
     init, mask = (None, None) if start is None else (start.picture, start.mask)
     if plan is not None and width is not None and height is not None:
         init, mask = (None, None) if start is None else start.fitted(width, height)
-        images = fit_controls(named, images, (plan.width_px, plan.height_px), (width, height))
+        images = fit_controls(controlnets, images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
     return types.GenerationRequest(
@@ -228,7 +253,7 @@ def _request(
             sampler=defaults.sampler,
             num_steps=num_steps or defaults.num_steps,
             **{"spacing": defaults.spacing, **order.further},
-            controlnets=named,
+            controlnets=controlnets,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,
         ),
@@ -236,7 +261,7 @@ def _request(
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar of steps, on a terminal."""
+    """Return a progress bar that counts steps and is hidden unless ``console`` is a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -255,9 +280,10 @@ def _paint(
     output: _Output,
     progress: Progress,
 ) -> tuple[list[str], int]:
-    """Follow the engine's events: move the bar, write each image as it is painted, report each failure.
+    """Run the request, show its progress, and write each finished image.
 
-    Returns a line for each image written and the number of images that failed.
+    Returns:
+        A line to print for each written image, and the number of images that failed.
     """
     started = time.perf_counter()
     steps_done: dict[int, int] = {}
@@ -279,16 +305,19 @@ def _paint(
             case types.Painted(result=result):
                 try:
                     lines.append(_write(result, *planned, output))
-                except (ModerationBlocked, EngineUnavailable) as error:  # by the filter, or since it is gone
+                except (
+                    ModerationBlocked,
+                    EngineUnavailable,
+                ) as error:  # refused by the safety filter, or no answer
                     num_failed += 1
                     notes.append(f"image {result.image_index} is withheld: {error.message}")
             case types.ImageFailed(image_index=index, message=message):
                 num_failed += 1
                 notes.append(f"image {index} failed: {message}")
             case types.Failed(message=message, param=param):
-                if param is not None:  # the caller's mistake, found late
+                if param is not None:  # a user error that the engine detected
                     raise InvalidRequest(message, param=param)
-                notes.append(f"nothing was painted: {message}")
+                notes.append(f"no image was generated: {message}")
                 num_failed = request.num_images
             case _:
                 pass
@@ -297,7 +326,12 @@ def _paint(
 
 
 def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None, output: _Output) -> str:
-    """Write one image, with how it was painted inside; the line to print about it. Raises what the filter does."""
+    """Write one image with its parameters as metadata, and return the line to print.
+
+    Raises:
+        ModerationBlocked: The safety filter refused the image.
+        EngineUnavailable: The safety filter does not answer.
+    """
     if output.safety is not None:
         output.safety.check(result)
     file, marks = output.files[result.image_index], output.marks
@@ -312,25 +346,25 @@ def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None
     )
     write_output(file, data)
     timings = result.timings
-    told = told_of(file, result, result.num_steps)
-    return f"{told}, {1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
+    line = describe_image(file, result, result.num_steps)
+    return f"{line}, {1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
 
 
-def told_of(file: Path, how: Painted, num_steps: int) -> str:
-    """Where a picture lies, and how it was painted, in a line."""
-    sampler = f"{how.sampler} {how.sigma_schedule}" if how.sigma_schedule else how.sampler
+def describe_image(file: Path, image: Painted, num_steps: int) -> str:
+    """Return one line with the path of an image, its seeds and how it was generated."""
+    sampler = f"{image.sampler} {image.sigma_schedule}" if image.sigma_schedule else image.sampler
     count = "1 step" if num_steps == 1 else f"{num_steps} steps"
-    part = "" if how.strength is None else f" at strength {how.strength:g}"
-    if how.similarity is not None:
-        part += f", without the first {how.skipped_steps}, from a prompt {how.similarity:g} similar"
-    if how.refiner:
-        part += f", from {how.switch_at:g} on by {how.refiner}"
-    if how.score is not None:
-        part += f", score {how.score:.4g}"
-    return f"{file}  {seeds_told(how.seed, how.variation_seed)}  {count} of {sampler}{part}"
+    details = "" if image.strength is None else f" at strength {image.strength:g}"
+    if image.similarity is not None:
+        details += f", without the first {image.skipped_steps}, from a prompt {image.similarity:g} similar"
+    if image.refiner:
+        details += f", from {image.switch_at:g} on by {image.refiner}"
+    if image.score is not None:
+        details += f", score {image.score:.4g}"
+    return f"{file}  {seeds_told(image.seed, image.variation_seed)}  {count} of {sampler}{details}"
 
 
 def note(console: Console, *messages: str) -> None:
-    """A line for each of ``messages``."""
+    """Print each of ``messages`` as a note."""
     for message in messages:
         console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""``diffserve mcp``: a running server's pictures as tools of the Model Context Protocol, for assistants that speak it.
+"""``diffserve mcp``: Model Context Protocol (MCP) tools that generate images with a running server.
 
-The tools paint through ``diffserve.client``; pictures come back as image content, how they were painted as structured
-content, and while they are painted their steps as progress. What is cancelled there is hung up on here, and costs the
-server one more step at most. Pictures painted here go by names, by which ``edit_image`` takes them again.
+The tools call the server through ``diffserve.client`` and return image content, parameters as structured content, and
+progress notifications. A cancelled call closes its connection, which cancels the work on the server. Recent images
+have names that ``edit_image`` accepts as input.
 """
 
 from __future__ import annotations
@@ -37,41 +37,48 @@ from diffserve.media.infotext import seeds_told
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.version import __version__
 
-NUM_KEPT: Final = 16
-"""Pictures that can be named again; the oldest go first."""
+NUM_RECENT_IMAGES: Final = 16
+"""Number of recent images that can be used by name."""
 
 MAX_FILE_BYTES: Final = 20 << 20
-ANSWER_S: Final = 5.0
-"""How long the server may take to answer at the start."""
+CHECK_TIMEOUT_S: Final = 5.0
+"""Timeout of the check at the start that the server answers."""
 
 LOOPBACK: Final = "127.0.0.1"
 INSTRUCTIONS: Final = (
-    "Paints pictures with a diffserve server. Say what is to be seen; leave out what you have no wish for, so that the "
-    "model's own defaults hold. A picture's seed repeats it, and its name lets edit_image start from it."
+    "Generates images with a diffserve server. Describe what the image shows. Omit parameters that you have no "
+    "preference for, so that the defaults of the model apply. The seed of an image reproduces it; edit_image accepts "
+    "its name as input."
 )
-PAINTS: Final = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False)
-READS: Final = ToolAnnotations(read_only_hint=True)
+GENERATE_HINTS: Final = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False)
+READ_ONLY_HINTS: Final = ToolAnnotations(read_only_hint=True)
 
-Size = Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto: as the model does best.")]
-Negative = Annotated[str, Field(description="What is not to be seen.")]
-Seed = Annotated[int | None, Field(description="Repeats a picture; left out: drawn, and told.", ge=0)]
-Varied = Annotated[
+Size = Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto for the native size of the model.")]
+Negative = Annotated[str, Field(description="What the image must not show.")]
+Seed = Annotated[int | None, Field(description="Reproduces an image. Default: random; the result reports it.", ge=0)]
+VariationStrength = Annotated[
     float | None,
-    Field(description="How far pictures of one seed differ, by the noise of variation_seed and the next.", ge=0, le=1),
+    Field(
+        description="Amount of variation noise; the images share one seed and differ by this noise.",
+        ge=0,
+        le=1,
+    ),
 ]
-Steps = Annotated[int | None, Field(description="Denoising steps; left out: the model's own.", ge=1)]
-Guidance = Annotated[float | None, Field(description="How closely the prompt is followed.", ge=0)]
-Model = Annotated[str | None, Field(description="One of the server's image models; left out: its first.")]
+Steps = Annotated[int | None, Field(description="Number of denoising steps. Default: chosen by the model.", ge=1)]
+Guidance = Annotated[float | None, Field(description="How closely the image follows the prompt.", ge=0)]
+Model = Annotated[str | None, Field(description="Image model of the server. Default: its first.")]
 Rewrite = Annotated[
-    Literal["off", "auto", "force"], Field(description="Whether the server's language model words the prompt first.")
+    Literal["off", "auto", "force"],
+    Field(description="Whether a language model rewrites the prompt first."),
 ]
-Given = Annotated[
-    str, Field(description="The name of a picture painted here, or PNG, JPEG or WebP as base64 or a data URL.")
+InputImage = Annotated[
+    str,
+    Field(description="Name of an image that these tools generated, or a PNG, JPEG or WebP as base64 or data URL."),
 ]
 
 
 class PaintedImage(BaseModel):
-    """A picture, by the name that ``edit_image`` takes, and what repeats it."""
+    """Name of a generated image, accepted by ``edit_image``, and the seeds that reproduce it."""
 
     name: str
     seed: int
@@ -80,53 +87,56 @@ class PaintedImage(BaseModel):
 
 
 class ToolImages(BaseModel):
-    """All pictures of a call, in order, and how they were painted."""
+    """The images of a call, in order, and their parameters."""
 
     images: list[PaintedImage]
     recipe: dict[str, Any]
 
 
 class RewrittenPrompts(BaseModel):
-    """Prompts for a wish, the likeliest first; the wish itself where it is best painted as it stands."""
+    """Prompts for a wish, the most likely first. The wish itself is returned if no rewrite is better."""
 
     prompts: list[str]
     warnings: list[str]
 
 
 class Tools:
-    """The tools over one ``client``. ``reads_files``: whether a picture may be a path on this machine."""
+    """The MCP tools of one server.
+
+    ``reads_files`` allows input images to be paths on this machine.
+    """
 
     def __init__(self, client: AsyncClient, *, reads_files: bool) -> None:
         self._client = client
         self._reads_files = reads_files
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._recent: OrderedDict[str, bytes] = OrderedDict()
 
     def server(self) -> MCPServer[Any]:
-        """An MCP server that offers them."""
+        """Create an MCP server that offers the tools."""
         server = MCPServer("diffserve", version=__version__, instructions=INSTRUCTIONS, log_level="WARNING")
-        server.tool(title="Paint a picture", annotations=PAINTS)(self.generate_image)
-        server.tool(title="Paint from a picture", annotations=PAINTS)(self.edit_image)
-        server.tool(title="Word a wish for the image model", annotations=READS)(self.rewrite_prompt)
+        server.tool(title="Generate images", annotations=GENERATE_HINTS)(self.generate_image)
+        server.tool(title="Edit an image", annotations=GENERATE_HINTS)(self.edit_image)
+        server.tool(title="Rewrite a prompt", annotations=READ_ONLY_HINTS)(self.rewrite_prompt)
         return server
 
     async def generate_image(
         self,
-        prompt: Annotated[str, Field(description="What is to be seen.")],
+        prompt: Annotated[str, Field(description="What the images show.")],
         ctx: Context[Any, Any],
         negative_prompt: Negative = "",
         size: Size = "auto",
-        n: Annotated[int, Field(description="How many pictures, each from a seed of its own.", ge=1, le=10)] = 1,
+        n: Annotated[int, Field(description="Number of images, each with its own seed.", ge=1, le=10)] = 1,
         seed: Seed = None,
-        variation_strength: Varied = None,
+        variation_strength: VariationStrength = None,
         variation_seed: Seed = None,
         steps: Steps = None,
         guidance_scale: Guidance = None,
-        sampler: Annotated[str | None, Field(description="Such as euler, ddim, dpmpp_2m, unipc.")] = None,
+        sampler: Annotated[str | None, Field(description="Sampler, such as euler, ddim, dpmpp_2m or unipc.")] = None,
         model: Model = None,
         prompt_rewriter: Rewrite = "off",
     ) -> Annotated[CallToolResult, ToolImages]:
-        """Paint pictures from a text."""
-        fields = given(
+        """Generate images from a text prompt."""
+        fields = without_none(
             negative_prompt=negative_prompt or None, size=size, n=n, seed=seed, num_inference_steps=steps,
             guidance_scale=guidance_scale, sampler=sampler, model=model, prompt_rewriter=prompt_rewriter,
             variation_strength=variation_strength, variation_seed=variation_seed,
@@ -135,136 +145,142 @@ class Tools:
 
     async def edit_image(
         self,
-        prompt: Annotated[str, Field(description="What the new picture shows, all of it, not only what changes.")],
-        image: Given,
+        prompt: Annotated[str, Field(description="What the whole new image shows, not only the change.")],
+        image: InputImage,
         ctx: Context[Any, Any],
         mask: Annotated[
-            str | None, Field(description="As image, of the same size: only what is transparent there is painted.")
+            str | None, Field(description="Image of the same size as image; only its transparent parts are changed.")
         ] = None,
-        strength: Annotated[float | None, Field(description="How much is painted anew, 0 to 1.", ge=0, le=1)] = None,
+        strength: Annotated[float | None, Field(description="Strength of the change, 0 to 1.", ge=0, le=1)] = None,
         negative_prompt: Negative = "",
         size: Size = "auto",
-        n: Annotated[int, Field(description="How many pictures.", ge=1, le=10)] = 1,
+        n: Annotated[int, Field(description="Number of images.", ge=1, le=10)] = 1,
         seed: Seed = None,
         steps: Steps = None,
         guidance_scale: Guidance = None,
         model: Model = None,
     ) -> Annotated[CallToolResult, ToolImages]:
-        """Paint pictures from a picture and a text, or repaint the part of it that a mask marks."""
-        fields = given(
+        """Generate images from an image and a text prompt, or change only the part that a mask marks."""
+        fields = without_none(
             negative_prompt=negative_prompt or None, size=None if size == "auto" else size, n=n, seed=seed,
             num_inference_steps=steps, guidance_scale=guidance_scale, model=model, strength=strength,
         )  # fmt: skip
         try:
-            start, marked = self._picture(image, "image"), mask and self._picture(mask, "mask")
+            start, marked = self._image_bytes(image, "image"), mask and self._image_bytes(mask, "mask")
         except DiffserveError as error:
             raise ToolError(error.message) from None
         return await self._paint(self._client.edit_stream(prompt, start, marked or None, **fields), n, ctx)
 
     async def rewrite_prompt(
         self,
-        prompt: Annotated[str, Field(description="A wish, in any words.")],
-        n: Annotated[int, Field(description="How many prompts.", ge=1, le=10)] = 1,
-        style: Annotated[str | None, Field(description="One of the server's styles; left out: its own.")] = None,
+        prompt: Annotated[str, Field(description="What the image should show, in any words.")],
+        n: Annotated[int, Field(description="Number of prompts.", ge=1, le=10)] = 1,
+        style: Annotated[str | None, Field(description="Prompt style. Default: chosen by the server.")] = None,
         seed: Seed = None,
     ) -> Annotated[CallToolResult, RewrittenPrompts]:
-        """Turn a wish into prompts that the image model reads well; nothing is painted."""
+        """Rewrite a wish into prompts that suit the image model. No image is generated."""
         try:
-            told = await self._client.rewrite(prompt, **given(n=n, style=style, seed=seed))
+            rewritten = await self._client.rewrite(prompt, **without_none(n=n, style=style, seed=seed))
         except DiffserveError as error:
             raise ToolError(error.message) from None
-        prompts = [one.revised_prompt or one.prompt for one in told.prompts]
-        said = [*told.warnings, *(one.warning for one in told.prompts if one.warning)]
-        content: list[ContentBlock] = [TextContent(type="text", text=prompt) for prompt in prompts]
-        structured = RewrittenPrompts(prompts=prompts, warnings=said).model_dump()
+        prompts = [prompt.revised_prompt or prompt.prompt for prompt in rewritten.prompts]
+        warnings = [*rewritten.warnings, *(prompt.warning for prompt in rewritten.prompts if prompt.warning)]
+        content: list[ContentBlock] = [TextContent(type="text", text=text) for text in prompts]
+        structured = RewrittenPrompts(prompts=prompts, warnings=warnings).model_dump()
         return CallToolResult(content=content, structured_content=structured)
 
     async def _paint(self, stream: AsyncStream[ImageEvent], n: int, ctx: Context[Any, Any]) -> CallToolResult:
-        """What the events of ``stream``, of ``n`` pictures, come to, told step by step."""
+        """Follow the events of a request for ``n`` images, report its progress and return its result."""
         painted: dict[int, CompletedImage] = {}
-        lost: list[str] = []
+        failures: list[str] = []
         steps: dict[int, int] = {}
         try:
             async with stream:
                 async for event in stream:
                     match event:
                         case Progress(image_index=int(index), step=int(step), steps=int(total)):
-                            if step > steps.get(index, 0):  # progress is told when there is more of it
+                            if step > steps.get(index, 0):  # report only increasing progress
                                 steps[index] = step
                                 seconds = event.seconds_left
                                 left = "" if seconds is None else f", about {seconds:.0f} s left"
-                                said = f"picture {index + 1}: step {step} of {total}{left}"
-                                await ctx.report_progress(sum(steps.values()), n * total, said)
+                                message = f"image {index + 1}: step {step} of {total}{left}"
+                                await ctx.report_progress(sum(steps.values()), n * total, message)
                         case CompletedImage(image_index=index):
                             painted[index] = event
                         case LostImage():
-                            lost.append(event.failure.message)
+                            failures.append(event.failure.message)
         except DiffserveError as error:
             raise ToolError(error.message) from None
         if not painted:
-            raise ToolError(" ".join(lost) or "the server finished without a picture.")
-        return self._result([painted[index] for index in sorted(painted)], lost)
+            raise ToolError(" ".join(failures) or "the server finished without an image.")
+        return self._result([painted[index] for index in sorted(painted)], failures)
 
-    def _result(self, painted: list[CompletedImage], lost: list[str]) -> CallToolResult:
+    def _result(self, painted: list[CompletedImage], failures: list[str]) -> CallToolResult:
         first = painted[0]
         images = [
             PaintedImage(
-                name=self._keep(one),
-                seed=one.seed,
-                variation_seed=one.variation_seed,
-                revised_prompt=one.revised_prompt,
+                name=self._remember(image),
+                seed=image.seed,
+                variation_seed=image.variation_seed,
+                revised_prompt=image.revised_prompt,
             )
-            for one in painted
+            for image in painted
         ]
         content: list[ContentBlock] = [
             ImageContent(
-                type="image", data=base64.b64encode(one.file).decode("ascii"), mime_type=f"image/{one.output_format}"
+                type="image",
+                data=base64.b64encode(image.file).decode("ascii"),
+                mime_type=f"image/{image.output_format}",
             )
-            for one in painted
+            for image in painted
         ]
-        said = [f"{one.name}: {seeds_told(one.seed, one.variation_seed)}" for one in images]
-        said += list(dict.fromkeys(warning for one in painted for warning in one.warnings)) + lost
-        content.append(TextContent(type="text", text="\n".join(said)))
-        own = {"image_index", "b64_json", "revised_prompt", "created_at", "score", "similarity"}
-        own |= {"seed", "variation_seed"}
-        recipe = {name: value for name, value in msgspec.to_builtins(first).items() if name not in own}
+        lines = [f"{image.name}: {seeds_told(image.seed, image.variation_seed)}" for image in images]
+        lines += list(dict.fromkeys(warning for image in painted for warning in image.warnings)) + failures
+        content.append(TextContent(type="text", text="\n".join(lines)))
+        excluded = {"image_index", "b64_json", "revised_prompt", "created_at", "score", "similarity"}
+        excluded |= {"seed", "variation_seed"}
+        recipe = {name: value for name, value in msgspec.to_builtins(first).items() if name not in excluded}
         structured = ToolImages(images=images, recipe=recipe).model_dump()
         return CallToolResult(content=content, structured_content=structured)
 
-    def _keep(self, painted: CompletedImage) -> str:
+    def _remember(self, painted: CompletedImage) -> str:
         name = f"{painted.id}-{painted.image_index}"
-        self._kept[name] = painted.file
-        while len(self._kept) > NUM_KEPT:
-            self._kept.popitem(last=False)
+        self._recent[name] = painted.file
+        while len(self._recent) > NUM_RECENT_IMAGES:
+            self._recent.popitem(last=False)
         return name
 
-    def _picture(self, text: str, param: str) -> bytes:
-        """The file that ``text`` names or is. Raises InvalidRequest."""
-        if text in self._kept:
-            return self._kept[text]
+    def _image_bytes(self, text: str, param: str) -> bytes:
+        """Return the image file for an argument: the name of a recent image, a path, base64 or a data URL.
+
+        Raises:
+            InvalidRequest: The argument is not an image.
+        """
+        if text in self._recent:
+            return self._recent[text]
         if self._reads_files and (path := as_path(text)) is not None:
             if path.stat().st_size > MAX_FILE_BYTES:
-                raise InvalidRequest(f"{param}: {str(path)!r} has more than {MAX_FILE_BYTES >> 20} MiB.", param=param)
+                raise InvalidRequest(f"{param}: {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB.", param=param)
             data = path.read_bytes()
-            decode_image(data, name=param)  # nothing but a picture leaves this machine
+            decode_image(data, name=param)  # only images may leave this machine
             return data
         try:
             data = picture_bytes(text, param)
             format_of(data, name=param)
         except InvalidRequest:
-            known = f" Pictures painted here: {', '.join(self._kept)}." if self._kept else ""
-            message = f"{param} is {text[:60]!r}, which is neither a picture painted here nor one as base64.{known}"
+            hint = f" Known images: {', '.join(self._recent)}." if self._recent else ""
+            message = f"{param} is {text[:60]!r}, which is neither a known image name nor base64.{hint}"
             raise InvalidRequest(message, param=param) from None
         return data
 
 
-def given(**fields: object) -> Any:
-    """Those of ``fields`` that something is said of, as the client takes them."""
+def without_none(**fields: object) -> Any:
+    """Return the fields that are not None, as arguments for the client."""
     return cast(Mapping[str, Any], {name: value for name, value in fields.items() if value is not None})
 
 
 def as_path(text: str) -> Path | None:
-    """The file that ``text`` names, by its absolute path or from the home; ``None`` where there is none."""
+    """Return the existing file at an absolute path or a path that starts with ``~``, or None."""
     if len(text) > 4096 or not text.startswith(("/", "~")) or "\0" in text:
         return None
     try:
@@ -275,11 +291,11 @@ def as_path(text: str) -> Path | None:
 
 
 def problem_of(server: str, api_key: str | None) -> str:
-    """Return why the tools could not work now, in one sentence; empty where ``server`` answers."""
-    with Client(server, api_key=api_key, timeout_s=ANSWER_S) as client:
+    """Return a sentence on why ``server`` does not accept requests, or an empty string if it does."""
+    with Client(server, api_key=api_key, timeout_s=CHECK_TIMEOUT_S) as client:
         try:
             client.models()
-        except EngineUnavailable:  # it loads its models
+        except EngineUnavailable:  # the server is loading its models
             return ""
         except (ServerLost, ServerUnreachable):
             return f"the server {server} does not answer."
@@ -289,9 +305,15 @@ def problem_of(server: str, api_key: str | None) -> str:
 
 
 def run(server: str, http_port: int | None, api_key: str | None = None) -> int:
-    """Serve until the other side hangs up: on standard input and output, or over HTTP to this machine alone."""
+    """Serve the tools until the client disconnects, and return the exit code.
+
+    Args:
+        server: Address of the diffserve server.
+        http_port: Local port to listen on. None: use standard input and output.
+        api_key: API key of the server. None: from the environment.
+    """
     if problem := problem_of(server, api_key):
-        print(f"diffserve: {problem} The tools fail until it does.", file=sys.stderr, flush=True)
+        print(f"diffserve: {problem} Tool calls fail until it does.", file=sys.stderr, flush=True)
     tools = Tools(AsyncClient(server, api_key=api_key), reads_files=http_port is None)
     if http_port is None:
         tools.server().run("stdio")

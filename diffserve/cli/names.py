@@ -1,4 +1,4 @@
-"""``diffserve list``: the names that requests may use, one a line, here or on a server."""
+"""``diffserve list``: prints the names that requests can use, on this machine or on a server."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from diffserve.settings.config import Settings
 from diffserve.settings.layers import PROFILES
 
 Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "styles"]
-OF_REWRITER: Final = "of rewritten prompts: rewrite --style"
+REWRITER_STYLE: Final = "style of rewritten prompts: rewrite --style"
 FIELDS: Final[Mapping[str, tuple[str, str]]] = {
     "loras": ("loras", "refused_loras"),
     "controlnets": ("controlnets", "refused_controlnets"),
     "embeddings": ("learnt_words", "refused_words"),
 }
-"""Of each kind that belongs to a model: the fields of its capabilities with the names, and with refused files."""
+"""Capability fields with the usable names and the refused files, for each kind that belongs to a model."""
 
 
 def run(kind: Kind, settings: Settings) -> int:
-    """Print what this machine has, without a server."""
+    """Print the names that are available on this machine."""
     match kind:
         case "samplers":
             from schedulers import SAMPLERS
@@ -37,9 +37,9 @@ def run(kind: Kind, settings: Settings) -> int:
             from diffserve.rewriting import style_names
             from diffserve.service.a1111.styles import FILE, read_styles
 
-            _print(dict.fromkeys(style_names(), OF_REWRITER))
+            _print(dict.fromkeys(style_names(), REWRITER_STYLE))
             folder = Path(settings.serve.data_dir).expanduser()
-            _print({style.name: f"of prompts: {FILE}" for style in read_styles(folder)})
+            _print({style.name: f"style of prompts: {FILE}" for style in read_styles(folder)})
         case _:
             from diffserve.service.models import image_capabilities
 
@@ -48,18 +48,22 @@ def run(kind: Kind, settings: Settings) -> int:
 
 
 def run_on_server(kind: Kind, server: str) -> int:
-    """Print what ``server`` has; of a kind that belongs to a model, what its first image model has."""
+    """Print the names that ``server`` has. Kinds that belong to a model are those of its first image model."""
     from diffserve.client import Client
 
     with Client(server) as client:
         models = client.models()
-    abilities = [model.capabilities for model in models if model.capabilities is not None]
-    image = next((ability.image for ability in abilities if ability.image is not None), None)
+    capabilities_of_models = [model.capabilities for model in models if model.capabilities is not None]
+    image = next(
+        (capabilities.image for capabilities in capabilities_of_models if capabilities.image is not None), None
+    )
     if kind == "models":
         _print({model.id: "" for model in models})
     elif kind == "styles":
-        languages = (ability.language for ability in abilities if ability.language is not None)
-        _print({style: OF_REWRITER for language in languages for style in language.styles})
+        languages = (
+            capabilities.language for capabilities in capabilities_of_models if capabilities.language is not None
+        )
+        _print({style: REWRITER_STYLE for language in languages for style in language.styles})
     elif image is not None and kind == "samplers":
         _print({choice.name: choice.label for choice in image.samplers})
     elif image is not None:

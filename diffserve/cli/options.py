@@ -1,4 +1,4 @@
-"""Options that several commands have, and the settings that they are."""
+"""Options shared by several commands, and the settings that they set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def _names_in(module: str, table: str) -> Callable[[str], list[str]]:
-    """Completes to the names in a ``table`` of a ``module``."""
+    """Return a shell completion function for the names in ``table`` of ``module``.
+
+    The module is imported only when the shell asks for a completion.
+    """
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in getattr(import_module(module), table) if name.lower().startswith(incomplete.lower())]
@@ -29,85 +32,95 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="embedded, embedded-turbo, sd15, sdxl, a diffusers folder or a .safetensors file.",
+        help="Model: embedded, embedded-turbo, sd15, sdxl, a diffusers folder or a .safetensors file.",
         metavar="MODEL",
         autocompletion=complete_model,
     ),
 ]
 ConfigOption = Annotated[
     str | None,
-    typer.Option("--config", help="A TOML file, or embedded, embedded-turbo, sd15, sdxl, edge.", metavar="FILE"),
+    typer.Option(
+        "--config", help="Configuration: a TOML file, or embedded, embedded-turbo, sd15, sdxl or edge.", metavar="FILE"
+    ),
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0, xpu or mps.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="Device: auto, cpu, cuda, cuda:0, xpu or mps.")]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static."),
+    typer.Option("--dtype", help="Precision: auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static."),
 ]
 EmbeddingsOption = Annotated[
     str | None,
-    typer.Option(
-        "--embeddings-dir", help="Folder of learned words (textual inversion), as safetensors files.", metavar="DIR"
-    ),
+    typer.Option("--embeddings-dir", help="Folder of textual inversion embeddings (safetensors files).", metavar="DIR"),
 ]
 OffloadOption = Annotated[
-    str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")
+    str | None, typer.Option("--offload", help="Offload weights between uses: none, auto, cpu or disk.")
 ]
 DeviceMapOption = Annotated[
-    str | None, typer.Option("--device-map", help="One model over all GPUs: none, auto or balanced.")
+    str | None, typer.Option("--device-map", help="Split one model across all GPUs: none, auto or balanced.")
 ]
 VAEOption = Annotated[
     str | None,
-    typer.Option("--vae", help="A VAE, or a model that has one, in place of the model's own.", metavar="PATH"),
+    typer.Option("--vae", help="Use this VAE, or the VAE of this model, instead of the model's own.", metavar="PATH"),
 ]
 TextEncoderOption = Annotated[
-    str | None, typer.Option("--text-encoder", help="The same of the text encoder and its tokenizer.", metavar="DIR")
+    str | None,
+    typer.Option(
+        "--text-encoder", help="Use this text encoder and tokenizer instead of the model's own.", metavar="DIR"
+    ),
 ]
 RefinerOption = Annotated[
-    str | None, typer.Option("--refiner", help="A model that takes over for the last steps.", metavar="MODEL")
+    str | None, typer.Option("--refiner", help="Run the last steps with this model.", metavar="MODEL")
 ]
 ScorerOption = Annotated[
-    str | None, typer.Option("--scorer", help="What --best-of chooses by: checker, or a CLIP model.", metavar="DIR")
+    str | None,
+    typer.Option(
+        "--scorer",
+        help="Rank the images of --best-of with this scorer: checker, or a CLIP model folder.",
+        metavar="DIR",
+    ),
 ]
 ServerOption = Annotated[
     str | None,
     typer.Option(
-        "--server", envvar="DIFFSERVE_SERVER", help="A running server that does it, by its address.", metavar="URL"
+        "--server", envvar="DIFFSERVE_SERVER", help="Run on this server instead of on this machine.", metavar="URL"
     ),
 ]
-HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
-PortOption = Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")]
+HostOption = Annotated[str | None, typer.Option("--host", help="Listen on this address.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Listen on this port; 0: any free port.")]
 AllowOpenOption = Annotated[
-    bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys.")
+    bool | None, typer.Option("--allow-open", help="Accept requests from other machines without an API key.")
 ]
-PageOption = Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")]
+PageOption = Annotated[bool | None, typer.Option("--page/--no-page", help="Serve the web page at /, or not.")]
 ModelsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="As for generate, or NAME=MODEL; several: the others are loaded when requests name them.",
+        help="MODEL as for generate, or NAME=MODEL; repeatable. Models after the first load on demand.",
         metavar="MODEL",
         autocompletion=complete_model,
     ),
 ]
 UnloadAfterOption = Annotated[
     float | None,
-    typer.Option("--unload-after", help="Unload a model after so long without work; 0: never.", metavar="SECONDS"),
+    typer.Option("--unload-after", help="Unload a model that is idle for this long; 0: never.", metavar="SECONDS"),
 ]
 LoraDirOption = Annotated[
-    str | None, typer.Option("--lora-dir", help="A folder of adapters that requests may name.", metavar="DIR")
+    str | None, typer.Option("--lora-dir", help="Folder of LoRA adapters that requests can name.", metavar="DIR")
 ]
 ControlNetDirOption = Annotated[
-    str | None, typer.Option("--controlnet-dir", help="A folder of ControlNets that requests may name.", metavar="DIR")
+    str | None, typer.Option("--controlnet-dir", help="Folder of ControlNets that requests can name.", metavar="DIR")
 ]
 WatermarkOption = Annotated[
     bool | None,
-    typer.Option("--watermark/--no-watermark", help="Pixels that say, unseen, that a machine painted them."),
+    typer.Option(
+        "--watermark/--no-watermark", help="Embed an invisible watermark that marks images as AI-generated, or not."
+    ),
 ]
-DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="The server's own folder.", metavar="DIR")]
+DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="Data folder of the server.", metavar="DIR")]
 
 
 def folder_settings(data_dir: str | None, config: str | None) -> Settings:
-    """Settings for what has to do with a server's folder alone."""
+    """Return the settings for commands that need only the data folder of a server."""
     from diffserve.settings.layers import Flag, load_settings
 
     return load_settings(config=config, flags={"serve.data_dir": Flag("--data-dir", data_dir)})
@@ -122,7 +135,7 @@ def serving_flags(
     unload_after: float | None,
     models: list[str] | None,
 ) -> tuple[dict[str, Flag], str | None]:
-    """Who may come where, for what, and the first model: options of commands that serve."""
+    """Return the flags of commands that serve, and the first model without its name."""
     from diffserve.settings.layers import Flag, split_name
 
     name, first = split_name(models[0]) if models else (None, None)
@@ -138,10 +151,10 @@ def serving_flags(
     return flags, first
 
 
-def beside_flags(
+def model_extra_flags(
     lora_dir: str | None, controlnet_dir: str | None, refiner: str | None, scorer: str | None, watermark: bool | None
 ) -> dict[str, Flag]:
-    """What may stand beside a model, and what its pictures bear: options of commands."""
+    """Return the flags for adapters, ControlNets, refiner, scorer and watermark."""
     from diffserve.settings.layers import Flag
 
     return {
@@ -162,7 +175,7 @@ def placement_flags(
     text_encoder: str | None = None,
     embeddings_dir: str | None = None,
 ) -> dict[str, Flag]:
-    """Where a model and its parts lie, where they run, how precisely, and where weights rest: options of commands."""
+    """Return the flags for model components, device, precision and offloading."""
     from diffserve.settings.layers import Flag
 
     return {

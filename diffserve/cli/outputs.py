@@ -1,4 +1,4 @@
-"""Where pictures are written: names, numbers, and the refusal before any painting is done."""
+"""Output files: names, numbering, and checks before generation starts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from diffserve.media.images import image_format_of
 
 MAX_NAME_CHARS = 48
 STDOUT = Path("-")
-"""One picture, a PNG, to standard output."""
+"""Stands for standard output, which receives one PNG image."""
 
 
 def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite: bool) -> list[Path]:
-    """The file of each image, after making sure that they can be written.
+    """Return the output file of each image, and check that it can be written.
 
-    ``output`` is a file, a folder, or ``None`` (a file named after the prompt, here). One image takes the name itself,
-    more take name-1, name-2, ... A file that exists is never replaced unless ``overwrite``: the next free number is
-    taken. ``STDOUT`` takes one image. Raises InvalidRequest for an unknown suffix, a missing folder or one that cannot
-    be written, and for a terminal.
+    One image uses the name itself, several use name-1, name-2, and so on.
+
+    Args:
+        output: A file, a folder or ``STDOUT``. None: a file in the current folder, named after the prompt.
+        prompt: The prompt.
+        num_images: Number of images.
+        overwrite: Whether to replace existing files. Otherwise the next free number is used.
+
+    Raises:
+        InvalidRequest: The suffix is unknown, the folder is missing or not writable, or standard output is a terminal
+            or would receive several images.
     """
     check_num(num_images, MAX_IMAGES, "images")
     if output == STDOUT:
@@ -45,22 +52,26 @@ def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite
 
 
 def name_after(prompt: str) -> str:
-    """A file name from a prompt: its words in lower case, joined by hyphens, as a PNG."""
-    return f"{safe_stem(prompt.lower()) or 'picture'}.png"
+    """Return a PNG file name made of the words of ``prompt`` in lower case, joined by hyphens."""
+    return f"{safe_stem(prompt.lower()) or 'image'}.png"
 
 
 def safe_stem(text: str) -> str:
-    """The words of ``text``, joined by hyphens: what a file may be called."""
+    """Return the words of ``text`` joined by hyphens, without characters that are unsafe in file names."""
     return re.sub(r"\W+", "-", text).strip("-_")[:MAX_NAME_CHARS].strip("-_")
 
 
 def write_output(file: Path, data: bytes) -> None:
-    """Write ``data`` whole: a reader never sees half a picture. Raises InvalidRequest when the disk refuses."""
+    """Write ``data`` to ``file`` atomically, so that a reader never sees a partial file.
+
+    Raises:
+        InvalidRequest: The file cannot be written.
+    """
     if file == STDOUT:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    # Short, as the name itself may be as long as names get; a thread's own, as a batch writes in many of them.
+    # A short name, because the final name can have the maximum length; unique per thread, because a batch has many.
     temporary = file.with_name(f".diffserve-{os.getpid()}-{threading.get_ident()}.part")
     try:
         temporary.write_bytes(data)
@@ -82,15 +93,15 @@ def _candidates(file: Path, num_images: int) -> Iterator[Path]:
 def _check_stdout(num_images: int) -> None:
     if num_images > 1:
         raise InvalidRequest(
-            f"-o - takes one picture and -n is {num_images}; give a folder, or a name to number.", param="output"
+            f"-o - takes one image, but -n is {num_images}; give a folder or a file name.", param="output"
         )
     if sys.stdout.isatty():
-        raise InvalidRequest("-o - writes a picture, and standard output is a terminal; send it on.", param="output")
+        raise InvalidRequest("-o - writes an image, but standard output is a terminal; redirect it.", param="output")
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise InvalidRequest(f"the folder {str(folder)!r} does not exist; make it first.", param="output")
+        raise InvalidRequest(f"the folder {str(folder)!r} does not exist; create it first.", param="output")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

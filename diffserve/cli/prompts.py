@@ -1,4 +1,4 @@
-"""What is to be painted, as it comes from a shell: quoted, or by standard input."""
+"""Reading of the prompt argument: one quoted argument, or standard input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from diffserve.api.types import MAX_PROMPT_CHARS
 STDIN = "-"
 
 
-def one_text(words: Sequence[str], *, command: str, name: str = "prompt") -> str:
-    """The one argument of ``command``, or what standard input says where it is "-".
+def read_text_argument(words: Sequence[str], *, command: str, name: str = "prompt") -> str:
+    """Return the only argument of ``command``, or the text on standard input if it is ``-``.
 
-    Raises InvalidRequest for several arguments, which a shell made of a sentence without quotes, and for an input that
-    is no text, or too long.
+    Args:
+        words: The arguments as the shell passed them.
+        command: Name of the command, for the error message.
+        name: Name of the argument, for the error message.
+
+    Raises:
+        InvalidRequest: There are several arguments (a prompt without quotes), or standard input is empty or not UTF-8.
     """
     if len(words) > 1:
-        told = shlex.quote(" ".join(words)[:60])
+        quoted = shlex.quote(" ".join(words)[:60])
         raise InvalidRequest(
-            f"the {name} came as {len(words)} words; put it in quotes: diffserve {command} {told}", param=name
+            f"the {name} must be one argument, got {len(words)}; put it in quotes: diffserve {command} {quoted}",
+            param=name,
         )
     return _read_stdin(name) if words[0] == STDIN else words[0]
 
@@ -34,5 +40,5 @@ def _read_stdin(name: str) -> str:
             f"the {name} on standard input is not UTF-8 text ({error.reason} at byte {error.start}).", param=name
         ) from None
     if not text.strip():
-        raise InvalidRequest(f"standard input holds no {name}; say what to paint.", param=name, code="empty_prompt")
+        raise InvalidRequest(f"standard input has no {name}; write a text.", param=name, code="empty_prompt")
     return text.strip()

@@ -1,4 +1,4 @@
-"""``diffserve prune``: cut heads and channels out of a model's UNet, and say what is left of its work."""
+"""``diffserve prune``: removes heads and channels of a UNet and reports the new size and cost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 
 
 def run(settings: Settings, output: Path, *, heads: float, channels: float) -> int:
-    """Write the model of ``settings`` to ``output`` with these shares of its UNet's layers cut out.
+    """Write a pruned copy of the model to ``output`` and print a comparison.
 
-    Raises ConfigError for shares, and for a folder that exists, and what loading raises.
+    Args:
+        settings: Settings with the model.
+        output: Folder to create.
+        heads: Share of attention heads to remove from every layer.
+        channels: Share of feed-forward inner channels to remove from every layer.
+
+    Raises:
+        ConfigError: A share is out of range, the folder exists, or the model cannot be loaded.
     """
     from diffserve.runtime import choose_for
     from diffserve.runtime.loading.pruned import prune_directory
@@ -30,16 +37,18 @@ def run(settings: Settings, output: Path, *, heads: float, channels: float) -> i
     console = Console(highlight=False, soft_wrap=True)
     prune_directory(profile.path, output, shares)
     paths = (profile.path, output)
-    before, after = (needs_of(one, dtype=dtype, config=settings.engine, profile=profile, rows=(1,)) for one in paths)
+    before, after = (needs_of(path, dtype=dtype, config=settings.engine, profile=profile, rows=(1,)) for path in paths)
     console.print(_table(before, after))
-    console.print(f"{output}: judge its pictures (benchmarks/bench_pruning.py) before it is used", markup=False)
+    console.print(f"{output}: check image quality (benchmarks/bench_pruning.py) before use", markup=False)
     return 0
 
 
 def _table(before: Needs, after: Needs) -> Table:
     width_px, height_px = before.model.info.good_sizes[0]
     table = Table("UNet", "before", "after", "ratio", box=None)
-    old, new = (next(part for part in one.model.memory_report() if part.component == "unet") for one in (before, after))
+    old, new = (
+        next(part for part in needs.model.memory_report() if part.component == "unet") for needs in (before, after)
+    )
     flops = f"GFLOP a row of {width_px}x{height_px}"
     for name, unit, was, is_now in (
         ("million parameters", 1e6, old.num_parameters, new.num_parameters),

@@ -1,4 +1,4 @@
-"""``diffserve generate --infotext``: the parameters of a picture in place of options that are not given."""
+"""``diffserve generate --infotext``: uses the parameters in an image file for options that are not given."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ORDER: Final = {
     "size": ("size", "size"),
     "strength": ("strength", "strength"),
 }
-"""Fields of a request, as ``GenerateArguments`` and the options call them. The others are in ``further``."""
+"""Maps API request fields to (attribute of ``GenerateArguments``, option). Other fields go to ``further``."""
 
 OPTIONS: Final = {"micro_conditioning": "sizes"}
-"""Options of other names than their fields."""
+"""Maps request fields to options that have another name."""
 
 
 class RecordedPicture(NamedTuple):
-    """The fields of a request that repeats a picture."""
+    """The API request fields that reproduce an image."""
 
     fields: dict[str, Any]
 
@@ -41,7 +41,7 @@ class RecordedPicture(NamedTuple):
         return str(self.fields["prompt"])
 
     def fill(self, order: GenerateArguments, options: Collection[str]) -> GenerateArguments:
-        """Return ``order`` with what the picture says of everything that ``options`` do not."""
+        """Return ``order`` with the parameters of the image, except for those in ``options``."""
         fields = {name: value for name, value in self.fields.items() if name not in ("prompt", "sampler")}
         sampler = sampler_text(self.fields)
         fields.pop("sigma_schedule", None)
@@ -65,7 +65,11 @@ class RecordedPicture(NamedTuple):
 
 
 def read_recorded(file: Path, *, has_start: bool) -> RecordedPicture:
-    """Read the parameters in a picture or a text file, and print what of them cannot be repeated.
+    """Read the parameters in an image or a text file, and print warnings for those that cannot be reproduced.
+
+    Args:
+        file: The image or text file.
+        has_start: Whether the command has a start image.
 
     Raises:
         InvalidRequest: The file cannot be read, or has no parameters.
@@ -75,11 +79,11 @@ def read_recorded(file: Path, *, has_start: bool) -> RecordedPicture:
         text = data.decode() if file.suffix.lower() == ".txt" else read_infotext(data)
     except UnicodeDecodeError:
         raise InvalidRequest(
-            f"{OPTION} {str(file)!r} is not UTF-8 text; give a picture or a text.", param=OPTION
+            f"{OPTION} {str(file)!r} is not UTF-8 text; give an image or a text file.", param=OPTION
         ) from None
     read = parse_infotext(text or "")
     if not read.fields:
-        message = f"{OPTION} {str(file)!r} has no parameters; give a picture as it was painted, not an edited copy."
+        message = f"{OPTION} {str(file)!r} has no parameters; give the original image, not an edited copy."
         raise InvalidRequest(message, param=OPTION)
     recorded = request_of(read, has_start=has_start)
     for warning in recorded.warnings:

@@ -1,5 +1,7 @@
-"""``diffserve generate --server`` and ``rewrite --server``: the same requests, painted by a server that runs already.
-No torch here, and no model: files, names and metadata are as of a local run."""
+"""``diffserve generate --server`` and ``rewrite --server``: runs requests on a server.
+
+No torch and no model are loaded. Files, names and metadata are the same as in a local run.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from diffserve.cli.generate import (
     JPEG_QUALITY,
     GenerateArguments,
     check_quality,
+    describe_image,
     note,
     progress_bar,
     read_bytes,
     read_pictures,
-    told_of,
 )
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
-from diffserve.cli.rewrite import NUM_FURTHER, distinct, too_few
+from diffserve.cli.rewrite import NUM_FURTHER, distinct, shortage_warning
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, RewrittenPrompt, Stream
-from diffserve.client import Progress as Moment
+from diffserve.client import Progress as ProgressEvent
 from diffserve.client.calls import KEY_VARIABLE
 from diffserve.media.images import image_format_of
 from diffserve.settings.layers import Flag
@@ -40,9 +42,12 @@ VARIABLE: Final = "DIFFSERVE_SERVER"
 
 
 def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapping[str, Flag]) -> int:
-    """Have ``order`` painted by ``server``; the exit code. Leaving early, as Ctrl-C does, ends the work there.
+    """Generate the images of ``order`` on ``server`` and return the exit code: 0, or 1 if an image failed.
 
-    Mistakes, a server that is not there and one that is lost are raised as DiffserveError.
+    An exception, such as Ctrl-C, cancels the request on the server.
+
+    Raises:
+        DiffserveError: The user made an error, or the server is unreachable.
     """
     refuse_placement(flags)
     check_quality(order)
@@ -56,7 +61,7 @@ def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapp
     with (
         Client(server) as client,
         progress_bar(console) as progress,
-        in_words_of_a_shell(),
+        with_command_line_hints(),
         _stream(client, order, fields) as stream,
     ):
         lines, num_failed = _follow(stream, order, files, progress)
@@ -67,8 +72,8 @@ def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapp
 
 
 @contextmanager
-def in_words_of_a_shell() -> Iterator[None]:
-    """What a server refuses is raised with the way out of somebody at a command line."""
+def with_command_line_hints() -> Iterator[None]:
+    """Add hints for command line users to the error messages of a server."""
     try:
         yield
     except QueueFull as full:
@@ -76,26 +81,30 @@ def in_words_of_a_shell() -> Iterator[None]:
         raise
     except DiffserveError as error:
         if error.code == "invalid_api_key":
-            error.message = f"{error.message} Put a good one into {KEY_VARIABLE}."
+            error.message = f"{error.message} Set {KEY_VARIABLE} to a valid key."
         raise
 
 
 def refuse_placement(flags: Mapping[str, Flag]) -> None:
-    """InvalidRequest where a flag says how a model is to be loaded, which is the server's to decide."""
+    """Raise InvalidRequest if a flag controls how a model is loaded, because the server decides that."""
     for flag in flags.values():
         if flag.value is not None:
             raise InvalidRequest(
-                f"{flag.name} is given, and a server is to do it (--server, or {VARIABLE}), which has loaded its "
-                f"models already; leave {flag.name} out, or the server.",
+                f"{flag.name} is given together with a server (--server or {VARIABLE}), which has already loaded its "
+                f"models; leave {flag.name} or the server out.",
                 param=flag.name,
             )
 
 
 def fields_of(order: GenerateArguments, file: Path) -> dict[str, Any]:
-    """The fields of ``order`` as the API has them, the format after the name of ``file``; what is left to the model is
-    left out."""
+    """Return the API request fields of ``order``, without those that use the default of the model.
+
+    Args:
+        order: The arguments of the command.
+        file: An output file, which determines the image format.
+    """
     image_format = "png" if file == STDOUT else image_format_of(file)
-    given = {
+    fields = {
         **order.further,
         "loras": order.further.get("loras") or None,
         "controlnets": [
@@ -116,7 +125,7 @@ def fields_of(order: GenerateArguments, file: Path) -> dict[str, Any]:
         "output_format": image_format,
         "output_compression": None if image_format == "png" else JPEG_QUALITY,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _stream(client: Client, order: GenerateArguments, fields: dict[str, Any]) -> Stream[ImageEvent]:
@@ -129,7 +138,11 @@ def _stream(client: Client, order: GenerateArguments, fields: dict[str, Any]) ->
 def _follow(
     stream: Stream[ImageEvent], order: GenerateArguments, files: list[Path], progress: Progress
 ) -> tuple[list[str], int]:
-    """Move the bar and write each picture as it comes: a line for each, and how many were lost."""
+    """Show the progress of the request and write each finished image.
+
+    Returns:
+        A line to print for each written image, and the number of images that failed.
+    """
     started_s = time.perf_counter()
     steps_done: dict[int, int] = {}
     bar = progress.add_task("waiting", total=None, speed="")
@@ -138,10 +151,10 @@ def _follow(
     num_failed = 0
     for event in stream:
         match event:
-            case Moment(image_index=None):
+            case ProgressEvent(image_index=None):
                 ahead = event.queue_position
-                progress.update(bar, description=f"place {ahead + 1} in the queue" if ahead else "waiting")
-            case Moment(image_index=int(index), step=int(step), steps=int(steps)):
+                progress.update(bar, description=f"position {ahead + 1} in the queue" if ahead else "waiting")
+            case ProgressEvent(image_index=int(index), step=int(step), steps=int(steps)):
                 steps_done[index] = step
                 done = sum(steps_done.values())
                 speed = f"{done / (time.perf_counter() - started_s):.1f}/s"
@@ -150,7 +163,7 @@ def _follow(
             case CompletedImage():
                 file = files[event.image_index]
                 write_output(file, event.file)
-                lines.append(told_of(file, event, event.num_inference_steps))
+                lines.append(describe_image(file, event, event.num_inference_steps))
                 notes |= dict.fromkeys(event.warnings)
             case LostImage():
                 num_failed += 1
@@ -162,24 +175,26 @@ def _follow(
 
 
 def rewrite(request: RewriteRequest, style: str | None, server: str, *, is_json: bool) -> int:
-    """Have ``server`` rewrite; the exit code. The same lines as of a local model."""
+    """Rewrite the prompt on ``server``, print the result as a local run does, and return the exit code."""
     fields = RewriteFields(n=request.num_prompts)
     if style is not None:
         fields["style"] = style
     if request.options.seed is not None:
         fields["seed"] = request.options.seed
-    with Client(server) as client, in_words_of_a_shell():
+    with Client(server) as client, with_command_line_hints():
         answer = client.rewrite(request.wish, **fields)
 
-        def more(seed: int) -> Sequence[RewrittenPrompt]:
+        def draw(seed: int) -> Sequence[RewrittenPrompt]:
             return client.rewrite(request.wish, **(fields | RewriteFields(n=NUM_FURTHER, seed=seed))).prompts[1:]
 
-        prompts = distinct(answer.prompts, lambda one: one.revised_prompt or one.prompt, request, more)
+        prompts = distinct(
+            answer.prompts, lambda rewritten: rewritten.revised_prompt or rewritten.prompt, request, draw
+        )
     if is_json:
         print(msgspec.json.encode(msgspec.structs.replace(answer, prompts=tuple(prompts))).decode())
         return 0
-    for one in prompts:
-        print(" ".join((one.revised_prompt or one.prompt).split()))
-    warnings = [*(one.warning for one in prompts), too_few(request, len(prompts))]
+    for rewritten in prompts:
+        print(" ".join((rewritten.revised_prompt or rewritten.prompt).split()))
+    warnings = [*(rewritten.warning for rewritten in prompts), shortage_warning(request, len(prompts))]
     note(Console(stderr=True, highlight=False), *dict.fromkeys(filter(None, warnings)))
     return 0

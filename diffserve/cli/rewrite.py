@@ -1,4 +1,4 @@
-"""``diffserve rewrite``: a wish in, prompts out, one line each; what there is to say about them on standard error."""
+"""``diffserve rewrite``: rewrites a wish into prompts, one per line; warnings go to standard error."""
 
 from __future__ import annotations
 
@@ -21,63 +21,74 @@ if TYPE_CHECKING:
 
 EMBEDDED: Final = "embedded"
 EMBEDDED_MARKS: Final = ("<wish>", "<caption>")
-"""A tokenizer with these was made for the embedded rewriter's own prompt."""
+"""Tokens in the vocabulary of language models that are trained for the prompt of the embedded rewriter."""
 
 CLIP_PAD: Final = "!"
 MAX_ATTEMPTS: Final = 4
-"""How often prompts are drawn where some of them are equal."""
+"""How often to sample prompts when some of them are equal."""
 
 NUM_FURTHER: Final = 10
-"""Prompts of each further attempt."""
+"""Number of prompts in each further attempt."""
 
 T = TypeVar("T")
 
 
 def run(request: RewriteRequest, model: str, style: str | None, *, device: str, dtype: str, is_json: bool) -> int:
-    """Rewrite by ``model``, in the ``style`` that suits it unless one is named; the exit code. Mistakes, and a model
-    that is not there, are raised as DiffserveError."""
+    """Rewrite a wish with a local language model, print the prompts and return the exit code.
+
+    Args:
+        request: The wish and its options.
+        model: Name or folder of the language model.
+        style: Prompt style. None: the style that fits the model.
+        device: Device name.
+        dtype: Precision name.
+        is_json: Whether to print JSON.
+
+    Raises:
+        DiffserveError: The request is invalid, or the model cannot be loaded.
+    """
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {model}"):
         rewriter = open_rewriter(model, style, device=device, dtype=dtype)
     end, streamed = _show(rewriter, request, is_json=is_json)
 
-    def more(seed: int) -> tuple[Rewrite, ...]:
+    def draw(seed: int) -> tuple[Rewrite, ...]:
         options = msgspec.structs.replace(request.options, seed=seed)
         return rewriter.rewrite(request.wish, NUM_FURTHER, options)[1:]
 
-    rewrites = distinct(end.rewrites, lambda one: one.prompt, request, more)
+    rewrites = distinct(end.rewrites, lambda rewrite: rewrite.prompt, request, draw)
     if is_json:
         _print_json(msgspec.structs.replace(end, rewrites=tuple(rewrites)))
     else:
         _print_prompts(rewrites, streamed)
-    warnings = [*(one.warning for one in rewrites), too_few(request, len(rewrites))]
+    warnings = [*(rewrite.warning for rewrite in rewrites), shortage_warning(request, len(rewrites))]
     note(console, *dict.fromkeys(filter(None, warnings)))
     return 0
 
 
 def distinct(
-    first: Iterable[T], text_of: Callable[[T], str], request: RewriteRequest, more: Callable[[int], Iterable[T]]
+    first: Iterable[T], text_of: Callable[[T], str], request: RewriteRequest, draw: Callable[[int], Iterable[T]]
 ) -> list[T]:
     """Return as many different prompts as were requested, drawing others with further seeds for equal ones.
 
     Args:
         first: The prompts of the request itself.
         text_of: Returns the text of a prompt.
-        more: Returns further prompts for a seed.
+        draw: Returns further prompts for a seed.
     """
     prompts: dict[str, T] = {}
     for attempt in range(MAX_ATTEMPTS):
         seed = (request.options.seed or 0) + request.num_prompts + NUM_FURTHER * attempt
-        drawn = first if attempt == 0 else more(seed % MAX_SEED)
-        for one in drawn:
-            prompts.setdefault(" ".join(text_of(one).casefold().split()), one)
+        drawn = first if attempt == 0 else draw(seed % MAX_SEED)
+        for prompt in drawn:
+            prompts.setdefault(" ".join(text_of(prompt).casefold().split()), prompt)
         if len(prompts) >= request.num_prompts:
             break
     return list(prompts.values())[: request.num_prompts]
 
 
-def too_few(request: RewriteRequest, num_prompts: int) -> str | None:
-    """Return what to say where the model has fewer different prompts than were requested."""
+def shortage_warning(request: RewriteRequest, num_prompts: int) -> str | None:
+    """Return a warning if the model has fewer different prompts than requested, otherwise None."""
     if num_prompts >= request.num_prompts:
         return None
     count = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
@@ -85,9 +96,19 @@ def too_few(request: RewriteRequest, num_prompts: int) -> str | None:
 
 
 def open_rewriter(name: str, style: str | None, *, device: str, dtype: str) -> Rewriter:
-    """A rewriter on the model called ``name``; torch is imported here and not before.
+    """Load a language model and return its rewriter. torch is imported only here.
 
-    Raises ModelNotFound, ModelLoadError, ConfigError, InvalidRequest (a style that is not there).
+    Args:
+        name: Name or folder of the language model.
+        style: Prompt style. None: the style that fits the model.
+        device: Device name.
+        dtype: Precision name.
+
+    Raises:
+        ModelNotFound: There is no such model.
+        ModelLoadError: The model cannot be loaded.
+        ConfigError: The device or precision is not available.
+        InvalidRequest: The style is unknown.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.engine.rewriter import Rewriter
@@ -96,20 +117,20 @@ def open_rewriter(name: str, style: str | None, *, device: str, dtype: str) -> R
     from diffserve.runtime.language import load_language_model
 
     if style is not None:
-        load_style(style)  # before anything heavy
+        load_style(style)  # report an unknown style before the model is loaded
     model = load_language_model(find_rewriter(name), device=device, dtype=dtype)
     style = style or _style_of(model)
     return Rewriter(TextEngine.from_model(model), style=style, window=_window(style))
 
 
 def _style_of(model: LanguageModel) -> str:
-    """What suits ``model`` when nobody says for which image model."""
+    """Return the default style for ``model``."""
     vocabulary = model.tokenizer.get_vocab()
     return EMBEDDED if all(mark in vocabulary for mark in EMBEDDED_MARKS) else "prose"
 
 
 def _window(style: str) -> TextWindow:
-    """The text window of the image models that ``style`` is for."""
+    """Return the text window of the image models that ``style`` targets."""
     from diffserve.rewriting import TextWindow
     from diffserve.runtime.loading.components import load_tokenizer
     from diffserve.runtime.loading.family import BUILT_IN
@@ -121,7 +142,14 @@ def _window(style: str) -> TextWindow:
 
 
 def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> tuple[RewriteFinished, str]:
-    """Print the deltas, and return the end and the words that were printed. Raises what a failed rewrite stands for."""
+    """Print the text while it is generated.
+
+    Returns:
+        The final event and the text that was printed.
+
+    Raises:
+        DiffserveError: The rewrite failed.
+    """
     from diffserve.engine.delivery import raise_if_failed
 
     streamed = ""
@@ -142,9 +170,9 @@ def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> tupl
 
 
 def _print_prompts(rewrites: Sequence[Rewrite], streamed: str) -> None:
-    """One line each; the first not twice when its words were shown as they came."""
-    for index, one in enumerate(rewrites):
-        line = " ".join(one.prompt.split())
+    """Print one prompt per line, without the first one if it was already streamed."""
+    for index, rewrite in enumerate(rewrites):
+        line = " ".join(rewrite.prompt.split())
         if index or line != streamed.strip():
             print(line)
 

@@ -1,4 +1,4 @@
-"""How a command starts (is the process its own? then the libraries are imported leanly), and how it refuses."""
+"""Start and end of a command process: log output, lean imports, error messages and a fast exit."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ _owns_process = False
 
 
 def own_process() -> None:
-    """Say that this process runs one command and nothing else."""
+    """Mark this process as running one command and nothing else, and print log warnings as notes."""
     global _owns_process
     _owns_process = True
     bound_spinning(os.environ)
-    logging.getLogger().addHandler(Notes())
+    logging.getLogger().addHandler(NoteHandler())
 
 
-class Notes(logging.Handler):
-    """What the log has to say to a person: a line for each warning on standard error, each once."""
+class NoteHandler(logging.Handler):
+    """Log handler that prints each distinct warning once on standard error."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the message and, where it has one, its reason."""
+        """Print the message and its reason, if it has one."""
         reason = getattr(record, "reason", None)
         line = f"note: {record.getMessage()}{f': {reason}' if reason else ''}"
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._printed:
+            self._printed.add(line)
             print(line, file=sys.stderr)
 
 
 def end_soon() -> None:
-    """Before this process ends: what it holds goes with it, and is not looked through for garbage first (0.8 s)."""
+    """Skip garbage collection at exit, which takes up to 0.8 s, if this process runs only the command."""
     if _owns_process:
         gc.freeze()
 
 
 def refuse(message: str) -> int:
-    """Say it in one line on standard error; the exit code of a user's mistake."""
+    """Print ``message`` in one line on standard error and return the exit code for user errors."""
     print(f"diffserve: {' '.join(message.split())}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 
 def import_libraries() -> None:
-    """Before a model is loaded: torch and its friends, without what nobody here uses."""
+    """Import torch and related libraries before a model is loaded, without their unused parts."""
     if _owns_process:
         from diffserve.runtime.loading.library_imports import import_lean
 

@@ -1,4 +1,4 @@
-"""``diffserve sweep``: paint the same pictures in many ways, and report what a step buys."""
+"""``diffserve sweep``: generates the same images with many settings and reports quality versus steps."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from diffserve.settings.layers import Flag, load_settings
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the command line asked for, axes as they were written; ``None`` means: as a sweep's defaults, a gate's, or
-    the model's profile say."""
+    """Arguments of the command, unparsed. ``None`` stands for the default of the sweep, the gate or the model."""
 
     samplers: str | None
     steps: str | None
@@ -51,7 +50,17 @@ class SweepOptions:
 
 
 def run(options: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
-    """Run the sweep; the exit code. User errors are raised as DiffserveError before anything is painted or made."""
+    """Run the sweep and return the exit code.
+
+    Args:
+        options: Arguments of the sweep.
+        model: Model name or path.
+        config: Configuration name or file.
+        flags: Settings of the command line.
+
+    Raises:
+        DiffserveError: The user made an error; it is raised before any image or file is created.
+    """
     settings = load_settings(model=model, config=config, flags=flags)
     plan = plan_of(options, settings)
     refuse_early(plan, options.output)
@@ -60,7 +69,7 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
     console.print(
-        f"{len(plan.cells)} cells of {len(plan.places)} pictures and the converged ones: {plan.num_images:,} pictures, "
+        f"{len(plan.cells)} cells of {len(plan.places)} images and the converged ones: {plan.num_images:,} images, "
         f"{plan.num_rows:,} UNet rows",
         markup=False,
         soft_wrap=True,
@@ -75,8 +84,8 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
 
             report = run_plan(engine, plan, options.output, report_progress)
     except KeyboardInterrupt:
-        kept = f"stopped; what is painted is kept in {options.output}, and the same command goes on"
-        console.print(kept, markup=False, soft_wrap=True)
+        message = f"stopped; what is painted is kept in {options.output}, and the same command goes on"
+        console.print(message, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
         print(line)
@@ -84,7 +93,12 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
 
 
 def check_prompts(plan: SweepPlan, settings: Settings) -> None:
-    """Judge the prompts by the safety filter, if one is configured. Raises ModerationBlocked, EngineUnavailable."""
+    """Check the prompts with the safety filter, if one is configured.
+
+    Raises:
+        ModerationBlocked: A prompt is blocked.
+        EngineUnavailable: The filter does not answer.
+    """
     with Safety.running(settings) as safety:
         if safety is not None:
             for prompt in plan.prompts:
@@ -93,16 +107,18 @@ def check_prompts(plan: SweepPlan, settings: Settings) -> None:
 
 @contextmanager
 def lasting_interrupt() -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises KeyboardInterrupt at once, as ever, and where that came to nothing the yielded function raises it
-    again: Python drops what is raised inside of a weak reference's callback or a finaliser, as on many an import."""
-    seen: list[int] = []
+    """Make sure that Ctrl-C is not lost, and yield a function that raises a pending KeyboardInterrupt.
+
+    Python drops exceptions in weak reference callbacks and finalizers, which run during many imports.
+    """
+    signals: list[int] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     def check() -> None:
-        if seen:
+        if signals:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -113,8 +129,16 @@ def lasting_interrupt() -> Iterator[Callable[[], None]]:
 
 
 def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -> SweepPlan:
-    """What to paint. ``gated``: without converged pictures, and where nothing was said one cell, the model's own way to
-    paint, with one seed. Raises InvalidRequest."""
+    """Return the plan of a sweep, or of a gate.
+
+    Args:
+        options: Arguments of the sweep.
+        settings: Settings with the defaults of the model.
+        gated: Whether the plan is for a gate: no reference images, and by default one cell with one seed.
+
+    Raises:
+        InvalidRequest: An argument is invalid.
+    """
     prompts = options.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
@@ -136,7 +160,7 @@ def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -
 
 
 def make_progress(console: Console) -> Progress:
-    """A bar that goes away at the end, and is none where nobody watches."""
+    """Return a progress bar that disappears at the end and is hidden unless ``console`` is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -150,7 +174,7 @@ def make_progress(console: Console) -> Progress:
 
 
 class _ProgressBar:
-    """Moves the bar and says each cell that is complete; where there is no bar, with the time left."""
+    """Updates the progress bar and prints each finished cell, with the remaining time if the bar is hidden."""
 
     def __init__(self, progress: Progress, plan: SweepPlan) -> None:
         self._progress = progress
@@ -163,10 +187,10 @@ class _ProgressBar:
             self._started_s = time.monotonic()
             done = self._plan.num_rows - now.num_rows
             if done:
-                self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
+                self._print(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
-            self._say(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted{self._left(now)}")
+            self._print(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: done{self._left(now)}")
 
     def _left(self, now: SweepProgress) -> str:
         if self._progress.console.is_terminal or not now.rows_done or self._started_s is None:
@@ -175,21 +199,21 @@ class _ProgressBar:
         left = datetime.timedelta(seconds=round(spent_s * (now.num_rows / now.rows_done - 1)))
         return f"; {100 * now.rows_done / now.num_rows:.0f} % done, about {left} left"
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._progress.console.print(line, markup=False, soft_wrap=True)
 
 
 def _lines(report: SweepReport) -> Iterator[str]:
-    """The table in short, what a step buys, and where the rest is."""
-    known = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
-    measures = [measure for measure in known if any(one.value(measure) for one in report.cells)]
+    """Yield a short results table, the findings and the path of the full report."""
+    candidates = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
+    measures = [measure for measure in candidates if any(cell.value(measure) for cell in report.cells)]
     heads = ["cell", "guidance", *(measure.value for measure in measures), "ms a step", "images/s"]
     rows = [heads]
-    for one in report.cells:
-        values = (one.value(measure) for measure in measures)
-        written = ["" if v is None else m.write(v.value) for m, v in zip(measures, values, strict=True)]
-        scale, step, rate = f"{one.cell.guidance_scale:g}", f"{one.step_ms.value:.1f}", f"{one.images_per_s:.2f}"
-        rows.append([one.cell.label, scale, *written, step, rate])
+    for cell in report.cells:
+        values = (cell.value(measure) for measure in measures)
+        texts = ["" if v is None else m.write(v.value) for m, v in zip(measures, values, strict=True)]
+        scale, step, rate = f"{cell.cell.guidance_scale:g}", f"{cell.step_ms.value:.1f}", f"{cell.images_per_s:.2f}"
+        rows.append([cell.cell.label, scale, *texts, step, rate])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()

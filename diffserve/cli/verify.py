@@ -1,4 +1,4 @@
-"""``diffserve verify``: what pictures say of where they are from."""
+"""``diffserve verify``: reports the AI-generation marks in image files."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.cli.start import refuse
 from diffserve.media.provenance import Provenance, examine
 
-EXIT_NOTHING = 1
+EXIT_UNMARKED = 1
 
 
 def run(files: Sequence[Path], *, as_json: bool) -> int:
-    """Print a line for each of ``files``; 0 where all of them say so, 2 where one cannot be read, which is said."""
+    """Print a line per file and return the exit code: 0 if all are marked, 1 if one is not, 2 if one is unreadable."""
     code = 0
     for file in files:
         try:
-            found = examine(file.read_bytes(), name=repr(str(file)))
+            provenance = examine(file.read_bytes(), name=repr(str(file)))
         except OSError as error:
             code = refuse(f"cannot read {str(file)!r}: {error.strerror}.")
         except InvalidRequest as error:
             code = refuse(error.message)
         else:
-            code = max(code, 0 if found.is_generated else EXIT_NOTHING)
-            told = {"file": str(file), **found.told()}
-            print(msgspec.json.encode(told).decode() if as_json else f"{file}  {_line(found)}")
+            code = max(code, 0 if provenance.is_generated else EXIT_UNMARKED)
+            details = {"file": str(file), **provenance.told()}
+            print(msgspec.json.encode(details).decode() if as_json else f"{file}  {_describe(provenance)}")
     return code
 
 
-def _line(found: Provenance) -> str:
-    said = []
-    if found.xmp is not None and found.xmp.digital_source_type:
-        said.append(f"XMP says {found.xmp.digital_source_type.rpartition('/')[2]}")
-    if found.watermark is not None:
-        said.append(f"its watermark says {found.watermark.kind} ({100 * found.watermark.confidence:.0f} %)")
-    if found.c2pa is not None:
-        said.append(f"its content credentials are {found.c2pa.state}, by {found.c2pa.signer or 'nobody known'}")
-    head = "painted by a machine" if found.is_generated else "nothing says that a machine painted it"
-    return f"{head}: {'; '.join(said)}" if said else head
+def _describe(provenance: Provenance) -> str:
+    marks = []
+    if provenance.xmp is not None and provenance.xmp.digital_source_type:
+        marks.append(f"XMP: {provenance.xmp.digital_source_type.rpartition('/')[2]}")
+    if provenance.watermark is not None:
+        marks.append(f"watermark: {provenance.watermark.kind} ({100 * provenance.watermark.confidence:.0f} %)")
+    if provenance.c2pa is not None:
+        marks.append(
+            f"content credentials: {provenance.c2pa.state}, by {provenance.c2pa.signer or 'an unknown signer'}"
+        )
+    head = "AI-generated" if provenance.is_generated else "no AI-generation mark"
+    return f"{head}: {'; '.join(marks)}" if marks else head

@@ -1,4 +1,4 @@
-"""``diffserve warm``: compile the UNet for the sizes that are painted, prove it, and say what it saves."""
+"""``diffserve warm``: compiles the UNet for given image sizes, validates it and reports the speedup."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
     A server whose data folder has stored UNet paths uses the new ones from its next start.
 
     Args:
-        sizes: "WIDTHxHEIGHT" each; none: the model's native size.
-        has_loras: whether to compile for images with adapters of the folder as well.
+        settings: Settings with the model and the data folder.
+        sizes: Image sizes as "WIDTHxHEIGHT". Empty: the native size of the model.
+        has_loras: Whether to compile also for images with LoRA adapters of the folder.
 
     Raises:
-        InvalidRequest: a size cannot be read.
-        ConfigError: nothing can be compiled.
+        InvalidRequest: A size is invalid.
+        ConfigError: Compilation is not possible.
     """
-    asked = [parse_size(size) for size in sizes]
+    requested = [parse_size(size) for size in sizes]
     from diffserve.engine.image.compiling import compile_group
     from diffserve.engine.image.engine import Engine
     from diffserve.engine.image.unet_paths import COMPILED, PLAIN, Outcome, path_key, path_of
@@ -60,44 +61,53 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
     num_slow = 0
     paths: list[UNetPath] = []
     ranks = engine.runners.loras.ranks() if has_loras else ()
-    for group in _groups_of(engine, asked, ranks):
-        wanted = groups.sizes_to_compile(group)
+    for group in _groups_of(engine, requested, ranks):
+        batch_sizes = groups.sizes_to_compile(group)
         started_s = time.monotonic()
         with console.status("") as status:
 
-            def told(num_rows: int = 0) -> None:
-                left = [size for size in wanted if size > num_rows]  # noqa: B023
+            def report_progress(num_rows: int = 0) -> None:
+                left = [size for size in batch_sizes if size > num_rows]  # noqa: B023
                 if left:
-                    say(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(wanted)} to go")  # noqa: B023
+                    show(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(batch_sizes)} to go")  # noqa: B023
 
-            say = status.update if console.is_terminal else console.print
-            told()
+            show = status.update if console.is_terminal else console.print
+            report_progress()
             if engine.model.device.type == "cuda":
-                _compile_in_children(engine, group, wanted, told)
+                _compile_in_children(engine, group, batch_sizes, report_progress)
             else:
-                compile_group(engine.model, engine.runners.conditioner, packages, group, wanted, told)
-            say(f"{_name(group)}: proving")
+                compile_group(engine.model, engine.runners.conditioner, packages, group, batch_sizes, report_progress)
+            show(f"{_name(group)}: measuring")
             is_faster = _prove(groups, group)
         num_slow += not is_faster
         key = path_key(engine.model, packages, settings.engine.compile)
         reason = f"packages by {packages.compiler_name}, made by diffserve warm"
-        chosen = Outcome(COMPILED, reason) if is_faster else Outcome(PLAIN, "measured as not faster by diffserve warm")
-        paths.append(path_of(key, group, chosen))
-        said = "used from now on" if is_faster else "not faster, so not used"
-        console.print(f"{_name(group)}: {said} ({time.monotonic() - started_s:.0f} s)")
-        console.print(_table(groups, group, wanted))
+        outcome = Outcome(COMPILED, reason) if is_faster else Outcome(PLAIN, "measured as not faster by diffserve warm")
+        paths.append(path_of(key, group, outcome))
+        status_text = "used from now on" if is_faster else "not faster, so not used"
+        console.print(f"{_name(group)}: {status_text} ({time.monotonic() - started_s:.0f} s)")
+        console.print(_table(groups, group, batch_sizes))
     stored = UNetPathFile(Path(settings.serve.data_dir).expanduser())
     if stored.exists():
         stored.store(paths, overwrite=True)
     if engine.model.device.type == "cuda":
-        _compile_decoder(engine, asked, console)
+        _compile_decoder(engine, requested, console)
     return min(num_slow, 1)
 
 
-def _compile_in_children(engine: Engine, group: GroupKey, sizes: Sequence[int], told: Callable[[int], None]) -> None:
-    """Compile calls of ``group`` for each of ``sizes``, each in a process that also calls the package once.
+def _compile_in_children(
+    engine: Engine, group: GroupKey, sizes: Sequence[int], report_progress: Callable[[int], None]
+) -> None:
+    """Compile the calls of ``group`` in child processes, each of which also runs the result once.
 
-    Raises ConfigError where that process fails or crashes.
+    Args:
+        engine: Engine with the model.
+        group: Image size and other properties that the compiled call depends on.
+        sizes: Numbers of rows to compile for.
+        report_progress: Called with each finished number of rows.
+
+    Raises:
+        ConfigError: A child process fails or crashes.
     """
     from diffserve.engine.image.compiling import CompileError, compile_in_child
     from diffserve.engine.image.unet_paths import BUILD_TIMEOUT_S
@@ -107,11 +117,11 @@ def _compile_in_children(engine: Engine, group: GroupKey, sizes: Sequence[int], 
             compile_in_child(engine.model, engine.config, group, (num_rows,), BUILD_TIMEOUT_S)
         except CompileError as error:
             raise ConfigError(f"the UNet was not compiled: {error}.", param="compile") from error
-        told(num_rows)
+        report_progress(num_rows)
 
 
 def _compile_decoder(engine: Engine, sizes: Sequence[tuple[int, int] | None], console: Console) -> None:
-    """Compile the VAE's decoder for ``sizes``, and print for each what was measured or why it failed."""
+    """Compile the VAE decoder for ``sizes``, and print the measured speedup or the error of each."""
     from diffserve.runtime.vae.compiled import DecoderPackages
 
     vae = engine.model.vae
@@ -125,7 +135,7 @@ def _compile_decoder(engine: Engine, sizes: Sequence[tuple[int, int] | None], co
 
 
 def _sizes_of(engine: Engine, sizes: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
-    """Return the sizes (width, height) in which images of ``sizes`` are painted; the native size if none is given."""
+    """Return the (width, height) at which images of ``sizes`` are generated, or the native size if there are none."""
     plans = [plan_size(engine.info, size) for size in sizes if size is not None]
     painted = [(plan.paint_width_px, plan.paint_height_px) for plan in plans] or engine.info.good_sizes[:1]
     return list(dict.fromkeys(painted))

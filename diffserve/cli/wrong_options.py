@@ -1,4 +1,4 @@
-"""Suggest the right option for one that a command does not have."""
+"""Suggestions for options that a command does not have."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OTHER_NAMES: Final = {
     **dict.fromkeys(("--listen", "--bind"), "--host"),
     **dict.fromkeys(("--precision", "--fp16", "--half"), "--dtype"),
 }
-"""Options of other programs, each with the option of ours that does the same."""
+"""Maps options of other programs to the equivalent option of this one."""
 
 
 def suggestion_for(error: Any) -> str | None:
-    """Return the message for an option that ``error`` says does not exist; ``None`` where this knows no better one.
+    """Return an error message that suggests the equivalent of an unknown option, or None.
 
     Args:
         error: A usage error of click.

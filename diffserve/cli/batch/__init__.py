@@ -1,1 +1,1 @@
-"""``diffserve batch``: a file of requests, a folder of pictures; a second run paints what is missing."""
+"""``diffserve batch``: generate images for a file of requests; a second run generates what is missing."""

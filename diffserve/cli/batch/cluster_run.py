@@ -1,4 +1,4 @@
-"""``diffserve batch --cluster``: the same batch in shards, painted by workers on all machines of a Ray cluster."""
+"""``diffserve batch --cluster``: splits a batch into shards for the workers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from rich.console import Console
 
 from diffserve.api.errors import ConfigError, DiffserveError
 from diffserve.cli.batch.manifest import Outcome, alone_in
-from diffserve.cli.batch.run import GO_ON, MOST_TOLD, SIGN_OF_LIFE_S, bar_of_lines, check_concurrency, tell_end
+from diffserve.cli.batch.run import (
+    CONTINUE_HINT,
+    MAX_ERRORS_SHOWN,
+    PROGRESS_NOTE_S,
+    bar_of_lines,
+    check_concurrency,
+    print_summary,
+)
 from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
 from diffserve.cli.batch.shards import ShardFolder
 from diffserve.cli.generate import note
@@ -26,26 +33,28 @@ from diffserve.cli.outputs import write_output
 from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
 from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag
 
-LOOK_S: Final = 2.0
-"""How often the shards that are being painted are looked at."""
+PART_SCAN_S: Final = 2.0
+"""Interval at which unfinished shards are counted for the progress bar."""
 
-PATHS: Final = tuple(
+PATH_SETTINGS: Final = tuple(
     f"model.{name}"
     for name in ("vae", "text_encoder", "embeddings_dir", "lora_dir", "controlnet_dir", "refiner", "scorer")
 )
-"""Settings that may name a file of this machine."""
+"""Settings that can name a file on this machine."""
 
-News = ShardTold | BaseException | None
+ShardMessage = ShardTold | BaseException | None
 
 PaintShards = Callable[[Iterable[bytes], tuple[type[ShardWorker], bytes], str | None, int | None], Iterator[bytes]]
 
 
-class Ordered(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, beside the prompts and the folder.
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that apply only to ``--cluster``.
 
-    address      of a Ray cluster that this machine is part of; None: one is begun for this batch, on this machine
-    num_workers  None: one for each GPU, or else for each machine
-    shard_lines  None: as the folder's batch was begun, or the usual number
+    Attributes:
+        address: Address of a Ray cluster that this machine is part of. None: start one for this batch.
+        num_workers: Number of workers. None: one per GPU, or one per machine without GPUs.
+        shard_lines: Lines per shard. None: as in the existing batch of the folder, or the default.
+        webdataset: Whether to write a tar per shard instead of single files.
     """
 
     address: str | None = None
@@ -55,7 +64,7 @@ class Ordered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Scan:
-    """The shards that are not over, and what was found while looking for them."""
+    """Finds unfinished shards and counts lines and shards on the way."""
 
     def __init__(self, place: ShardFolder, prompts: Path) -> None:
         self._place = place
@@ -63,15 +72,15 @@ class _Scan:
         self.num_lines = self.num_shards = self.num_before = self.num_over = 0
 
     def missing(self) -> Iterator[bytes]:
-        """As msgpack, one by one."""
+        """Yield unfinished shards, encoded as msgpack."""
         files = frozenset(entry.name for entry in os.scandir(self._place.folder))
         for shard in self._place.shards(self._prompts):
-            held = self._place.outcomes(shard, files)
+            outcomes = self._place.outcomes(shard, files)
             self.num_shards += 1
             self.num_lines += len(shard.rows)
-            self.num_before += sum(outcome.error is None for outcome in held.values())
-            if len(held) == len(shard.rows):
-                self.num_over += len(held)
+            self.num_before += sum(outcome.error is None for outcome in outcomes.values())
+            if len(outcomes) == len(shard.rows):
+                self.num_over += len(outcomes)
             else:
                 yield msgspec.msgpack.encode(shard)
 
@@ -79,22 +88,32 @@ class _Scan:
 def run(
     prompts: Path,
     output: Path,
-    ordered: Ordered,
+    options: ClusterOptions,
     *,
     concurrency: int,
     model: str | None,
     config: str | None,
     flags: Mapping[str, Flag],
 ) -> int:
-    """Paint every line of ``prompts`` into the folder ``output``; 0 where all are painted, 1 where some failed.
+    """Generate images for every line of a batch file and return the exit code: 0, or 1 if some lines failed.
 
-    Raises DiffserveError for what ends all of it, and KeyboardInterrupt; the same command goes on after either.
+    Args:
+        prompts: The batch file.
+        output: Folder for the images and results, shared by all machines of the cluster.
+        options: Cluster options.
+        concurrency: Number of lines in progress at a time, per worker.
+        model: Model name or path.
+        config: Configuration name or file.
+        flags: Settings of the command line.
+
+    Raises:
+        DiffserveError: The whole batch cannot continue. The same command continues it later.
     """
     check_concurrency(concurrency)
-    paint_shards = _bulk(ordered.address)
+    paint_shards = _import_paint_shards(options.address)
     console = Console(stderr=True, highlight=False)
     with alone_in(output):
-        place = ShardFolder.open(output.resolve(), lines=ordered.shard_lines, webdataset=ordered.webdataset)
+        place = ShardFolder.open(output.resolve(), lines=options.shard_lines, webdataset=options.webdataset)
         job = ShardJob(
             prompts=str(prompts.resolve()),
             folder=str(place.folder),
@@ -105,12 +124,12 @@ def run(
             config=_from_anywhere(config),
             environment={name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)},
             flags={
-                key: (flag.name, _from_anywhere(flag.value) if key in PATHS else flag.value)
+                key: (flag.name, _from_anywhere(flag.value) if key in PATH_SETTINGS else flag.value)
                 for key, flag in flags.items()
                 if flag.value is not None
             },
         )
-        _ = job.settings  # what is wrong with them is said before anything is begun
+        _ = job.settings  # report invalid settings before any work starts
         place.clear()
         scan = _Scan(place, prompts)
         missing = scan.missing()
@@ -118,77 +137,87 @@ def run(
         if first is not None:
             write_output(place.seen, job.token.encode())
             make = (ShardWorker, msgspec.msgpack.encode(job))
-            told = paint_shards(chain([first], missing), make, ordered.address, ordered.num_workers)
+            results = paint_shards(chain([first], missing), make, options.address, options.num_workers)
             try:
-                _Watch(place, scan, console).follow(told)
+                _ProgressMonitor(place, scan, console).follow(results)
             except KeyboardInterrupt:
-                note(console, f"stopped; {GO_ON}.")
+                note(console, f"stopped; {CONTINUE_HINT}.")
                 raise
             finally:
                 place.seen.unlink(missing_ok=True)
                 place.clear()
-        lost: list[Outcome] = []
+        failures: list[Outcome] = []
         num_painted = num_failed = 0
         for outcome in place.write_results(scan.num_shards):
             num_painted += outcome.error is None
             num_failed += outcome.error is not None
-            if outcome.error is not None and len(lost) < MOST_TOLD:
-                lost.append(outcome)
-    return tell_end(scan.num_lines, scan.num_before, num_painted, num_failed, lost, output, console)
+            if outcome.error is not None and len(failures) < MAX_ERRORS_SHOWN:
+                failures.append(outcome)
+    return print_summary(scan.num_lines, scan.num_before, num_painted, num_failed, failures, output, console)
 
 
-class _Watch:
-    """Follows shards as they are told of, and says how far the batch is."""
+class _ProgressMonitor:
+    """Receives shard results and shows the progress of the batch."""
 
     def __init__(self, place: ShardFolder, scan: _Scan, console: Console) -> None:
         self._place = place
         self._scan = scan
         self._console = console
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ShardMessage] = queue.SimpleQueue()
 
-    def follow(self, told: Iterable[bytes]) -> None:
-        """To the end. Raises DiffserveError for what ends it before."""
-        threading.Thread(target=self._listen, args=(told,), daemon=True).start()
-        num_done, looked_s, said_s, painting = 0, 0.0, time.monotonic(), 0
+    def follow(self, results: Iterable[bytes]) -> None:
+        """Show the progress until all shards are done.
+
+        Args:
+            results: Encoded ``ShardTold`` objects.
+
+        Raises:
+            DiffserveError: The batch cannot continue.
+        """
+        threading.Thread(target=self._receive, args=(results,), daemon=True).start()
+        num_done, last_scan_s, last_note_s, num_partial = 0, 0.0, time.monotonic(), 0
         with bar_of_lines(self._console) as progress:
             bar = progress.add_task("painting", total=None, count="")
             while True:
                 try:
-                    news = self._news.get(timeout=0.5)
+                    message = self._messages.get(timeout=0.5)
                 except queue.Empty:
                     pass
                 else:
-                    if isinstance(news, BaseException):
-                        raise news
-                    if news is None:
+                    if isinstance(message, BaseException):
+                        raise message
+                    if message is None:
                         return
-                    num_done += self._count(news)
+                    num_done += self._num_lines_of(message)
                 now_s = time.monotonic()
-                if now_s - looked_s > LOOK_S:
-                    looked_s, painting = now_s, self._num_lines_of_parts()
-                total, done = self._scan.num_lines, self._scan.num_over + num_done + painting
+                if now_s - last_scan_s > PART_SCAN_S:
+                    last_scan_s, num_partial = now_s, self._num_lines_of_parts()
+                total, done = self._scan.num_lines, self._scan.num_over + num_done + num_partial
                 progress.update(bar, total=total or None, completed=done, count=f"{done}/{total}")
-                if not self._console.is_terminal and now_s - said_s > SIGN_OF_LIFE_S:
-                    said_s = now_s
+                if not self._console.is_terminal and now_s - last_note_s > PROGRESS_NOTE_S:
+                    last_note_s = now_s
                     note(self._console, f"{done} of {total} lines are done.")
 
-    def _listen(self, told: Iterable[bytes]) -> None:
+    def _receive(self, results: Iterable[bytes]) -> None:
         try:
-            for one in told:
-                self._news.put(msgspec.msgpack.decode(one, type=ShardTold))
-            self._news.put(None)
+            for result in results:
+                self._messages.put(msgspec.msgpack.decode(result, type=ShardTold))
+            self._messages.put(None)
         except BaseException as error:
-            self._news.put(error)
+            self._messages.put(error)
 
-    def _count(self, told: ShardTold) -> int:
-        if told.error:
-            room = " Make room there:" if told.error.startswith("cannot write") else ""
-            message = " ".join(told.error.split())
-            raise DiffserveError(f"{message}{room} {GO_ON}.", param=told.param)
-        return told.num_painted + told.num_failed
+    def _num_lines_of(self, result: ShardTold) -> int:
+        if result.error:
+            hint = " Free some space there:" if result.error.startswith("cannot write") else ""
+            message = " ".join(result.error.split())
+            raise DiffserveError(f"{message}{hint} {CONTINUE_HINT}.", param=result.param)
+        return result.num_painted + result.num_failed
 
     def _num_lines_of_parts(self) -> int:
-        """Of each shard the most that anybody has; those who are gone leave theirs until the end."""
+        """Return the number of finished lines in unfinished shards.
+
+        Lost workers leave their part files behind, so only the largest part of a shard counts.
+        """
         lines: dict[str, int] = {}
         for part in self._place.parts():
             number = part.name[1:7]
@@ -200,18 +229,22 @@ class _Watch:
 
 
 def _from_anywhere(path: str | None) -> str | None:
-    """What is here by that name, as it is called wherever a worker is; what is not stays as it is."""
+    """Return the absolute form of an existing path, and other values unchanged, for use by workers."""
     if path is None or path in PROFILES or not Path(path).exists():
         return path
     return str(Path(path).resolve())
 
 
-def _bulk(address: str | None) -> PaintShards:
-    """What paints shards over Ray, which is loaded here and not before. Raises ConfigError where there is none."""
+def _import_paint_shards(address: str | None) -> PaintShards:
+    """Import Ray and return the function that runs shards on it.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    if address is None:  # Ray reads these as it is loaded
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else it is on an address that others reach
+    if address is None:  # Ray reads these variables when it is imported
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # otherwise Ray listens on a public address
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
         for name in METRIC_PORTS:
             os.environ.setdefault(name, NO_PORT)
@@ -222,6 +255,6 @@ def _bulk(address: str | None) -> PaintShards:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("ray", "pyarrow", "pandas"):
             raise
-        said = f"the package {error.name} is not installed: pip install 'diffserve[cluster]'."
-        raise ConfigError(said) from None
+        message = f"the package {error.name} is not installed: pip install 'diffserve[cluster]'."
+        raise ConfigError(message) from None
     return paint_shards

@@ -1,4 +1,4 @@
-"""The lines of a batch: a prompt each, or a whole request as JSON, with a name for its files."""
+"""Reading of batch files: each line is a prompt or a JSON request, with a name for its output files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from diffserve.api.types import MAX_IMAGES
 from diffserve.cli.outputs import safe_stem
 from diffserve.media.images import SUFFIXES
 
-PICTURES: Final = ("image", "mask")
-"""Fields that may name a file, beside the batch's own."""
+IMAGE_FIELDS: Final = ("image", "mask")
+"""Fields that can name an image file, relative to the folder of the batch file."""
 
 FORMATS: Final[dict[str, str]] = {image_format: suffix for suffix, image_format in reversed(SUFFIXES.items())}
-OURS: Final = {"stream": True, "response_format": "b64_json"}
-"""What a line cannot choose: how its pictures come here."""
+TRANSPORT_FIELDS: Final = {"stream": True, "response_format": "b64_json"}
+"""Fields that a line cannot choose, because they control how images are received."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the file, counted from 1.
+    """A line of a batch file.
 
-    id      what its files are called; its number where it says none
-    digest  of all that it asks for: a line that was changed is painted again
-    fields  of a request, or the ``error`` why they are none
+    Attributes:
+        number: Line number, starting at 1.
+        id: Base name of the output files; the line number if the line has no id.
+        digest: Hash of the request fields, so that a changed line is generated again.
+        fields: Request fields of the API; empty if the line is invalid.
+        error: Why the line is invalid.
     """
 
     number: int
@@ -43,12 +46,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt(self) -> str:
-        """What is to be painted, where it says."""
+        """The prompt, or an empty string."""
         prompt = self.fields.get("prompt")
         return prompt if isinstance(prompt, str) else ""
 
     def names(self) -> list[str]:
-        """Of its files: one takes the id, more take ID-1, ID-2, ..."""
+        """Return the output file names: ID for one image, ID-1, ID-2, ... for several."""
         count, image_format = self.fields.get("n", 1), self.fields.get("output_format", "png")
         suffix = FORMATS.get(image_format if isinstance(image_format, str) else "", ".png")
         if not isinstance(count, int) or not 2 <= count <= MAX_IMAGES:
@@ -58,13 +61,16 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def standard_input() -> Iterator[Path]:
-    """Keep the lines of standard input in a temporary file for the length of the block, and return its path.
+    """Copy standard input to a temporary file and yield its path; the file is deleted afterwards.
 
-    It is named as text where its first line is neither an object nor a text in quotes.
+    The suffix is ``.jsonl`` if the first line is an object or a quoted string, otherwise ``.txt``.
+
+    Raises:
+        InvalidRequest: Standard input is empty.
     """
     data = sys.stdin.buffer.read()
     if not data.strip():
-        raise InvalidRequest("standard input holds no prompt; write one a line.", param="prompts")
+        raise InvalidRequest("standard input has no prompt; write one per line.", param="prompts")
     is_json = data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b'"')
     with tempfile.TemporaryDirectory(prefix="diffserve-batch-") as folder:
         path = Path(folder) / ("standard-input.jsonl" if is_json else "standard-input.txt")
@@ -73,99 +79,125 @@ def standard_input() -> Iterator[Path]:
 
 
 def read_lines(path: Path, folder: Path | None = None) -> list[Line]:
-    """Return all lines of ``path`` but empty ones: text for ``.txt``, JSON for any other.
+    """Return all non-empty lines of ``path``. Lines of ``.txt`` files are prompts, lines of other files are JSON.
 
     Args:
-        path: The file.
-        folder: The folder that the pictures of the lines are relative to; that of ``path`` where it is left out.
+        path: The batch file.
+        folder: Folder that image paths are relative to. None: the folder of ``path``.
 
     Raises:
-        InvalidRequest: The file cannot be read, or has no line. What is wrong with one line is its ``error``.
+        InvalidRequest: The file cannot be read or is empty. Problems of a single line are in its ``error``.
     """
     return [line for _, line in stream_lines(path, folder)]
 
 
 def stream_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[bytes, Line]]:
-    """Yield each line of ``path`` as ``read_lines`` returns it, after its row of the file.
+    """Yield the raw bytes and the parsed line of each non-empty line of ``path``.
 
-    Of a hundred thousand lines, two are in memory at a time.
+    The file is streamed, so memory does not grow with its length. Arguments and errors are as in ``read_lines``.
     """
     width = len(str(max((number for number, _ in _rows(path)), default=0)))
     if width == 1 and next(_rows(path), None) is None:
-        raise InvalidRequest(f"{str(path)!r} holds no prompt; write one a line.", param="prompts")
+        raise InvalidRequest(f"{str(path)!r} has no prompt; write one per line.", param="prompts")
     taken: dict[str, int] = {}
     for number, row in _rows(path):
-        own = f"{number:0{width}d}"
+        default_id = f"{number:0{width}d}"
         try:
-            line = line_of(row, number, own, path, folder)
-            if twice := [file for file in line.names() if file in taken]:
-                said = f"its file would be {twice[0]!r}, which line {taken[twice[0]]} is; give another id."
-                raise InvalidRequest(said, param="id")
+            line = parse_line(row, number, default_id, path, folder)
+            if duplicates := [file for file in line.names() if file in taken]:
+                message = (
+                    f"its output file {duplicates[0]!r} is already used by line {taken[duplicates[0]]}; "
+                    "give another id."
+                )
+                raise InvalidRequest(message, param="id")
             taken |= dict.fromkeys(line.names(), number)
         except DiffserveError as error:
-            line = Line(number=number, id=own, error=error)
+            line = Line(number=number, id=default_id, error=error)
         yield row, line
 
 
-def line_of(row: bytes, number: int, own: str, path: Path, folder: Path | None = None) -> Line:
-    """The line that ``row`` is, called ``own`` where it says no id. Raises DiffserveError for what is wrong with it."""
+def parse_line(row: bytes, number: int, default_id: str, path: Path, folder: Path | None = None) -> Line:
+    """Parse one line of a batch file.
+
+    Args:
+        row: The line, as UTF-8 without surrounding white space.
+        number: Line number, starting at 1.
+        default_id: The id if the line has none.
+        path: The batch file; its suffix determines the format.
+        folder: Folder that image paths are relative to. None: the folder of ``path``.
+
+    Raises:
+        DiffserveError: The line is invalid, or an image cannot be read.
+    """
     fields = {"prompt": row.decode()} if path.suffix.lower() == ".txt" else _fields_in(row.decode())
-    name = _name_in(fields) or own
-    fields = {name: _picture(value, folder or path.parent, name) for name, value in fields.items()}
+    name = _pop_id(fields) or default_id
+    fields = {name: _read_image(value, folder or path.parent, name) for name, value in fields.items()}
     digest = hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
-    return Line(number=number, id=name, digest=digest, fields=fields | OURS)
+    return Line(number=number, id=name, digest=digest, fields=fields | TRANSPORT_FIELDS)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
-    """What is not empty, by its number, without what surrounds it. InvalidRequest where it cannot be read."""
-    at = 0
+    """Yield number and text of each non-empty line of ``path``.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or is not UTF-8.
+    """
+    offset = 0
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                at += len(raw)
+                offset += len(raw)
                 if text:
                     yield number, text.encode()
     except OSError as error:
         raise InvalidRequest(f"cannot read {str(path)!r}: {error.strerror}.", param="prompts") from None
     except UnicodeDecodeError as error:
-        said = f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {at + error.start})."
-        raise InvalidRequest(said, param="prompts") from None
+        message = f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {offset + error.start})."
+        raise InvalidRequest(message, param="prompts") from None
 
 
 def _fields_in(row: str) -> dict[str, Any]:
     try:
         read = msgspec.json.decode(row)
     except (msgspec.DecodeError, RecursionError) as error:
-        said = f"the line is no JSON ({error}); write an object with a prompt, or a text in double quotes."
-        raise InvalidRequest(said, code="invalid_json") from None
+        message = f"the line is not JSON ({error}); write an object with a prompt, or a prompt in double quotes."
+        raise InvalidRequest(message, code="invalid_json") from None
     fields = {"prompt": read} if isinstance(read, str) else read
     if not isinstance(fields, dict):
-        said = "the line is neither an object nor a text; write an object with a prompt."
-        raise InvalidRequest(said, code="invalid_json")
+        message = "the line is neither an object nor a string; write an object with a prompt."
+        raise InvalidRequest(message, code="invalid_json")
     fields = {name: value for name, value in fields.items() if value is not None}
     if not {"image", "infotext"} & fields.keys() and not (
         isinstance(fields.get("prompt"), str) and fields["prompt"].strip()
     ):
-        raise InvalidRequest("the line has no prompt; say what to paint.", param="prompt", code="empty_prompt")
+        raise InvalidRequest("the line has no prompt; add one.", param="prompt", code="empty_prompt")
     return fields
 
 
-def _name_in(fields: dict[str, Any]) -> str | None:
-    """The id, taken out of ``fields``, as the beginning of a file's name."""
+def _pop_id(fields: dict[str, Any]) -> str | None:
+    """Remove the id from ``fields`` and return it in a form that is safe in file names.
+
+    Raises:
+        InvalidRequest: The id has no letters or digits.
+    """
     name = fields.pop("id", None)
     if name is None:
         return None
     safe = safe_stem(str(name)) if isinstance(name, str | int) and not isinstance(name, bool) else ""
     if not safe:
-        said = f"the id is {str(name)[:40]!r}; give letters, digits and dashes."
-        raise InvalidRequest(said, param="id")
+        message = f"the id is {str(name)[:40]!r}; give letters, digits and dashes."
+        raise InvalidRequest(message, param="id")
     return safe
 
 
-def _picture(value: Any, folder: Path, name: str) -> Any:
-    """The file that ``value`` names, in base64; else as it is. InvalidRequest where it cannot be read."""
-    is_file = name in PICTURES and isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
+def _read_image(value: Any, folder: Path, name: str) -> Any:
+    """Return the image file that ``value`` names, in base64; other values are returned unchanged.
+
+    Raises:
+        InvalidRequest: The file cannot be read.
+    """
+    is_file = name in IMAGE_FIELDS and isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES
     if not is_file:
         return value
     try:

@@ -1,5 +1,7 @@
-"""What became of every line, as JSON lines beside the pictures: ``results.jsonl``. It grows line by line, so that
-whatever ends a batch, the next run knows what there is."""
+"""The results of a batch, as JSON lines in ``results.jsonl`` next to the images.
+
+The file is appended line by line, so that the next run can continue after any interruption.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ LOCK: Final = ".diffserve-batch"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a line.
+    """The result of one line: its images, or why it failed.
 
-    files  in the folder, in order; none where it failed, with the ``error`` as the API tells one
-    seeds  of the pictures, and ``variation_seeds`` where they are varied
-    recipe how they were painted, every default resolved, as the API tells it
+    Attributes:
+        files: Names of the images in the folder, in order; empty if the line failed.
+        seeds: Seed of each image.
+        variation_seeds: Variation seed of each image; empty without variations.
+        recipe: Generation parameters with all defaults resolved, as in API responses.
+        error: Why the line failed, as in API responses.
     """
 
     line: int
@@ -43,77 +48,90 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """For the length of the block no other batch works in ``folder``, which is made. Raises InvalidRequest where one
-    does, and OSError."""
+    """Hold the lock of ``folder``, which is created if needed.
+
+    Raises:
+        InvalidRequest: Another batch holds the lock.
+        OSError: The folder cannot be created.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            said = f"another batch is at work in {str(folder)!r}; wait for it, or give another folder."
-            raise InvalidRequest(said, param="output") from None
+            message = f"another batch uses {str(folder)!r}; wait for it, or give another folder."
+            raise InvalidRequest(message, param="output") from None
         yield
     finally:
         os.close(lock)
 
 
 class Manifest:
-    """The outcomes in ``folder``, which is this process's alone while it is ``open``.
+    """The results in ``folder``, which is locked while the manifest is open.
 
-    painted  by line number: what need not be painted again
+    Attributes:
+        painted: Results of earlier runs that are still valid, by line number.
     """
 
-    def __init__(self, folder: Path, lines: Sequence[Line], found: dict[str, Outcome]) -> None:
+    def __init__(self, folder: Path, lines: Sequence[Line], earlier: dict[str, Outcome]) -> None:
         self._folder = folder
         self._lines = lines
-        self._outcomes = {line.number: found[line.id] for line in lines if _is_painted(line, found, folder)}
+        self._outcomes = {line.number: earlier[line.id] for line in lines if _is_painted(line, earlier, folder)}
         self.painted = dict(self._outcomes)
         self._rewrite()
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, folder: Path, lines: Sequence[Line]) -> Iterator[Manifest]:
-        """Made or gone on with; in the end its outcomes stand in the order of ``lines``. Raises InvalidRequest where
-        another batch is at work there, and OSError."""
+        """Create or continue a manifest. On exit the results are sorted in the order of ``lines``.
+
+        Raises:
+            InvalidRequest: Another batch uses the folder.
+            OSError: The folder cannot be created.
+        """
         with alone_in(folder):
-            manifest = cls(folder, lines, _found(folder / NAME))
+            manifest = cls(folder, lines, _read_painted(folder / NAME))
             try:
                 yield manifest
             finally:
-                with contextlib.suppress(InvalidRequest):  # a full disk has been told of
+                with contextlib.suppress(InvalidRequest):  # a full disk was reported before
                     manifest._rewrite()
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """In the order of the lines."""
+        """Results in the order of the lines."""
         return [self._outcomes[line.number] for line in self._lines if line.number in self._outcomes]
 
     def add(self, outcome: Outcome) -> None:
-        """Write down what became of a line. OSError where the disk is full."""
+        """Append the result of a line.
+
+        Raises:
+            OSError: The file cannot be written, such as on a full disk.
+        """
         self._outcomes[outcome.line] = outcome
         with (self._folder / NAME).open("ab") as file:
             file.write(msgspec.json.encode(outcome) + b"\n")
 
     def _rewrite(self) -> None:
-        whole = b"".join(msgspec.json.encode(outcome) + b"\n" for outcome in self.outcomes)
-        write_output(self._folder / NAME, whole)
+        data = b"".join(msgspec.json.encode(outcome) + b"\n" for outcome in self.outcomes)
+        write_output(self._folder / NAME, data)
 
 
-def _is_painted(line: Line, found: dict[str, Outcome], folder: Path) -> bool:
-    outcome = found.get(line.id)
+def _is_painted(line: Line, earlier: dict[str, Outcome], folder: Path) -> bool:
+    outcome = earlier.get(line.id)
     if line.error is not None or outcome is None or outcome.digest != line.digest or not outcome.files:
         return False
     return all((folder / name).is_file() for name in outcome.files)
 
 
-def _found(path: Path) -> dict[str, Outcome]:
-    """What was painted, the latest of each id."""
+def _read_painted(path: Path) -> dict[str, Outcome]:
+    """Return the latest successful result of each id."""
     return {outcome.id: outcome for outcome in read_outcomes(path) if outcome.files}
 
 
 def read_outcomes(path: Path) -> Iterator[Outcome]:
-    """What stands in ``path``, where there is such a file; a line that is cut off, or not ours, counts for nothing."""
+    """Yield the results in ``path``, if it exists. Incomplete and invalid lines are skipped."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for row in file:
             with contextlib.suppress(msgspec.MsgspecError):

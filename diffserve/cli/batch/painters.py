@@ -1,5 +1,7 @@
-"""Who paints a batch: an engine in this process, or a server. Both take the fields of the API, in several threads at
-once, so that an engine batches what comes from all of them."""
+"""Backends of a batch: an engine in this process, or a server.
+
+Both take API request fields and are called from several threads at once, so that the engine can batch the lines.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ import msgspec
 
 from diffserve.api import types
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
-from diffserve.cli.remote import in_words_of_a_shell
+from diffserve.cli.remote import with_command_line_hints
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
-from diffserve.client import Progress as Moment
+from diffserve.client import Progress as ProgressEvent
 from diffserve.media.provenance import Marks
 from diffserve.service.images.answers import delivery, image_entry, recipe
 from diffserve.service.images.edit_schemas import EditBody
@@ -33,19 +35,19 @@ from diffserve.settings.config import ServeConfig
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
-PATIENCE_S: Final = 300.0
-"""For so long a server may load its models."""
+LOADING_TIMEOUT_S: Final = 300.0
+"""How long to retry while the server loads its models."""
 
 NOT_RECIPE: Final = frozenset(
     {"b64_json", "image_index", "created_at", "seed", "variation_seed", "usage", "warnings", "revised_prompt"}
 )
 
 Tell = Callable[[float], None]
-"""Is told how much of a line is done, 0 to 1."""
+"""Progress callback; receives the completed share of a line, 0 to 1."""
 
 
 class PaintedFile(NamedTuple):
-    """A picture of a line."""
+    """An encoded image of a line. ``place`` is its index in the request."""
 
     place: int
     data: bytes
@@ -55,22 +57,27 @@ class PaintedFile(NamedTuple):
     warnings: tuple[str, ...]
 
 
-class Stopped(Exception):  # noqa: N818 # no mistake: somebody wanted it to end
-    """The batch ends before this line is painted."""
+class Stopped(Exception):  # noqa: N818 # a requested stop, not an error
+    """The batch was stopped before this line was finished."""
 
 
 class LinePainter(Protocol):
-    """Paints a line, in any thread."""
+    """Generates the images of a line. Thread-safe."""
 
     def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
-        """All pictures of a request. Raises DiffserveError where one is missing, and Stopped."""
+        """Return all images of a request.
+
+        Raises:
+            DiffserveError: An image failed.
+            Stopped: ``stop`` was called.
+        """
 
     def stop(self) -> None:
-        """End what is painted."""
+        """Cancel all requests that are running."""
 
 
 class ServerPainter:
-    """Through the API of a server, which is asked again while it is full, or loads its models."""
+    """Generates images with a server; retries while its queue is full or its models are loading."""
 
     def __init__(self, client: Client, model: str | None) -> None:
         self._client = client
@@ -80,8 +87,8 @@ class ServerPainter:
         self._streams: set[Stream[ImageEvent]] = set()
 
     def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
-        """See :class:`LinePainter`."""
-        until_s = time.monotonic() + PATIENCE_S
+        """Return all images of a request, as described in ``LinePainter.paint``."""
+        until_s = time.monotonic() + LOADING_TIMEOUT_S
         while True:
             try:
                 return self._paint({**self._model, **fields}, tell)
@@ -93,7 +100,7 @@ class ServerPainter:
                 self._wait(error.retry_after_s or 1.0)
 
     def stop(self) -> None:
-        """Hang up: the server ends the work at its next step."""
+        """Close all connections; the server cancels the work at its next step."""
         self._stopped.set()
         with self._lock:
             for stream in self._streams:
@@ -107,11 +114,11 @@ class ServerPainter:
         painted: list[PaintedFile] = []
         steps: dict[int, float] = {}
         count = fields.get("n", 1)
-        with in_words_of_a_shell(), self._open(fields) as stream:
+        with with_command_line_hints(), self._open(fields) as stream:
             for event in stream:
                 match event:
-                    case Moment(image_index=int(index), step=int(step), steps=int(most)):
-                        steps[index] = step / max(1, most)
+                    case ProgressEvent(image_index=int(index), step=int(step), steps=int(num_steps)):
+                        steps[index] = step / max(1, num_steps)
                         tell(sum(steps.values()) / max(count, fields.get("best_of", 1)))
                     case CompletedImage():
                         painted.append(_received(event))
@@ -130,8 +137,9 @@ class ServerPainter:
         if image is None:
             stream = self._client.generate_stream(prompt, **fields)
         else:
-            files = [None if one is None else _file(one, name) for one, name in ((image, "image"), (mask, "mask"))]
-            stream = self._client.edit_stream(prompt or "", files[0] or b"", files[1], **fields)
+            start = _image_bytes(image, "image")
+            marked = None if mask is None else _image_bytes(mask, "mask")
+            stream = self._client.edit_stream(prompt or "", start, marked, **fields)
         with self._lock:
             self._streams.add(stream)
         try:
@@ -145,10 +153,16 @@ class ServerPainter:
 
 
 class LocalPainter:
-    """In this process: the lines of all threads meet in the engine's ticks."""
+    """Generates images with an engine in this process, which batches the lines of all threads."""
 
     def __init__(self, engine: Engine, config: ServeConfig, safety: Safety | None = None) -> None:
-        """``safety`` judges prompts and pictures; a line that it blocks, or gives no answer to, fails."""
+        """Create a painter on ``engine``.
+
+        Args:
+            engine: The engine.
+            config: Watermark, metadata and output settings.
+            safety: Filter for prompts and images; a line fails if it is blocked or the filter does not answer.
+        """
         self._engine = engine
         self._config = config
         self._safety = safety
@@ -156,9 +170,9 @@ class LocalPainter:
         self._stopped = threading.Event()
 
     def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
-        """See :class:`LinePainter`."""
+        """Return all images of a request, as described in ``LinePainter.paint``."""
         painting = self._plan(fields)
-        with _judged():
+        with _filter_errors():
             if self._safety is not None:
                 self._safety.check_texts(painting.request.texts)
         while not self._stopped.is_set():
@@ -169,7 +183,7 @@ class LocalPainter:
         raise Stopped
 
     def stop(self) -> None:
-        """Every line gives up at its next event."""
+        """Cancel all lines at their next event."""
         self._stopped.set()
 
     def _plan(self, fields: Mapping[str, Any]) -> CheckedImages:
@@ -181,12 +195,12 @@ class LocalPainter:
         if isinstance(body, EditBody):
             body, start = read_start(body)
         if body.model not in (None, info.model_id):
-            said = f"the model is {body.model!r}, and {info.model_id!r} paints this batch; leave it out."
-            raise ModelNotFound(said, param="model")
+            message = f"model is {body.model!r}, but this batch runs {info.model_id!r}; leave model out."
+            raise ModelNotFound(message, param="model")
         painting = plan_painting(body, info, self._config, f"batch-{uuid.uuid4().hex}", start=start)
         if painting.request.rewriting is not None:
-            said = "prompt_rewriter asks for a language model, which a batch does not load; have a server paint it."
-            raise InvalidRequest(said, param="prompt_rewriter")
+            message = "prompt_rewriter needs a language model, which a batch does not load; use --server."
+            raise InvalidRequest(message, param="prompt_rewriter")
         request = msgspec.structs.replace(painting.request, deadline_s=None, preview_every=0)
         return msgspec.structs.replace(painting, request=request, marks=self._marks, safety=self._safety)
 
@@ -195,7 +209,7 @@ class LocalPainter:
         steps: dict[int, float] = {}
         warnings = painting.warnings
         events = self._engine.stream(painting.request)
-        with closing(events):  # type: ignore[type-var] # a generator, whatever it is declared as
+        with closing(events):  # type: ignore[type-var] # declared as an iterator, but is a generator
             for event in events:
                 if self._stopped.is_set():
                     raise Stopped
@@ -206,7 +220,7 @@ class LocalPainter:
                         steps[event.image_index] = event.step_index / event.num_steps
                         tell(sum(steps.values()) / painting.request.num_painted)
                     case types.Painted(result=result):
-                        with _judged():
+                        with _filter_errors():
                             painted.append(_encoded(painting, result, warnings))
                     case types.ImageFailed():
                         raise DiffserveError(event.message, code=event.code)
@@ -219,8 +233,8 @@ class LocalPainter:
 
 
 @contextmanager
-def _judged() -> Iterator[None]:
-    """What the filter gave no answer to fails alone: the next line has another one loaded."""
+def _filter_errors() -> Iterator[None]:
+    """Convert an unavailable safety filter to an error of one line, because the next line restarts the filter."""
     try:
         yield
     except EngineUnavailable as error:
@@ -228,19 +242,19 @@ def _judged() -> Iterator[None]:
 
 
 def _received(event: CompletedImage) -> PaintedFile:
-    told = {name: value for name, value in msgspec.to_builtins(event).items() if name not in NOT_RECIPE}
-    return PaintedFile(event.image_index, event.file, event.seed, event.variation_seed, told, event.warnings)
+    details = {name: value for name, value in msgspec.to_builtins(event).items() if name not in NOT_RECIPE}
+    return PaintedFile(event.image_index, event.file, event.seed, event.variation_seed, details, event.warnings)
 
 
 def _encoded(painting: CheckedImages, result: types.ImageResult, warnings: tuple[str, ...]) -> PaintedFile:
     entry = image_entry(painting, result)
-    told = {**delivery(painting), **recipe(painting, result)}
-    said = tuple(dict.fromkeys((*warnings, *result.warnings)))
+    details = {**delivery(painting), **recipe(painting, result)}
+    all_warnings = tuple(dict.fromkeys((*warnings, *result.warnings)))
     seeds = result.seed, result.variation_seed
-    return PaintedFile(result.image_index, base64.b64decode(entry["b64_json"]), *seeds, told, said)
+    return PaintedFile(result.image_index, base64.b64decode(entry["b64_json"]), *seeds, details, all_warnings)
 
 
-def _file(text: object, name: str) -> bytes:
+def _image_bytes(text: object, name: str) -> bytes:
     if not isinstance(text, str):
-        raise InvalidRequest(f"the {name} is no text; give a file's name, base64 or a data URL.", param=name)
+        raise InvalidRequest(f"the {name} must be a string; give a file name, base64 or a data URL.", param=name)
     return picture_bytes(text, name)

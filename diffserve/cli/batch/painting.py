@@ -1,4 +1,4 @@
-"""One line of a batch: painted by whoever paints, or told why it was not."""
+"""Generation of one batch line: its result and images, or why it failed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ FATAL_CODES: Final = frozenset({"invalid_api_key", "insufficient_permissions"})
 
 
 def paint_line(line: Line, painter: LinePainter, tell: Tell) -> tuple[Outcome, Sequence[PaintedFile]]:
-    """What becomes of a line, and its pictures, which nobody has written yet. Raises what would become of every other
-    line, too."""
+    """Generate the images of a line and return its result with the images, which are not written yet.
+
+    Args:
+        line: The line.
+        painter: Generates the images.
+        tell: Called with the completed share of the line, 0 to 1.
+
+    Raises:
+        DiffserveError: The error would affect every line, such as an unreachable server or an invalid API key.
+    """
     started_s = time.monotonic()
     try:
         if line.error is not None:
@@ -31,7 +39,7 @@ def paint_line(line: Line, painter: LinePainter, tell: Tell) -> tuple[Outcome, S
         return failed(line, error, time.monotonic() - started_s), ()
     names = line.names()
     if len(names) != len(pictures):
-        raise DiffserveError(f"line {line.number} came back with {len(pictures)} pictures of {len(names)}.")
+        raise DiffserveError(f"line {line.number} must have {len(names)} images, got {len(pictures)}.")
     outcome = Outcome(
         line=line.number,
         id=line.id,
@@ -39,18 +47,18 @@ def paint_line(line: Line, painter: LinePainter, tell: Tell) -> tuple[Outcome, S
         prompt=line.prompt,
         files=tuple(names),
         seeds=tuple(picture.seed for picture in pictures),
-        variation_seeds=tuple(one.variation_seed for one in pictures if one.variation_seed is not None),
+        variation_seeds=tuple(picture.variation_seed for picture in pictures if picture.variation_seed is not None),
         seconds=round(time.monotonic() - started_s, 3),
         recipe=pictures[0].recipe,
-        warnings=tuple(dict.fromkeys(said for picture in pictures for said in picture.warnings)),
+        warnings=tuple(dict.fromkeys(warning for picture in pictures for warning in picture.warnings)),
     )
     return outcome, pictures
 
 
 def failed(line: Line, error: DiffserveError | None, seconds: float) -> Outcome:
-    """The outcome of a line that is not painted."""
+    """Return the result of a line that failed with ``error`` after ``seconds``."""
     assert error is not None
-    told = {"code": error.code, "message": error.message, "param": error.param}
+    details = {"code": error.code, "message": error.message, "param": error.param}
     return Outcome(
-        line=line.number, id=line.id, digest=line.digest, prompt=line.prompt, seconds=round(seconds, 3), error=told
+        line=line.number, id=line.id, digest=line.digest, prompt=line.prompt, seconds=round(seconds, 3), error=details
     )

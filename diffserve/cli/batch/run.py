@@ -1,4 +1,4 @@
-"""A batch as it runs: lines in threads, files as they come, and how to go on with what ends it."""
+"""Execution of a batch on this machine or a server: worker threads, output files, progress and summary."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from diffserve.service.safety import Safety
 from diffserve.settings.layers import Flag, load_settings
 
 MAX_CONCURRENCY: Final = 64
-MOST_TOLD: Final = 20
-"""Lines that failed, of which standard error tells; the manifest tells of all."""
+MAX_ERRORS_SHOWN: Final = 20
+"""Number of failed lines that standard error lists; the manifest has all."""
 
-GO_ON: Final = "the same command paints what is missing"
-END_S: Final = 10.0
-SIGN_OF_LIFE_S: Final = 30.0
+CONTINUE_HINT: Final = "the same command paints what is missing"
+STOP_TIMEOUT_S: Final = 10.0
+PROGRESS_NOTE_S: Final = 30.0
+"""Interval of progress notes when standard error is not a terminal."""
 
 
 def run(
@@ -47,9 +48,20 @@ def run(
     flags: Mapping[str, Flag],
     folder: Path | None = None,
 ) -> int:
-    """Paint every line of ``prompts`` into the folder ``output``; 0 where all are painted, 1 where some failed.
+    """Generate images for every line of a batch file and return the exit code: 0, or 1 if some lines failed.
 
-    Raises DiffserveError for what ends all of it, and KeyboardInterrupt, each after what is painted was written down.
+    Args:
+        prompts: The batch file.
+        output: Folder for the images and ``results.jsonl``.
+        server: Address of a server; None: load the model in this process.
+        concurrency: Number of lines in progress at a time.
+        model: Model name or path.
+        config: Configuration name or file.
+        flags: Settings of the command line.
+        folder: Folder that image paths are relative to. None: the folder of ``prompts``.
+
+    Raises:
+        DiffserveError: The whole batch cannot continue. Finished lines are recorded first.
     """
     check_concurrency(concurrency)
     if server:
@@ -71,17 +83,17 @@ def run(
         else:
             for line in missing:
                 manifest.add(failed(line, line.error, 0.0))
-        return _end(lines, manifest, output, console)
+        return _summarize(lines, manifest, output, console)
 
 
 def check_concurrency(concurrency: int) -> None:
-    """InvalidRequest where it is out of bounds."""
-    said = f"--concurrency is {concurrency}; it must lie between 1 and {MAX_CONCURRENCY}."
-    check(1 <= concurrency <= MAX_CONCURRENCY, said, "--concurrency")
+    """Raise InvalidRequest if ``concurrency`` is out of bounds."""
+    message = f"--concurrency must be between 1 and {MAX_CONCURRENCY}, got {concurrency}."
+    check(1 <= concurrency <= MAX_CONCURRENCY, message, "--concurrency")
 
 
 class _Run:
-    """Lines that are painted in threads of this process."""
+    """Generates lines in threads of this process."""
 
     def __init__(self, painter: LinePainter, folder: Path, manifest: Manifest, console: Console) -> None:
         self._painter = painter
@@ -94,7 +106,11 @@ class _Run:
         self._ends = threading.Event()
 
     def paint(self, lines: Sequence[Line], concurrency: int) -> None:
-        """All ``lines``, as many at a time as ``concurrency`` says. Raises what ends the batch."""
+        """Generate ``lines`` with ``concurrency`` threads.
+
+        Raises:
+            DiffserveError: The whole batch cannot continue.
+        """
         for line in lines:
             self._todo.put(line)
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(concurrency, len(lines)))]
@@ -104,36 +120,37 @@ class _Run:
             self._watch(len(lines), len(threads))
         except KeyboardInterrupt:
             self._stop(threads)
-            note(self._console, f"stopped; {self._count()} {GO_ON}.")
+            note(self._console, f"stopped; {self._painted_count_text()} {CONTINUE_HINT}.")
             raise
         except DiffserveError as error:
             self._stop(threads)
             message = " ".join(error.message.split())
-            room = " Make room there:" if error.param == "output" else ""
-            error.message = f"{message}{room} {self._count()} {GO_ON}."
+            hint = " Free some space there:" if error.param == "output" else ""
+            error.message = f"{message}{hint} {self._painted_count_text()} {CONTINUE_HINT}."
             raise
 
     def _watch(self, num_lines: int, num_threads: int) -> None:
-        num_done, told_s = 0, time.monotonic()
-        is_seen = self._console.is_terminal
+        num_done, last_note_s = 0, time.monotonic()
         with bar_of_lines(self._console) as progress:
             bar = progress.add_task("painting", total=num_lines, count=f"0/{num_lines}")
             while num_threads:
                 try:
-                    news = self._done.get(timeout=0.2)
+                    result = self._done.get(timeout=0.2)
                 except queue.Empty:
                     pass
                 else:
-                    if isinstance(news, BaseException):
-                        raise news
-                    if news is None:
+                    if isinstance(result, BaseException):
+                        raise result
+                    if result is None:
                         num_threads -= 1
                         continue
-                    self._add(news)
+                    self._add(result)
                     num_done += 1
-                progress.update(bar, completed=num_done + self._share(), count=f"{num_done}/{num_lines}")
-                if not is_seen and time.monotonic() - told_s > SIGN_OF_LIFE_S:
-                    told_s = time.monotonic()
+                progress.update(
+                    bar, completed=num_done + sum(list(self._shares.values())), count=f"{num_done}/{num_lines}"
+                )
+                if not self._console.is_terminal and time.monotonic() - last_note_s > PROGRESS_NOTE_S:
+                    last_note_s = time.monotonic()
                     note(self._console, f"{num_done} of {num_lines} lines are done.")
 
     def _add(self, outcome: Outcome) -> None:
@@ -143,7 +160,7 @@ class _Run:
             raise InvalidRequest(f"cannot write {NAME}: {error.strerror}.", param="output") from error
 
     def _work(self) -> None:
-        """Paint line after line; in a thread. What ends the batch is handed over, and so is the end."""
+        """Run in a thread: generate lines until none is left. Queue each result, a fatal error, and None at the end."""
         try:
             while not self._ends.is_set():
                 try:
@@ -159,7 +176,7 @@ class _Run:
             self._done.put(None)
 
     def _outcome(self, line: Line) -> Outcome:
-        """What becomes of a line. Raises what would become of every other one, too."""
+        """Generate a line and write its files. Raises errors that would affect every line."""
         try:
             tell = partial(self._shares.__setitem__, line.number)
             outcome, pictures = paint_line(line, self._painter, tell)
@@ -172,30 +189,27 @@ class _Run:
         return outcome
 
     def _stop(self, threads: Sequence[threading.Thread]) -> None:
-        """End all threads, and write down what they finished meanwhile."""
+        """Stop all threads and record the lines that they finished meanwhile."""
         self._ends.set()
         self._painter.stop()
-        until_s = time.monotonic() + END_S
+        until_s = time.monotonic() + STOP_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         while not self._done.empty():
-            news = self._done.get_nowait()
-            if isinstance(news, Outcome):
+            result = self._done.get_nowait()
+            if isinstance(result, Outcome):
                 try:
-                    self._add(news)
+                    self._add(result)
                 except InvalidRequest:
                     return
 
-    def _count(self) -> str:
+    def _painted_count_text(self) -> str:
         num_painted = sum(bool(outcome.files) for outcome in self._manifest.outcomes)
         return f"{num_painted} {'line is' if num_painted == 1 else 'lines are'} painted, and"
 
-    def _share(self) -> float:
-        return sum(list(self._shares.values()))
-
 
 def bar_of_lines(console: Console) -> Progress:
-    """A bar of lines, with the time that is left, on a terminal."""
+    """Return a progress bar that counts lines and is hidden unless ``console`` is a terminal."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -203,30 +217,45 @@ def bar_of_lines(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _end(lines: Sequence[Line], manifest: Manifest, folder: Path, console: Console) -> int:
-    """Say what became of all, and the exit code."""
+def _summarize(lines: Sequence[Line], manifest: Manifest, folder: Path, console: Console) -> int:
+    """Print the summary of a batch in this process and return the exit code."""
     outcomes = manifest.outcomes
-    lost = [outcome for outcome in outcomes if outcome.error is not None]
-    num_painted = len(outcomes) - len(lost)
-    return tell_end(len(lines), len(manifest.painted), num_painted, len(lost), lost[:MOST_TOLD], folder, console)
+    failures = [outcome for outcome in outcomes if outcome.error is not None]
+    num_painted = len(outcomes) - len(failures)
+    shown = failures[:MAX_ERRORS_SHOWN]
+    return print_summary(len(lines), len(manifest.painted), num_painted, len(failures), shown, folder, console)
 
 
-def tell_end(
+def print_summary(
     num_lines: int,
     num_before: int,
     num_painted: int,
     num_failed: int,
-    lost: Sequence[Outcome],
+    failures: Sequence[Outcome],
     folder: Path,
     console: Console,
 ) -> int:
-    """Say how many of a batch's lines are painted, why the first of those that failed did, and the exit code."""
-    for outcome in lost:
+    """Print the summary of a batch and return the exit code.
+
+    Args:
+        num_lines: Number of lines in the batch file.
+        num_before: Number of lines that earlier runs finished.
+        num_painted: Number of lines that succeeded, including earlier runs.
+        num_failed: Number of lines that failed.
+        failures: The failed lines to list.
+        folder: Output folder.
+        console: Console for the list of failures.
+    """
+    for outcome in failures:
         note(console, f"line {outcome.line}: {(outcome.error or {}).get('message')}")
-    if num_failed > len(lost):
-        note(console, f"and {num_failed - len(lost)} more; {folder / NAME} says why.")
-    before = f", {num_before} of them before" if num_before else ""
-    first = "; correct what was refused, and then" if any((one.error or {}).get("param") for one in lost) else ", and"
-    told = f"; {num_failed} failed{first} {GO_ON}" if num_failed else ""
-    print(f"{num_painted} of {num_lines} lines are painted into {folder}{before}{told}", file=sys.stdout)
+    if num_failed > len(failures):
+        note(console, f"{num_failed - len(failures)} more lines failed; see {folder / NAME}.")
+    before_text = f", {num_before} of them before" if num_before else ""
+    next_step = (
+        "; correct the refused lines, and then"
+        if any((outcome.error or {}).get("param") for outcome in failures)
+        else ", and"
+    )
+    failed_text = f"; {num_failed} failed{next_step} {CONTINUE_HINT}" if num_failed else ""
+    print(f"{num_painted} of {num_lines} lines are painted into {folder}{before_text}{failed_text}", file=sys.stdout)
     return EXIT_FAILED if num_failed or num_painted < num_lines else 0

@@ -1,4 +1,4 @@
-"""Who paints shards: an engine in a worker's process, whichever machine that is on."""
+"""Worker of a sharded batch: generates shards with an engine in its own process, on any machine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag, load_settings
 
 MOST_TRIES: Final = 4
-"""Of a shard whose workers were lost: it may be what they were lost by."""
+"""How many workers a shard may lose before it fails, because the shard itself may crash them."""
 
 Work = tuple[Outcome, Sequence[PaintedFile]]
 
 
 class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What all shards of a command have in common.
+    """Parameters that all shards of a command share.
 
-    prompts, folder  of the command's machine, absolute; seen from here by the same names
-    token            what the folder's file ``ShardFolder.seen`` says
-    concurrency      lines that are painted at a time
-    environment      settings of the command's environment
-    flags            its options: key -> (option, value)
+    Attributes:
+        prompts: Absolute path of the batch file, the same on all machines.
+        folder: Absolute path of the output folder, the same on all machines.
+        token: Content of ``ShardFolder.seen``, which proves that the folder is shared.
+        layout: Shard size and output format.
+        concurrency: Number of lines in progress at a time.
+        model: Model name or path.
+        config: Configuration name or file.
+        environment: Settings from the environment of the command.
+        flags: Options of the command: key -> (option, value).
     """
 
     prompts: str
@@ -52,13 +57,17 @@ class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> Settings:
-        """The engine's, as the command has them. Raises ConfigError."""
+        """The settings of the command.
+
+        Raises:
+            ConfigError: A setting is invalid.
+        """
         flags = {key: Flag(*flag) for key, flag in self.flags.items()}
         return load_settings(model=self.model, config=self.config, env=self.environment, flags=flags)
 
 
 class ShardTold(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What became of a shard; or the ``error`` for which nobody can go on, and the field to blame."""
+    """The result of a shard, or the ``error`` that stops the batch, with the invalid parameter."""
 
     shard: int
     num_painted: int = 0
@@ -68,7 +77,7 @@ class ShardTold(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ShardWorker:
-    """Paints one shard after the other, with an engine that is loaded for the first of them."""
+    """Generates shards one after the other. The engine is loaded for the first shard."""
 
     def __init__(self, job: bytes, open_painter: Callable[[Settings], LinePainter] | None = None) -> None:
         self._job = msgspec.msgpack.decode(job, type=ShardJob)
@@ -77,28 +86,31 @@ class ShardWorker:
         self._painter: LinePainter | None = None
 
     def paint(self, shard: bytes) -> bytes:
-        """A shard and what became of it, as msgpack."""
-        read = msgspec.msgpack.decode(shard, type=Shard)
+        """Generate a shard and return its ``ShardTold``; both are encoded as msgpack."""
+        decoded = msgspec.msgpack.decode(shard, type=Shard)
         try:
-            told = self._paint(read)
+            result = self._paint(decoded)
         except DiffserveError as error:
-            told = ShardTold(shard=read.number, error=error.message, param=error.param)
+            result = ShardTold(shard=decoded.number, error=error.message, param=error.param)
         except OSError as error:
-            said = f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}."
-            told = ShardTold(shard=read.number, error=said)
-        return msgspec.msgpack.encode(told)
+            message = f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}."
+            result = ShardTold(shard=decoded.number, error=message)
+        return msgspec.msgpack.encode(result)
 
     def _paint(self, shard: Shard) -> ShardTold:
         self._check_folder()
+        if self._painter is None:
+            self._painter = self._open(self._job.settings)
         if len(list(self._place.parts(shard.number))) >= MOST_TRIES:
             first, last = shard.rows[0].number, shard.rows[-1].number
-            said = f"{MOST_TRIES} workers were lost while they painted lines {first} to {last}"
-            raise InvalidRequest(f"{said}; is there memory for --concurrency {self._job.concurrency}?", param="prompts")
-        held = self._place.outcomes(shard)
+            message = f"{MOST_TRIES} workers were lost while they painted lines {first} to {last}"
+            hint = f"if they ran out of memory, lower --concurrency {self._job.concurrency}."
+            raise InvalidRequest(f"{message}; {hint}", param="prompts")
+        earlier = self._place.outcomes(shard)
         num_painted = num_failed = 0
         with ShardWriter(self._place, shard.number) as writer:
-            for outcome, pictures in self._in_order(shard.rows, held):
-                if outcome.line in held:
+            for outcome, pictures in self._in_order(shard.rows, earlier):
+                if outcome.line in earlier:
                     writer.keep(outcome)
                 else:
                     writer.add(outcome, pictures)
@@ -106,24 +118,27 @@ class ShardWorker:
                 num_failed += outcome.error is not None
         return ShardTold(shard=shard.number, num_painted=num_painted, num_failed=num_failed)
 
-    def _in_order(self, rows: Sequence[ShardRow], held: dict[int, Outcome]) -> Iterator[Work]:
-        """What becomes of each row. Few are painted ahead of one that takes long: pictures wait in memory for it."""
+    def _in_order(self, rows: Sequence[ShardRow], earlier: dict[int, Outcome]) -> Iterator[Work]:
+        """Yield the result of each row in order.
+
+        The number of rows in progress is limited, because finished images wait in memory for a slow earlier row.
+        """
         ahead: deque[Future[Work] | Work] = deque()
         prompts = Path(self._job.prompts)
-        most = 2 * self._job.concurrency
+        max_ahead = 2 * self._job.concurrency
         with ThreadPoolExecutor(self._job.concurrency) as threads:
             try:
                 for row in rows:
-                    known = held.get(row.number)
-                    ahead.append((known, ()) if known else threads.submit(self._paint_row, row, prompts))
-                    if len(ahead) > most:
+                    outcome = earlier.get(row.number)
+                    ahead.append((outcome, ()) if outcome else threads.submit(self._paint_row, row, prompts))
+                    if len(ahead) > max_ahead:
                         yield _done(ahead.popleft())
                 while ahead:
                     yield _done(ahead.popleft())
             except BaseException:
-                for one in ahead:
-                    if isinstance(one, Future):
-                        one.cancel()
+                for work in ahead:
+                    if isinstance(work, Future):
+                        work.cancel()
                 raise
 
     def _paint_row(self, row: ShardRow, prompts: Path) -> Work:
@@ -131,16 +146,18 @@ class ShardWorker:
         return paint_line(row.line(prompts), self._painter, lambda share: None)
 
     def _check_folder(self) -> None:
-        """InvalidRequest where the folder is not the command's; and the engine is there."""
+        """Check that the folder is shared with the command.
+
+        Raises:
+            InvalidRequest: The folder on this machine is not the folder of the command.
+        """
         try:
             is_shared = self._place.seen.read_text(encoding="utf-8") == self._job.token
         except OSError:
             is_shared = False
         if not is_shared:
-            said = f"{self._job.folder!r} on {gethostname()!r} is not the folder that the command writes to"
-            raise InvalidRequest(f"{said}; give one that all machines of the cluster share.", param="output")
-        if self._painter is None:
-            self._painter = self._open(self._job.settings)
+            message = f"{self._job.folder!r} on {gethostname()!r} is not the folder that the command writes to"
+            raise InvalidRequest(f"{message}; give one that all machines of the cluster share.", param="output")
 
 
 def _done(work: Future[Work] | Work) -> Work:

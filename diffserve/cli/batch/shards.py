@@ -1,8 +1,8 @@
-"""A batch in shards: some hundred lines each, which are handed out, told of and gone on with as one.
+"""Shards of a batch: a few hundred lines each, which one worker generates, records and resumes as a unit.
 
-What became of a shard's lines stands in ``shards/NUMBER.jsonl`` of the folder, written whole when all of them are over:
-a shard that nobody finished is painted anew, to the same names and from the same seeds, so that two workers who paint
-the same one do no harm. Pictures lie in the folder, or as WebDataset in ``shard-NUMBER.tar``, each beside a JSON.
+The results of a shard are written atomically to ``shards/NUMBER.jsonl`` when all its lines are done. Unfinished shards
+are generated again with the same names and seeds, so two workers on one shard do no harm. Images are files in the
+folder, or a WebDataset ``shard-NUMBER.tar`` with a JSON file per image.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
-from diffserve.cli.batch.lines import Line, line_of, stream_lines
+from diffserve.cli.batch.lines import Line, parse_line, stream_lines
 from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
 from diffserve.cli.batch.painters import PaintedFile
 from diffserve.cli.outputs import write_output
@@ -27,16 +27,17 @@ from diffserve.cli.outputs import write_output
 FOLDER: Final = "shards"
 LAYOUT: Final = "layout.json"
 SEEN: Final = "seen-by-all"
-"""A file by which workers know that their folder is the command's."""
+"""Name of the file by which workers check that they see the folder of the command."""
 
 SHARD_LINES: Final = 200
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a folder's batch is cut: it stays so for all runs of it.
+    """How the batch of a folder is split. All runs of the batch use the same layout.
 
-    lines       in a shard
-    webdataset  pictures go into a tar for each shard
+    Attributes:
+        lines: Lines per shard.
+        webdataset: Whether images are written to a tar per shard.
     """
 
     lines: int = SHARD_LINES
@@ -44,7 +45,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ShardRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A line on its way to a worker: its ``row`` of the file, which is read there, or what is wrong with it."""
+    """A line in the form that is sent to a worker: its raw ``row``, which the worker parses, or its error."""
 
     number: int
     id: str
@@ -54,25 +55,29 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @classmethod
     def of(cls, row: bytes, line: Line) -> ShardRow:
-        """The one of ``line``."""
+        """Create the row to send for ``line``."""
         if line.error is None:
             return cls(number=line.number, id=line.id, digest=line.digest, row=row)
         error = line.error
         return cls(number=line.number, id=line.id, error=(error.message, error.param, error.code))
 
     def line(self, prompts: Path) -> Line:
-        """As it was read from ``prompts``; a picture that it names is read here. A line without a seed, or that of
-        its variation, gets one that is always the same."""
+        """Parse the row on the worker, and read the images that it names.
+
+        A missing seed or variation seed is derived from the digest, so that every attempt generates the same images.
+        """
         if self.error is not None:
             message, param, code = self.error
             return Line(number=self.number, id=self.id, error=InvalidRequest(message, param=param, code=code))
         try:
-            line = line_of(self.row, self.number, self.id, prompts)
+            line = parse_line(self.row, self.number, self.id, prompts)
         except DiffserveError as error:
             return Line(number=self.number, id=self.id, error=error)
         if line.digest != self.digest:
-            said = f"line {self.number} names a picture that is another one on {socket.gethostname()!r}; share it."
-            return Line(number=self.number, id=self.id, error=InvalidRequest(said, param="image"))
+            message = (
+                f"line {self.number} names an image that differs on {socket.gethostname()!r}; put it on shared storage."
+            )
+            return Line(number=self.number, id=self.id, error=InvalidRequest(message, param="image"))
         digest = hashlib.sha256(f"{self.digest} {self.id}".encode()).digest()
         fields = {"seed": int.from_bytes(digest[:4]) >> 1, **line.fields}
         if fields.get("variation_strength") and fields.get("variation_seed") in (None, -1):
@@ -81,14 +86,14 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Lines that follow each other, counted from 0."""
+    """Consecutive lines of a batch. Shard numbers start at 0."""
 
     number: int
     rows: tuple[ShardRow, ...]
 
 
 class ShardFolder:
-    """Where a batch in shards lies."""
+    """The output folder of a sharded batch."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self.folder = folder
@@ -97,7 +102,16 @@ class ShardFolder:
 
     @classmethod
     def open(cls, folder: Path, *, lines: int | None, webdataset: bool) -> ShardFolder:
-        """Made or gone on with. InvalidRequest where it was begun in another way, or cannot be written."""
+        """Create or continue the batch in ``folder``.
+
+        Args:
+            folder: The output folder.
+            lines: Lines per shard. None: as in the existing batch, or the default.
+            webdataset: Whether to write a tar per shard.
+
+        Raises:
+            InvalidRequest: The existing batch has another layout, or the folder cannot be written.
+        """
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         path = folder / FOLDER / LAYOUT
         try:
@@ -106,42 +120,46 @@ class ShardFolder:
             layout = Layout(lines=lines or SHARD_LINES, webdataset=webdataset)
             write_output(path, msgspec.json.encode(layout))
         except msgspec.MsgspecError as error:
-            said = f"{str(path)!r} does not say how its batch was begun ({error}); give another folder."
-            raise InvalidRequest(said, param="output") from None
+            message = f"{str(path)!r} is not a valid batch layout ({error}); give another folder."
+            raise InvalidRequest(message, param="output") from None
         if lines not in (None, layout.lines) or webdataset != layout.webdataset:
-            begun = f"--shard-lines {layout.lines}{' --webdataset' if layout.webdataset else ''}"
-            said = f"the batch in {str(folder)!r} was begun with {begun}; go on with these, or give another folder."
-            raise InvalidRequest(said, param="output")
+            options = f"--shard-lines {layout.lines}{' --webdataset' if layout.webdataset else ''}"
+            message = f"the batch in {str(folder)!r} was begun with {options}; use these options, or another folder."
+            raise InvalidRequest(message, param="output")
         return cls(folder, layout)
 
     @property
     def seen(self) -> Path:
-        """The file that tells workers that this folder is the one."""
+        """The file by which workers recognize the folder of the command."""
         return self._shards / SEEN
 
     def outcomes_path(self, number: int) -> Path:
-        """Of a shard whose lines are over."""
+        """Return the path of the results of a finished shard."""
         return self._shards / f"{number:06d}.jsonl"
 
     def tar_path(self, number: int) -> Path:
-        """Of a shard's pictures, as WebDataset."""
+        """Return the path of the WebDataset tar of a shard."""
         return self.folder / f"shard-{number:06d}.tar"
 
     def part_path(self, number: int) -> Path:
-        """Of a shard that this process paints."""
+        """Return the path of the unfinished results that this process writes for a shard."""
         return self._shards / f".{number:06d}-{socket.gethostname()}-{os.getpid()}.part"
 
     def parts(self, number: int | None = None) -> Iterator[Path]:
-        """Of a shard that is being painted, or was by somebody who is gone; or of all."""
+        """Yield unfinished results, including those of lost workers, of one shard or of all (None)."""
         return self._shards.glob(f".{'*' if number is None else f'{number:06d}'}-*[0-9].part")
 
     def clear(self) -> None:
-        """Forget what nobody finished."""
+        """Delete all unfinished results."""
         for path in self._shards.glob(".*part"):
             path.unlink(missing_ok=True)
 
     def shards(self, prompts: Path) -> Iterator[Shard]:
-        """All of them, one by one. Raises InvalidRequest where ``prompts`` cannot be read, or holds none."""
+        """Yield the shards of the batch file ``prompts``.
+
+        Raises:
+            InvalidRequest: The file cannot be read or is empty.
+        """
         rows: list[ShardRow] = []
         number = 0
         for row, line in stream_lines(prompts):
@@ -153,31 +171,41 @@ class ShardFolder:
             yield Shard(number=number, rows=tuple(rows))
 
     def outcomes(self, shard: Shard, files: frozenset[str] | None = None) -> dict[int, Outcome]:
-        """By line, what is known of ``shard`` and still holds: pictures that are there, of lines that ask for the same;
-        and mistakes of lines that cannot be read. ``files``: names in the folder, else each is looked for."""
+        """Return the recorded results of ``shard`` that are still valid, by line number.
+
+        A success is valid if the line is unchanged and its images exist; an error is valid if the line still has it.
+
+        Args:
+            shard: The shard.
+            files: Names of all files in the folder. None: look up each file.
+        """
         rows = {row.number: row for row in shard.rows}
         if self.layout.webdataset:
             files = self._in_tar(shard.number)
-        held = {}
+        valid = {}
         for outcome in read_outcomes(self.outcomes_path(shard.number)):
             row = rows.get(outcome.line)
             if row is None or (row.id, row.digest) != (outcome.id, outcome.digest):
                 continue
             if outcome.error is not None:
-                is_held = row.error is not None and row.error[0] == outcome.error.get("message")
+                is_valid = row.error is not None and row.error[0] == outcome.error.get("message")
             else:
-                is_held = bool(outcome.files) and all(self._is_there(name, files) for name in outcome.files)
-            if is_held:
-                held[outcome.line] = outcome
-        return held
+                is_valid = bool(outcome.files) and all(self._is_there(name, files) for name in outcome.files)
+            if is_valid:
+                valid[outcome.line] = outcome
+        return valid
 
     def in_order(self, num_shards: int) -> Iterator[Outcome]:
-        """What became of all lines, shard by shard."""
+        """Yield the results of the first ``num_shards`` shards in order."""
         for number in range(num_shards):
             yield from read_outcomes(self.outcomes_path(number))
 
     def write_results(self, num_shards: int) -> Iterator[Outcome]:
-        """The same, each written to ``results.jsonl`` as it passes; the file is there when all have."""
+        """Yield the results of all shards, and write them to ``results.jsonl``, which appears at the end.
+
+        Raises:
+            InvalidRequest: The file cannot be written.
+        """
         path = self.folder / NAME
         part = self._shards / f".{NAME}"
         try:
@@ -201,7 +229,7 @@ class ShardFolder:
 
 
 class ShardWriter:
-    """Writes what becomes of a shard's lines, in their order; with the block, all of it is there, or nothing."""
+    """Context manager that writes the results of a shard in line order, all of them or none."""
 
     def __init__(self, place: ShardFolder, number: int) -> None:
         self._place = place
@@ -213,7 +241,7 @@ class ShardWriter:
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> ShardWriter:
-        with _said(self._part):
+        with _write_errors(self._part):
             self._file = self._part.open("wb")
             if self._place.layout.webdataset:
                 self._tar = tarfile.open(self._tar_part, "w")  # closed in __exit__
@@ -223,7 +251,7 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            with _said(self._part):
+            with _write_errors(self._part):
                 for file in (self._tar, self._old, self._file):
                     if file is not None:
                         file.close()
@@ -236,48 +264,52 @@ class ShardWriter:
             self._tar_part.unlink(missing_ok=True)
 
     def add(self, outcome: Outcome, pictures: Sequence[PaintedFile]) -> None:
-        """A line that was painted, or failed. Raises InvalidRequest where the disk refuses."""
+        """Write the result and the images of a line.
+
+        Raises:
+            InvalidRequest: A file cannot be written.
+        """
         if self._tar is None:
             for name, picture in zip(outcome.files, pictures, strict=True):
                 write_output(self._place.folder / name, picture.data)
         else:
             self._pack(outcome, [picture.data for picture in pictures])
-        self._tell(outcome)
+        self._write_result(outcome)
 
     def keep(self, outcome: Outcome) -> None:
-        """A line that was over before."""
+        """Copy the result of a line that an earlier run finished."""
         if self._tar is not None and outcome.files:
             assert self._old is not None
             read = [self._old.extractfile(name) for name in outcome.files]
             self._pack(outcome, [file.read() for file in read if file is not None])
-        self._tell(outcome)
+        self._write_result(outcome)
 
     def _pack(self, outcome: Outcome, pictures: Iterable[bytes]) -> None:
-        """Pictures, and beside each what is known of it: nothing in it depends on who painted when."""
+        """Write images to the tar, each with a JSON file that is the same for every attempt."""
         recipe = {name: value for name, value in outcome.recipe.items() if name != "id"}
-        told = {"prompt": outcome.prompt, "line": outcome.line, "id": outcome.id, "recipe": recipe}
+        metadata = {"prompt": outcome.prompt, "line": outcome.line, "id": outcome.id, "recipe": recipe}
         varied_by = outcome.variation_seeds or (None,) * len(outcome.seeds)
         for name, data, seed, variation_seed in zip(outcome.files, pictures, outcome.seeds, varied_by, strict=True):
-            own = {"seed": seed} if variation_seed is None else {"seed": seed, "variation_seed": variation_seed}
+            seeds = {"seed": seed} if variation_seed is None else {"seed": seed, "variation_seed": variation_seed}
             self._put(name, data)
-            self._put(f"{Path(name).stem}.json", msgspec.json.encode(told | own))
+            self._put(f"{Path(name).stem}.json", msgspec.json.encode(metadata | seeds))
 
     def _put(self, name: str, data: bytes) -> None:
         assert self._tar is not None
         member = tarfile.TarInfo(name)
         member.size = len(data)
-        with _said(self._tar_part):
+        with _write_errors(self._tar_part):
             self._tar.addfile(member, io.BytesIO(data))
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _write_result(self, outcome: Outcome) -> None:
         assert self._file is not None
-        with _said(self._part):
+        with _write_errors(self._part):
             self._file.write(msgspec.json.encode(outcome) + b"\n")
             self._file.flush()
 
 
-class _said:  # noqa: N801 # used as a function
-    """Within the block, a disk that refuses to write ``path`` is an InvalidRequest."""
+class _write_errors:  # noqa: N801 # used as a function
+    """Context manager that converts an OSError to an InvalidRequest which names ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Commands about models on this machine."""
+"""Commands that inspect and prepare models on this machine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ def doctor(
     data_dir: DataDirOption = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Work out the least time of a step on this GPU, here or not: h100, l4, rtx4090..."),
+        typer.Option(help="Estimate the minimum step time on this GPU, present or not: h100, l4, rtx4090..."),
     ] = None,
 ) -> int:
-    """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
+    """Check this machine, the model and the settings.
+
+    The report shows device, precision, model, memory of each part, and the source of each setting.
+    """
     from diffserve.cli.doctor import run
     from diffserve.settings.layers import Flag, load_settings
 
@@ -52,7 +55,10 @@ def doctor(
 
 def list_names(
     kind: Annotated[
-        str, typer.Argument(help="samplers, models, loras, controlnets, embeddings or styles.", metavar="KIND")
+        str,
+        typer.Argument(
+            help="Kind of name: samplers, models, loras, controlnets, embeddings or styles.", metavar="KIND"
+        ),
     ],
     server: ServerOption = None,
     model: ModelOption = None,
@@ -62,7 +68,7 @@ def list_names(
     embeddings_dir: EmbeddingsOption = None,
     data_dir: DataDirOption = None,
 ) -> int:
-    """List the names that requests may use, one a line, and on standard error the files that cannot be used."""
+    """List names that requests can use, one per line. Unusable files are reported on standard error."""
     from diffserve.cli.names import Kind, run, run_on_server
     from diffserve.settings.layers import Flag, load_settings
 
@@ -87,16 +93,23 @@ def warm(
     config: ConfigOption = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="WIDTHxHEIGHT to compile for, perhaps several times; else the model's own.", metavar="SIZE"),
+        typer.Option(
+            help="Image size to compile for, WIDTHxHEIGHT; repeatable. Default: the native size.", metavar="SIZE"
+        ),
     ] = None,
-    loras: Annotated[bool, typer.Option("--loras", help="Also for pictures with adapters of the folder.")] = False,
+    loras: Annotated[
+        bool, typer.Option("--loras", help="Also compile for images with LoRA adapters of --lora-dir.")
+    ] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     data_dir: DataDirOption = None,
 ) -> int:
-    """Compile the UNet ahead, a minute for each number of rows; kept on disk and used from then on where faster."""
+    """Compile the UNet in advance, about a minute per batch size.
+
+    The compiled calls are stored on disk. The next start uses those that are faster.
+    """
     from diffserve.cli.warm import run
     from diffserve.settings.layers import Flag, load_settings
 
@@ -107,20 +120,24 @@ def warm(
 
 def prune(
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder for the pruned model; there is none yet.", metavar="DIR")
+        Path, typer.Option("-o", "--output", help="Folder to create for the pruned model.", metavar="DIR")
     ],
     heads: Annotated[
-        float, typer.Option("--heads", help="Share of the heads of every attention layer to cut.", metavar="SHARE")
+        float, typer.Option("--heads", help="Share of attention heads to remove from every layer.", metavar="SHARE")
     ] = 0.0,
     channels: Annotated[
-        float, typer.Option("--channels", help="Share of the inner channels of every feed-forward.", metavar="SHARE")
+        float,
+        typer.Option(
+            "--channels", help="Share of feed-forward inner channels to remove from every layer.", metavar="SHARE"
+        ),
     ] = 0.0,
     model: ModelOption = None,
     config: ConfigOption = None,
 ) -> int:
-    """Cut the least important heads and channels out of the UNet, into a model directory of its own.
+    """Remove the least important parts of the UNet.
 
-    Shares are 0 to 0.9 of each layer, rounded down; at least one head stays. Nothing is trained: judge the pictures.
+    Attention heads and feed-forward channels are removed, and the result is written to a new model folder. Shares
+    are 0 to 0.9 of each layer, rounded down; at least one head stays. Nothing is retrained, so check the images.
     """
     from diffserve.cli.prune import run
     from diffserve.settings.layers import load_settings

@@ -1,4 +1,4 @@
-"""Commands that paint, and the one that finds the words."""
+"""Commands that generate images or rewrite prompts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from diffserve.cli.options import (
     TextEncoderOption,
     VAEOption,
     WatermarkOption,
-    beside_flags,
     complete_quality,
     complete_sampler,
+    model_extra_flags,
     placement_flags,
 )
 
@@ -34,13 +34,13 @@ from diffserve.cli.options import (
 def generate(
     context: typer.Context,
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="What to paint, in quotes; - reads standard input.", metavar="PROMPT")
+        list[str] | None, typer.Argument(help="Prompt in quotes; - reads standard input.", metavar="PROMPT")
     ] = None,
     infotext: Annotated[
         Path | None,
         typer.Option(
             "--infotext",
-            help="Repeat this picture (or a text file with its parameters), but for what other options say.",
+            help="Use the parameters of this image (or text file) for options that are not given.",
             metavar="FILE",
         ),
     ] = None,
@@ -49,61 +49,68 @@ def generate(
         typer.Option(
             "-o",
             "--output",
-            help="File to write (.png .jpg .webp), a folder, or - for standard output; the prompt names it else.",
+            help="File (.png .jpg .webp), folder, or - for standard output. Default: named after the prompt.",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that is there; otherwise the next free number is taken.")
+        bool, typer.Option("--overwrite", help="Replace existing files instead of numbering new ones.")
     ] = False,
     model: ModelOption = None,
     quality: Annotated[
         str | None,
-        typer.Option("--quality", help="draft, standard or fine: how many steps.", autocompletion=complete_quality),
+        typer.Option("--quality", help="Step count preset: draft, standard or fine.", autocompletion=complete_quality),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Denoising steps.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Number of denoising steps.")] = None,
     sampler: Annotated[
         str | None,
-        typer.Option("--sampler", help="For example dpmpp_2m or 'Euler a'.", autocompletion=complete_sampler),
+        typer.Option("--sampler", help="Sampler, such as dpmpp_2m or 'Euler a'.", autocompletion=complete_sampler),
     ] = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="Weight of the prompt; 1: none.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture; -1: any.")] = None,
-    negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
-    size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
+    guidance: Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1: no guidance.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the first image; -1: random.")] = None,
+    negative: Annotated[str, typer.Option("--negative", help="Negative prompt.")] = "",
+    size: Annotated[
+        str, typer.Option("--size", help="Image size, such as 512x512; auto: the native size.", metavar="WxH")
+    ] = "auto",
     num_images: Annotated[
-        int, typer.Option("-n", help="How many; image i has seed + i, or varied by + i.", metavar="N")
+        int,
+        typer.Option(
+            "-n", help="Number of images. Image i uses seed + i, or variation seed + i for variations.", metavar="N"
+        ),
     ] = 1,
-    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim, euler_a and tcd, 0 to 1.")] = None,
+    eta: Annotated[float | None, typer.Option("--eta", help="Noise added by ddim, euler_a and tcd, 0 to 1.")] = None,
     guidance_interval: Annotated[
         tuple[float, float],
-        typer.Option("--guidance-interval", help="Part of the steps that is guided.", metavar="FROM TO"),
+        typer.Option("--guidance-interval", help="Apply guidance only in this part of the steps.", metavar="FROM TO"),
     ] = (0.0, 1.0),
     prompt_syntax: Annotated[
-        str, typer.Option("--prompt-syntax", help="a1111: brackets weigh words; plain: they are brackets.")
+        str, typer.Option("--prompt-syntax", help="a1111: brackets weight words; plain: brackets are literal.")
     ] = "a1111",
     clip_skip: Annotated[
-        int, typer.Option("--clip-skip", help="Layers from the text encoders' end; 1: none is left out.", metavar="N")
+        int, typer.Option("--clip-skip", help="Use the N-th last text encoder layer; 1: the last.", metavar="N")
     ] = 1,
     guidance_rescale: Annotated[
         float,
         typer.Option(
-            "--guidance-rescale", help="Bring the guided output back to its unguided spread, 0 to 1.", metavar="SHARE"
+            "--guidance-rescale",
+            help="Rescale the guided output to the unguided standard deviation, 0 to 1.",
+            metavar="SHARE",
         ),
     ] = 0.0,
     cache_interval: Annotated[
         int,
         typer.Option(
-            "--cache-interval", help="The whole UNet at every so many-th evaluation (DeepCache); 1: each.", metavar="N"
+            "--cache-interval", help="Run the full UNet only every N-th evaluation (DeepCache); 1: always.", metavar="N"
         ),
     ] = 1,
     token_merging: Annotated[
         float,
-        typer.Option("--token-merging", hidden=True, help="Without effect: removed in 0.2."),
+        typer.Option("--token-merging", hidden=True, help="No effect; removed in 0.2."),
     ] = 0.0,
     sizes: Annotated[
         str | None,
         typer.Option(
             "--micro-conditioning",
-            help="Sizes SDXL is told: 'original_size 640x480 crop 0x0 target_size 1024x1024', and negative_ ones.",
+            help="SDXL conditioning: 'original_size 640x480 crop 0x0 target_size 1024x1024', also negative_*.",
             metavar="SIZES",
         ),
     ] = None,
@@ -111,46 +118,57 @@ def generate(
         float | None,
         typer.Option(
             "--similarity-threshold",
-            help="Begin from a kept picture of so similar a prompt, above 0 to 1.",
+            help="Start from cached latents of a prompt with at least this similarity, up to 1.",
             metavar="COSINE",
         ),
     ] = None,
     noise_source: Annotated[
         str | None,
-        typer.Option("--noise-source", help="cpu, or device: CUDA's numbers (A1111: NV).", metavar="SOURCE"),
+        typer.Option(
+            "--noise-source", help="Noise source: cpu, or device for CUDA noise (A1111: NV).", metavar="SOURCE"
+        ),
     ] = None,
     variation_strength: Annotated[
         float,
-        typer.Option("--variation-strength", help="Vary the picture: other noise mixed in, 0 to 1.", metavar="SHARE"),
+        typer.Option(
+            "--variation-strength",
+            help="Amount of variation noise mixed into the start noise, 0 to 1.",
+            metavar="SHARE",
+        ),
     ] = 0.0,
     variation_seed: Annotated[
         int | None,
-        typer.Option("--variation-seed", help="Of that noise: image i has it + i, all the same --seed; -1: any."),
+        typer.Option(
+            "--variation-seed",
+            help="Seed of the variation noise; image i uses this + i and the same --seed. -1: random.",
+        ),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option("--lora", help="An adapter of --lora-dir, and how much of it; several.", metavar="NAME:SCALE"),
+        typer.Option("--lora", help="LoRA adapter from --lora-dir and its scale; repeatable.", metavar="NAME:SCALE"),
     ] = None,
     controlnet: Annotated[
         list[str] | None,
         typer.Option(
             "--controlnet",
-            help="One of --controlnet-dir, its picture, how much (1), canny for edges, when (0-1), resize; several.",
+            help="ControlNet of --controlnet-dir, control image, scale, canny for edges, step range; repeatable.",
             metavar="NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]",
         ),
     ] = None,
     switch_at: Annotated[
-        float | None, typer.Option("--switch-at", help="Where --refiner takes over, 0 to 1 (0.8).", metavar="SHARE")
+        float | None,
+        typer.Option("--switch-at", help="Share of steps before --refiner takes over (default 0.8).", metavar="SHARE"),
     ] = None,
     best_of: Annotated[
-        int | None, typer.Option("--best-of", help="Paint so many and keep the best, -n of them.", metavar="N")
+        int | None, typer.Option("--best-of", help="Generate N candidates and keep the best -n.", metavar="N")
     ] = None,
-    init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
+    init: Annotated[Path | None, typer.Option("--init", help="Start from this image.", metavar="IMAGE")] = None,
     strength: Annotated[
-        float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
+        float | None, typer.Option("--strength", help="How strongly to change --init, 0 to 1 (default 0.75).")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option("--mask", help="White (or transparent) is repainted; needs --init.", metavar="IMAGE")
+        Path | None,
+        typer.Option("--mask", help="Change only the white or transparent parts of --init.", metavar="IMAGE"),
     ] = None,
     watermark: WatermarkOption = None,
     config: ConfigOption = None,
@@ -167,12 +185,15 @@ def generate(
     embeddings_dir: EmbeddingsOption = None,
     server: ServerOption = None,
 ) -> int:
-    """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
+    """Generate images from a prompt.
+
+    Each image is written to a file, and its path, seed and timing are printed.
+    """
     from diffserve.api.micro_conditioning import MicroConditioning
     from diffserve.api.prompt_syntax import in_a1111
     from diffserve.api.types import SWITCH_AT
     from diffserve.cli.generate import GenerateArguments, run
-    from diffserve.cli.prompts import one_text
+    from diffserve.cli.prompts import read_text_argument
     from diffserve.cli.recorded import read_recorded
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
@@ -180,11 +201,11 @@ def generate(
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
-        text = in_a1111(one_text(prompt, command="generate"), prompt_syntax)
+        text = in_a1111(read_text_argument(prompt, command="generate"), prompt_syntax)
     elif recorded is not None:
         text = recorded.prompt
     else:
-        raise InvalidRequest("Missing argument 'PROMPT'; say what to paint, in quotes.", param="PROMPT")
+        raise InvalidRequest("Missing argument 'PROMPT'; give a prompt in quotes.", param="PROMPT")
     order = GenerateArguments(
         prompt=text, output=output, overwrite=overwrite,
         negative=in_a1111(negative, prompt_syntax), size=size,
@@ -209,7 +230,7 @@ def generate(
             order, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
         )
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= beside_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if server:
         from diffserve.cli.remote import run as run_there
 
@@ -221,36 +242,37 @@ def batch(
     prompts: Annotated[
         Path,
         typer.Argument(
-            help="JSON lines, each a prompt in quotes or an object with the API's fields and perhaps an id; or a .txt "
-            "with a prompt a line; - reads standard input.",
+            help="JSON lines (a quoted prompt, or an object with API fields and an optional id), or a .txt file with "
+            "one prompt per line; - reads standard input.",
             metavar="FILE",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder for the pictures and results.jsonl.", metavar="DIR")
+        Path, typer.Option("-o", "--output", help="Folder for the images and results.jsonl.", metavar="DIR")
     ],
     concurrency: Annotated[
-        int, typer.Option("--concurrency", help="How many lines are painted at a time.", metavar="N")
+        int, typer.Option("--concurrency", help="Number of lines in progress at a time.", metavar="N")
     ] = 8,
     server: ServerOption = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="In shards, by the workers of a Ray cluster, of this machine or of many.")
+        bool, typer.Option("--cluster", help="Split the file into shards for workers of a Ray cluster.")
     ] = False,
     address: Annotated[
         str | None,
         typer.Option(
-            help="Of --cluster: HOST:PORT of one that this machine is part of, or auto; else one begins here.",
+            help="With --cluster: HOST:PORT of the Ray cluster, or auto. Default: start one on this machine.",
             metavar="ADDRESS",
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Of --cluster: engines; else one for each GPU, or machine.", metavar="N")
+        int | None,
+        typer.Option(min=1, help="With --cluster: number of workers. Default: one per GPU or machine.", metavar="N"),
     ] = None,
     shard_lines: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Of --cluster: lines that go together; else 200.", metavar="N")
+        int | None, typer.Option(min=1, max=10_000, help="With --cluster: lines per shard (default 200).", metavar="N")
     ] = None,
     webdataset: Annotated[
-        bool, typer.Option("--webdataset", help="Of --cluster: a tar of pictures and JSON for each shard.")
+        bool, typer.Option("--webdataset", help="With --cluster: write one tar of images and JSON per shard.")
     ] = False,
     watermark: WatermarkOption = None,
     model: ModelOption = None,
@@ -267,36 +289,42 @@ def batch(
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
 ) -> int:
-    """Paint every line of FILE into a folder; the same command goes on with what is missing.
+    """Generate images for every line of FILE. Run the same command again to continue.
 
-    results.jsonl tells of each line its files, seeds and recipe, or why it failed, and the others go on. The exit code
-    is 0 where every line is painted, and 1 where some failed.
+    results.jsonl records the files, seeds and parameters of each line, or its error. A failed line does not stop the
+    others. The exit code is 0 if every line succeeded and 1 if some failed.
     """
     from diffserve.cli.batch.run import run
 
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= beside_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
-        from diffserve.cli.batch.cluster_run import Ordered
+        from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
 
         if str(prompts) == "-":
-            raise InvalidRequest("--cluster needs a file, which its workers read; FILE is -.", param="prompts")
+            raise InvalidRequest(
+                "--cluster cannot read standard input, FILE is -; give a file that the workers can read.",
+                param="prompts",
+            )
         if server:
-            raise InvalidRequest("--cluster and --server are two places; give one of them.", param="--cluster")
-        ordered = Ordered(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
-        return run_there(prompts, output, ordered, concurrency=concurrency, model=model, config=config, flags=flags)
-    if given := [
+            raise InvalidRequest("--cluster and --server name two places to run; give one of them.", param="--cluster")
+        options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
+        return run_there(prompts, output, options, concurrency=concurrency, model=model, config=config, flags=flags)
+    if cluster_options := [
         name
-        for name, one in (
+        for name, value in (
             ("--address", address),
             ("--workers", workers),
             ("--shard-lines", shard_lines),
             ("--webdataset", webdataset),
         )
-        if one
+        if value
     ]:
-        raise InvalidRequest(f"{given[0]} is given without --cluster, which it is of.", param=given[0])
+        option = cluster_options[0]
+        raise InvalidRequest(
+            f"{option} is given without --cluster; add --cluster, or leave {option} out.", param=option
+        )
     if str(prompts) == "-":
         from diffserve.cli.batch.lines import standard_input
 
@@ -311,40 +339,46 @@ def batch(
 def rewrite(
     wish: Annotated[
         list[str],
-        typer.Argument(help="What you would like to see, in your own words; - reads standard input.", metavar="WISH"),
+        typer.Argument(help="What the image should show, in your own words; - reads standard input.", metavar="WISH"),
     ],
     num_prompts: Annotated[
-        int, typer.Option("-n", help="How many prompts; the first is the likeliest.", metavar="N")
+        int, typer.Option("-n", help="Number of prompts; the most likely comes first.", metavar="N")
     ] = 1,
-    stream: Annotated[bool, typer.Option("--stream", help="Show the words as they come.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the words as they are generated.")] = False,
     model: Annotated[
-        str, typer.Option("--model", help="embedded, or the folder of any instruct model.", metavar="DIR")
+        str,
+        typer.Option("--model", help="Language model: embedded, or the folder of an instruct model.", metavar="DIR"),
     ] = "embedded",
     style: Annotated[
-        str | None, typer.Option("--style", help="embedded, tags (SD 1.x) or prose (SDXL); the model decides else.")
+        str | None,
+        typer.Option(
+            "--style", help="Prompt style: embedded, tags (SD 1.x) or prose (SDXL). Default: chosen by the model."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of the second prompt and those after it (0).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all prompts but the first (default 0).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all details as JSON.")] = False,
     device: DeviceOption = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8 or int4.")
+        str | None, typer.Option("--dtype", help="Precision: auto, float32, bfloat16, float16, int8 or int4.")
     ] = None,
     server: ServerOption = None,
 ) -> int:
-    """Rewrite WISH into prompts that an image model understands, one line each."""
+    """Rewrite WISH into prompts for an image model, one per line."""
     from diffserve.api.rewrite_types import RewriteRequest
     from diffserve.api.types import RewriteOptions
-    from diffserve.cli.prompts import one_text
+    from diffserve.cli.prompts import read_text_argument
     from diffserve.cli.rewrite import run
 
-    text = one_text(wish, command="rewrite", name="wish")
+    text = read_text_argument(wish, command="rewrite", name="wish")
     request = RewriteRequest(wish=text, num_prompts=num_prompts, options=RewriteOptions(seed=seed), deltas=stream)
     if server:
         from diffserve.cli.remote import refuse_placement
         from diffserve.cli.remote import rewrite as rewrite_there
         from diffserve.settings.layers import Flag
 
-        named = None if model == "embedded" else model
-        refuse_placement({"model": Flag("--model", named), "d": Flag("--device", device), "t": Flag("--dtype", dtype)})
+        model_flag = None if model == "embedded" else model
+        refuse_placement(
+            {"model": Flag("--model", model_flag), "d": Flag("--device", device), "t": Flag("--dtype", dtype)}
+        )
         return rewrite_there(request, style, server, is_json=as_json)
     return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)

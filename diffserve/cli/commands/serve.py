@@ -1,4 +1,4 @@
-"""Commands that serve, and those for who serves."""
+"""Commands that run a server, and commands for its operator."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from diffserve.cli.options import (
     UnloadAfterOption,
     VAEOption,
     WatermarkOption,
-    beside_flags,
     folder_settings,
+    model_extra_flags,
     placement_flags,
     serving_flags,
 )
@@ -48,7 +48,9 @@ def serve(
     config: ConfigOption = None,
     model: ModelsOption = None,
     unload_after: UnloadAfterOption = None,
-    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where pictures lie for their URLs.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option("--data-dir", help="Data folder of the server: database, keys and images.")
+    ] = None,
     page: PageOption = None,
     watermark: WatermarkOption = None,
     lora_dir: LoraDirOption = None,
@@ -58,7 +60,9 @@ def serve(
     device: DeviceOption = None,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", help="An engine on each: cuda:0,cuda:1; cpu,cpu divides the cores.", metavar="LIST"),
+        typer.Option(
+            "--devices", help="Run an engine on each device: cuda:0,cuda:1; cpu,cpu splits the cores.", metavar="LIST"
+        ),
     ] = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
@@ -67,7 +71,10 @@ def serve(
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
 ) -> int:
-    """Serve the model over HTTP (OpenAI's image endpoints, and a page for browsers) until stopped."""
+    """Serve models over HTTP until stopped.
+
+    The server has OpenAI-compatible image endpoints and a web page.
+    """
     from functools import partial
 
     from diffserve.service.run import serve as run
@@ -75,8 +82,10 @@ def serve(
     from ui import mount_page
 
     flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)
-    flags["serve.devices"] = Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")])
-    flags |= beside_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags["serve.devices"] = Flag(
+        "--devices", None if devices is None else [device.strip() for device in devices.split(",")]
+    )
+    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     flags |= placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
     mount = partial(mount_page, grace_s=settings.serve.page_grace_s)
@@ -85,17 +94,20 @@ def serve(
 
 def mcp(
     server: Annotated[
-        str, typer.Option("--server", help="The running server that paints.", metavar="URL")
+        str, typer.Option("--server", help="Address of the running server.", metavar="URL")
     ] = "http://127.0.0.1:8000",
     http: Annotated[
         int | None,
-        typer.Option("--http", help="Listen on this port of this machine instead (/mcp).", metavar="PORT"),
+        typer.Option(
+            "--http", help="Listen on this local port (path /mcp) instead of standard input and output.", metavar="PORT"
+        ),
     ] = None,
 ) -> int:
-    """Offer a running server's pictures as tools of the Model Context Protocol, on standard input and output.
+    """Offer a running server to assistants as MCP tools.
 
-    An assistant starts this by itself: command diffserve, arguments mcp --server URL, and the server's key, where it
-    asks for one, as DIFFSERVE_API_KEY. The tools are generate_image, edit_image and rewrite_prompt.
+    The Model Context Protocol runs on standard input and output. Configure an assistant to start this command:
+    diffserve mcp --server URL. If the server needs an API key, set DIFFSERVE_API_KEY. The tools are generate_image,
+    edit_image and rewrite_prompt.
     """
     try:
         from diffserve.cli.mcp import run
@@ -108,23 +120,23 @@ def mcp(
 
 keys_app = typer.Typer(
     name="keys",
-    help="The keys of a server: whoever has none may not come in, once there is one.",
+    help="Manage API keys. Once a key exists, every request needs one.",
     rich_markup_mode=None,
 )
 
 
 @keys_app.command("add")
 def add_key(
-    name: Annotated[str, typer.Argument(help="What to call it.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name of the key.", metavar="NAME")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="generate (the default), metrics or admin; perhaps several times.")
+        list[str] | None, typer.Option(help="Scope: generate (default), metrics or admin; repeatable.")
     ] = None,
-    rate: Annotated[int | None, typer.Option(help="Requests for work that it may make in a minute.")] = None,
-    share: Annotated[float, typer.Option(help="How many times as much as others it gets when all want some.")] = 1.0,
+    rate: Annotated[int | None, typer.Option(help="Limit generation requests per minute.")] = None,
+    share: Annotated[float, typer.Option(help="Weight of this key when requests of several keys compete.")] = 1.0,
     data_dir: DataDirOption = None,
     config: ConfigOption = None,
 ) -> int:
-    """Make a key, and print it once."""
+    """Create a key and print it once."""
     from diffserve.cli.keys import add
 
     return add(folder_settings(data_dir, config), name, scope or [], rate, share)
@@ -132,7 +144,7 @@ def add_key(
 
 @keys_app.command("list")
 def list_keys(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
-    """Tell of all keys; not the keys themselves, which are not kept."""
+    """List all keys. The secrets are not stored and cannot be shown."""
     from diffserve.cli.keys import show
 
     return show(folder_settings(data_dir, config))
@@ -140,11 +152,11 @@ def list_keys(data_dir: DataDirOption = None, config: ConfigOption = None) -> in
 
 @keys_app.command("revoke")
 def revoke_key(
-    name: Annotated[str, typer.Argument(help="Its name or its id.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name or id of the key.", metavar="NAME")],
     data_dir: DataDirOption = None,
     config: ConfigOption = None,
 ) -> int:
-    """End a key, for a running server within a second."""
+    """Revoke a key. A running server applies this within a second."""
     from diffserve.cli.keys import revoke
 
     return revoke(folder_settings(data_dir, config), name)
@@ -152,7 +164,7 @@ def revoke_key(
 
 cluster_app = typer.Typer(
     name="cluster",
-    help="Serve over replicas in Ray Serve: bring them up, look at them, take them down.",
+    help="Run, inspect and stop replicas in Ray Serve.",
     rich_markup_mode=None,
 )
 
@@ -160,18 +172,23 @@ cluster_app = typer.Typer(
 @cluster_app.command("up")
 def cluster_up(
     file: Annotated[
-        Path | None, typer.Argument(help="How many replicas, and of what size; one where left out.", metavar="TOML")
+        Path | None, typer.Argument(help="Number and size of the replicas; default: one replica.", metavar="TOML")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
     allow_open: AllowOpenOption = None,
     address: Annotated[
-        str, typer.Option("--address", help="A Ray to join; else one is started here.", metavar="HOST:PORT")
+        str,
+        typer.Option(
+            "--address", help="Join this Ray cluster; default: start one on this machine.", metavar="HOST:PORT"
+        ),
     ] = "",
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="The token of the Ray to join.", metavar="FILE")
+        Path | None, typer.Option("--token-file", help="Token of the Ray cluster to join.", metavar="FILE")
     ] = None,
-    is_detached: Annotated[bool, typer.Option("--detach", help="Come back when a replica is ready.")] = False,
+    is_detached: Annotated[
+        bool, typer.Option("--detach", help="Run in the background; return when a replica is ready.")
+    ] = False,
     config: ConfigOption = None,
     model: ModelsOption = None,
     unload_after: UnloadAfterOption = None,
@@ -190,7 +207,7 @@ def cluster_up(
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
 ) -> int:
-    """Start the replicas, and serve over them until stopped."""
+    """Start the replicas and serve until stopped."""
     from functools import partial
 
     from diffserve.cluster.config import read_cluster
@@ -199,7 +216,7 @@ def cluster_up(
     from ui import mount_page
 
     flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)
-    flags |= beside_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     flags |= placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
 
     def read() -> tuple[Settings, ClusterConfig]:
@@ -216,7 +233,7 @@ def cluster_up(
 
 @cluster_app.command("status")
 def cluster_status(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
-    """A table of the replicas."""
+    """Show the replicas in a table."""
     from diffserve.cli.cluster import status
 
     return status(folder_settings(data_dir, config))
@@ -224,7 +241,7 @@ def cluster_status(data_dir: DataDirOption = None, config: ConfigOption = None) 
 
 @cluster_app.command("redeploy")
 def cluster_redeploy(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
-    """Have the front read its files anew, and its replicas take what they say, one after the other."""
+    """Reload the configuration files and update the replicas one after the other."""
     from diffserve.cli.cluster import redeploy
 
     return redeploy(folder_settings(data_dir, config))
@@ -232,7 +249,7 @@ def cluster_redeploy(data_dir: DataDirOption = None, config: ConfigOption = None
 
 @cluster_app.command("down")
 def cluster_down(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
-    """End the front, its replicas, and the Ray that it started."""
+    """Stop the server, its replicas and the Ray cluster that it started."""
     from diffserve.cli.cluster import down
 
     return down(folder_settings(data_dir, config))

@@ -1,4 +1,4 @@
-"""Commands that judge pictures."""
+"""Commands that measure and examine images."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from diffserve.cli.options import (
 def sweep(
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", help="Folder for the report; a sweep that is there goes on.", metavar="DIR"),
+        typer.Option("-o", "--output", help="Folder for the report; an existing sweep is continued.", metavar="DIR"),
     ],
     samplers: Annotated[
         str | None,
         typer.Option(
             "--samplers",
-            help="Names with commas between them (ddpm,ddim,dpmpp_2m; of a gate the model's own).",
+            help="Samplers, comma-separated (default ddpm,ddim,dpmpp_2m; with --gate the model's sampler).",
             metavar="NAMES",
         ),
     ] = None,
@@ -38,48 +38,51 @@ def sweep(
         str | None,
         typer.Option(
             "--steps",
-            help="Numbers with commas between them (5,10,20,50,100; of a gate the model's own).",
+            help="Step counts, comma-separated (default 5,10,20,50,100; with --gate the model's default).",
             metavar="NUMBERS",
         ),
     ] = None,
     guidance: Annotated[
         str | None,
-        typer.Option("--guidance", help="One scale or several with commas; the model's own else.", metavar="NUMBERS"),
+        typer.Option("--guidance", help="Guidance scales, comma-separated (default: the model's).", metavar="NUMBERS"),
     ] = None,
     prompts: Annotated[
         str,
         typer.Option(
             "--prompts",
-            help="So many held-out captions of the embedded model, or a text file, one prompt a line.",
+            help="Number of held-out captions of the embedded model, or a text file with one prompt per line.",
             metavar="N|FILE",
         ),
     ] = "64",
     seeds: Annotated[
-        int | None, typer.Option("--seeds", help="Pictures of each prompt in each cell (4; of a gate 1).", metavar="N")
+        int | None,
+        typer.Option("--seeds", help="Images per prompt in each cell (default 4; with --gate 1).", metavar="N"),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of the first picture; the next one has the next.", metavar="N")
+        int, typer.Option("--seed", help="Seed of the first image; later images use the following seeds.", metavar="N")
     ] = 0,
     reference_steps: Annotated[
-        int, typer.Option("--reference-steps", help="DDIM steps that count as converged.", metavar="N")
+        int, typer.Option("--reference-steps", help="DDIM steps of the reference images.", metavar="N")
     ] = 200,
     gate: Annotated[
         str | None,
         typer.Option(
             "--gate",
-            help="Compare precisions instead, for example float32:bfloat16,int8; exit code 3 where one fails.",
+            help="Compare precisions instead, such as float32:bfloat16,int8; exit code 3 if one fails.",
             metavar="REFERENCE:CANDIDATES",
         ),
     ] = None,
     gate_exact: Annotated[
         float | None,
-        typer.Option("--gate-exact", help="Points of exact prompt match that a precision may lose.", metavar="POINTS"),
+        typer.Option(
+            "--gate-exact", help="Largest allowed loss of exact prompt match, in percentage points.", metavar="POINTS"
+        ),
     ] = None,
     gate_psnr: Annotated[
-        float | None, typer.Option("--gate-psnr", help="Mean PSNR that it must reach.", metavar="DB")
+        float | None, typer.Option("--gate-psnr", help="Smallest allowed mean PSNR.", metavar="DB")
     ] = None,
     gate_frechet: Annotated[
-        float | None, typer.Option("--gate-frechet", help="Frechet distance that it may have.", metavar="NUMBER")
+        float | None, typer.Option("--gate-frechet", help="Largest allowed Frechet distance.", metavar="NUMBER")
     ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
@@ -90,20 +93,20 @@ def sweep(
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
 ) -> int:
-    """Paint the same pictures with every sampler and step count, and report what a step buys.
+    """Compare samplers and step counts on the same prompts and seeds.
 
-    Each cell (a sampler, a number of steps, a guidance) paints the same prompts from the same seeds. Every picture is
-    held against its prompt and against the converged picture of its seed, and every cell's pictures together against
-    drawn scenes. DIR gets report.html to read, report.md with overview.png to keep, cells.csv, report.json and plots.
+    Each cell (sampler, number of steps, guidance) generates the same prompts from the same seeds. Every image is
+    compared with its prompt and with the converged image of its seed; the images of each cell are also compared with
+    reference scenes. DIR receives report.html, report.md, overview.png, cells.csv, report.json and plots.
 
-    Ctrl-C keeps what is painted, and the same command goes on; more samplers or steps add to what is there. The
-    defaults are 4,096 pictures: about 35 minutes of the embedded model on two cores.
+    Ctrl-C keeps finished images; the same command continues. More samplers or steps extend the report. The defaults
+    generate 4,096 images, about 35 minutes with the embedded model on two cores.
 
-    With --gate the cells are painted in every precision that it names, and held against the first one's pictures:
-    exact prompt match, PSNR and Frechet distance must keep to the limits. DIR gets gate.md, gate.json and gate.png;
-    the exit code is 0 where every candidate passes and 3 where one fails.
+    With --gate, the cells are generated in every named precision and compared with the first one. Exact prompt match,
+    PSNR and Frechet distance must stay within the limits. DIR receives gate.md, gate.json and gate.png. The exit code
+    is 0 if every candidate passes and 3 if one fails.
 
-    A small one: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
+    Example: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
     from diffserve.cli.sweep import SweepOptions, run
 
@@ -112,23 +115,27 @@ def sweep(
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder)
-    given = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
+    limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
         from diffserve.cli.gate import GateOptions
         from diffserve.cli.gate import run as run_gate
 
-        return run_gate(GateOptions(gate, **given), options, model=model, config=config, flags=flags)
-    if any(value is not None for value in given.values()):
-        raise InvalidRequest("--gate-exact, --gate-psnr and --gate-frechet limit a gate; give --gate, too.")
+        return run_gate(GateOptions(gate, **limits), options, model=model, config=config, flags=flags)
+    if any(value is not None for value in limits.values()):
+        raise InvalidRequest(
+            "--gate-exact, --gate-psnr and --gate-frechet need --gate; add --gate REFERENCE:CANDIDATES."
+        )
     return run(options, model=model, config=config, flags=flags)
 
 
 def verify(
-    files: Annotated[list[Path], typer.Argument(help="Pictures: PNG, JPEG or WebP.", metavar="FILE")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known, a line of JSON a file.")] = False,
+    files: Annotated[list[Path], typer.Argument(help="Image files: PNG, JPEG or WebP.", metavar="FILE")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all details, one line of JSON per file.")] = False,
 ) -> int:
-    """Say of each FILE whether it says that a machine painted it. Exit code 1: of one of them nothing says so; 2: one
-    cannot be read."""
+    """Report for each FILE whether it is marked as AI-generated.
+
+    Exit code 0: all files are marked; 1: a file is not marked; 2: a file cannot be read.
+    """
     from diffserve.cli.verify import run
 
     return run(files, as_json=as_json)
