@@ -330,7 +330,7 @@ def test_formulation_that_is_not_served_is_refused_before_any_weight_is_read(cop
     edit_json(path / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler", shift=3.0)
     assert "FlowMatchEulerDiscreteScheduler (a flow-matching model" in message_of(path)
     edit_json(path / "scheduler/scheduler_config.json", _class_name="DDIMScheduler")
-    assert "shift is 3.0, which no scheduler that is served knows" in message_of(path)
+    assert "shift is 3.0, which no supported scheduler has" in message_of(path)
     edit_json(path / "scheduler/scheduler_config.json", shift=0)
     edit_json(path / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
     assert "says DDIMScheduler, model_index.json says EDMEulerScheduler" in message_of(path)
