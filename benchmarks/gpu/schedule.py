@@ -112,14 +112,14 @@ def choose_rows(names: str) -> tuple[Row, ...]:
 
     Raises ValueError for a name that is not a row.
     """
-    chosen = _names_among(names, [row.name for row in SCHEDULE], "row")
-    return tuple(row for row in SCHEDULE if row.name == START or row.name in chosen)
+    names_to_run = _names_among(names, [row.name for row in SCHEDULE], "row")
+    return tuple(row for row in SCHEDULE if row.name == START or row.name in names_to_run)
 
 
 def choose_jobs(names: str) -> tuple[Job, ...]:
     """The jobs called ``names``, with commas; all of them for "". Raises ValueError for a name that is not a job."""
-    chosen = _names_among(names, [job.name for job in JOBS], "job")
-    return tuple(job for job in JOBS if job.name in chosen)
+    names_to_run = _names_among(names, [job.name for job in JOBS], "job")
+    return tuple(job for job in JOBS if job.name in names_to_run)
 
 
 def _names_among(names: str, choices: Sequence[str], what: str) -> Sequence[str]:

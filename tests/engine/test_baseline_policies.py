@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.baseline_policies import Static, use
-from diffserve.engine.image.task import TickPlan
 from tests.engine.desk import Desk
+from tests.engine.test_policy import run_and_watch, who
 
 
 def baseline_desk(policy: str, *, row_cap: int = 8, delay_s: float = 0.0) -> Desk:
@@ -15,20 +15,6 @@ def baseline_desk(policy: str, *, row_cap: int = 8, delay_s: float = 0.0) -> Des
     if isinstance(desk.scheduler.policy, Static):
         desk.scheduler.policy.max_batch_delay_s = delay_s
     return desk
-
-
-def who(plan: TickPlan) -> list[str]:
-    return sorted(task.live.request_id for task in plan.rows)
-
-
-def run_and_watch(desk: Desk) -> list[list[str]]:
-    """Run until nothing is left and return the request ids of each tick that had rows."""
-    seen = []
-    while desk.scheduler.has_work:
-        plan, _ = desk.tick()
-        if plan.rows:
-            seen.append(who(plan))
-    return seen
 
 
 def test_serial_serves_one_request_at_a_time_in_order_of_arrival() -> None:

@@ -125,7 +125,7 @@ class CompiledGroups:
         return found
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
-        """Have the packages of ``kind`` opened by ``late_cover``; ``curve`` has their sizes and stored costs."""
+        """Let ``late_cover`` open packages of ``kind`` at their first call; ``curve`` has their sizes and costs."""
         self._late[group] = LatePackages(kind, curve, set(curve.buckets))
 
     def is_late(self, group: GroupKey) -> bool:
