@@ -46,4 +46,4 @@ def test_usage_is_told_by_key_and_day(tiny_model: Callable[[str], Path], tmp_pat
         server.process.wait()
     command = [sys.executable, "-m", "diffserve", "keys", "list", "--data-dir", str(data)]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=WIDE)
-    assert "2 requests, 4 pictures" in listed.stdout
+    assert "2 requests, 4 images" in listed.stdout
