@@ -128,7 +128,8 @@ class Bulk:
 
 def counted(folder: Path) -> dict[str, int]:
     """What the results tell of, and what there is: lines, those told of more than once, pictures that are told of,
-    files, and files of which nobody tells or that are missing."""
+    files, and files of which nobody tells or that are missing.
+    """
     outcomes = list(read_outcomes(folder / NAME))
     lines = Counter(one.line for one in outcomes)
     told = Counter(name for one in outcomes for name in one.files)

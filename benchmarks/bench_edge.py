@@ -54,7 +54,8 @@ def measure(
     options: Sequence[str], num_pictures: int, settle_s: float = 0.0, fields: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next;
-    ``fields``: what is asked beside prompt and seed."""
+    ``fields``: what is asked beside prompt and seed.
+    """
     seconds: list[float] = []
     anonymous: list[int] = []
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, pid):

@@ -168,7 +168,8 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
 
 def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
     """Encoding one prompt, by what is known of it already; pages exact (cut at logical pages) and free (in one
-    piece)."""
+    piece).
+    """
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     numbers = itertools.count(1000)
 

@@ -106,7 +106,8 @@ def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
 
 def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
     """The network's own calls of ``rows`` random rows of ``group``, with an adapter each and without, in turns; CPU
-    time beside wall time, for machines that are shared."""
+    time beside wall time, for machines that are shared.
+    """
     call = random_call(engine.model, group.shape, rows, engine.runners.conditioner)
     loras = RowLoRAs([engine.runners.loras.take([Lora(f"lora{place}", 0.8)]) for place in range(rows)])
 

@@ -64,7 +64,8 @@ def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterat
 
 def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) -> dict[str, Any]:
     """Milliseconds of each of ``count`` requests, whole and streamed in turns, after twenty that do not count; and the
-    CPU milliseconds of the server's process for one of either kind."""
+    CPU milliseconds of the server's process for one of either kind.
+    """
     taken: dict[str, list[float]] = {"whole": [], "stream": []}
     process, before_s = psutil.Process(pid), 0.0
     with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:

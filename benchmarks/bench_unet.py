@@ -48,7 +48,7 @@ def relative_error(output: Tensor, wanted: Tensor) -> float:
 
 
 def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int) -> dict[str, list[float]]:
-    """ms a row of every arm, one reading a round."""
+    """Ms a row of every arm, one reading a round."""
     row_ms: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in arms if number % 2 == 0 else reversed(arms):

@@ -161,7 +161,8 @@ def suite_costs(model: str, row: str) -> Costs:
 
 def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dict[str, Any]:
     """The most load under which ``num_engines`` keep ``WITHIN`` of the mixed workload within ``slo_s``; loads are
-    looked at by halving, so that they count as ordered."""
+    looked at by halving, so that they count as ordered.
+    """
     config = EngineConfig(max_waiting=100_000)
     requests = mixed(num_requests, costs.sizes, seed=1)
     full_per_s = num_engines * capacity_per_s(requests[:500], costs, config)

@@ -153,7 +153,8 @@ def page(document: Mapping[str, Any]) -> str:
 
 def engines_for(arm: Mapping[str, Any], load_per_s: float) -> tuple[int, float] | None:
     """How many engines bear ``load_per_s`` at the SLO, and pictures a second of each as they stand together; ``None``
-    where none do. By the largest pool that was simulated and is not larger than what is needed."""
+    where none do. By the largest pool that was simulated and is not larger than what is needed.
+    """
     found = None
     for pool in arm["pools"]:
         if not pool["per_s"]:

@@ -24,7 +24,7 @@ from typing import Annotated, Final
 import typer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-ENGINE: Final = ("diffusers", "msgspec")
+ENGINE: Final = ("cachetools", "diffusers", "msgspec")
 """What every row needs."""
 
 SERVER: Final = (

@@ -60,7 +60,8 @@ class RealTime(WallTime):
 
 class PaintedTrace(NamedTuple):
     """``served``: every request with its latency; ``ticks`` as far as the engine remembers; SHA-256 of the pictures of
-    each request, in their order."""
+    each request, in their order.
+    """
 
     served: list[Recorded]
     ticks: list[TickTrace]

@@ -138,7 +138,8 @@ def lora_tensors(
     model: DiffusionModel, ends: Iterable[str], seed: int, rank: int, *, of_texts: bool = True
 ) -> dict[str, torch.Tensor]:
     """By diffusers' names, a random change of ``model``'s layers whose names end so: of the UNet and, with
-    ``of_texts``, of the text encoders. Pictures show it, and rounding does not grow in it."""
+    ``of_texts``, of the text encoders. Pictures show it, and rounding does not grow in it.
+    """
     rng = torch.Generator().manual_seed(seed)
     encoders = (encoder.network for encoder in model.text.encoders if of_texts)
     networks = {"unet": model.unet.network} | dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
@@ -178,7 +179,7 @@ def model_parts(name: str, directory: Path) -> dict[str, Any]:
 
 
 def make_pipeline(parts: dict[str, Any]) -> Any:
-    """diffusers' own pipeline on ``parts``, silent."""
+    """Diffusers' own pipeline on ``parts``, silent."""
     if "text_encoder_2" in parts:
         pipeline = import_quietly("diffusers", "StableDiffusionXLPipeline")(**parts, add_watermarker=False)
     else:

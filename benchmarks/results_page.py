@@ -153,7 +153,7 @@ def cost_curve(document: dict[str, Any]) -> str:
 
 
 def unet(document: dict[str, Any]) -> str:
-    """ms a row by arm and rows, and the errors beside."""
+    """Ms a row by arm and rows, and the errors beside."""
     points = document["points"]
     names = dict.fromkeys(name for point in points for name in (*point["arms"], *point["left_out"]))
 

@@ -303,7 +303,8 @@ def busy_for(
     requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int, policy: str = ""
 ) -> list[Recorded]:
     """``requests`` at Poisson times such that one simulated engine is busy for ``share`` of the time until the last of
-    them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served."""
+    them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served.
+    """
     slow, fast = 0.0, 2.0  # of what full ticks can do
     for _ in range(HALVINGS):
         middle = (slow + fast) / 2

@@ -73,12 +73,12 @@ class Peers:
 
     @cached_property
     def plain(self) -> UNetRunner:
-        """diffusers' network in the engine's precision."""
+        """Diffusers' network in the engine's precision."""
         return self._load(self.model.dtype)
 
     @cached_property
     def exact(self) -> UNetRunner:
-        """diffusers' network in float32."""
+        """Diffusers' network in float32."""
         return self._load(torch.float32)
 
     def reference(self, num_rows: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Fixtures that several rooms share: tiny models on disk, and servers for all tests that only talk to them, each built
-or started once a session (by one worker: see the scheduler here). Tests that break or stop a server start their own."""
+or started once a session (by one worker: see the scheduler here). Tests that break or stop a server start their own.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ else:  # a worker imports every test file, and with them these libraries, which 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--device`` and read it at once: the fixtures' modules, which use it, are imported before the options are
-    parsed. Workers get it by the environment."""
+    parsed. Workers get it by the environment.
+    """
     folders = ", ".join(DEVICE_FOLDERS)
     parser.addoption(
         "--device",
@@ -93,7 +95,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put slow tests first, so that no worker waits at the end: those of shared servers, then those that kill processes
-    and those that compile. Leave out and skip what another device than the CPU does not need."""
+    and those that compile. Leave out and skip what another device than the CPU does not need.
+    """
     dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
 
     def rank(item: pytest.Item) -> int:
@@ -124,7 +127,8 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
     that ask for the page or a browser, so that each of these is started once, and not once for every worker.
-    Those that start a Ray of their own are one worker's, after these: several that start together take minutes."""
+    Those that start a Ray of their own are one worker's, after these: several that start together take minutes.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     scheduling = LoadFileScheduling(config, log)

@@ -235,7 +235,7 @@ def test_the_lowest_torch_compiles_a_unet(tmp_path: Path) -> None:
     commands = fresh_environment(tmp_path / "venv")
     file = tmp_path / "floors.txt"
     file.write_text(f"torch=={floors()['torch']}\n", encoding="utf-8")
-    install(commands, "-c", file, "torch", "accelerate", "diffusers", "msgspec", "pillow", "transformers")
+    install(commands, "-c", file, "torch", "accelerate", "cachetools", "diffusers", "msgspec", "pillow", "transformers")
     done = subprocess.run(
         [commands / "python", "-c", COMPILE, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=900
     )

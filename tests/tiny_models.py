@@ -63,7 +63,7 @@ def write_tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) ->
 
 
 def tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) -> Any:
-    """transformers' CLIPTokenizer over the tiny vocabulary."""
+    """Transformers' CLIPTokenizer over the tiny vocabulary."""
     written = write_tokenizer(directory, pad=pad, window=window)
     return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(written))
 
@@ -192,7 +192,7 @@ def scheduler(kind: str) -> Any:
 
 
 def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
-    """diffusers' own pipeline of family ``kind`` with random weights. ``workspace`` takes the tokenizers' files."""
+    """Diffusers' own pipeline of family ``kind`` with random weights. ``workspace`` takes the tokenizers' files."""
     torch.manual_seed(seed)
     parts: dict[str, Any] = {"scheduler": scheduler(kind)}
     window = EMBEDDED_WINDOW if kind == EMBEDDED else WINDOW
@@ -231,7 +231,8 @@ def save_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
 
 def save_safety_checker(directory: Path, threshold: float) -> Path:
     """Put a safety checker as Stable Diffusion's into ``directory``, with its feature extractor: cosines above
-    ``threshold`` are what nobody shall see."""
+    ``threshold`` are what nobody shall see.
+    """
     checker = import_quietly("diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker")
     config, vision = import_quietly("transformers", "CLIPConfig"), import_quietly("transformers", "CLIPVisionConfig")
     seen = vision(

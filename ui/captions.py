@@ -28,7 +28,8 @@ def caption_of(
     painting: Painting, num_waiting: int = 0, trouble: str | None = None, *, is_beside_older: bool = False
 ) -> str:
     """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor, why
-    another one of theirs came to nothing, and whether an older picture stands above, for want of this one."""
+    another one of theirs came to nothing, and whether an older picture stands above, for want of this one.
+    """
     others = [trouble] if trouble and trouble != painting.error else []
     notes = (*others, *([OLDER] if is_beside_older else []))
     if painting.is_over:
@@ -41,7 +42,8 @@ def caption_of(
 
 def progress_text(painting: Painting) -> str:
     """Return "step 12 of 20, about 3 s left", or the place in the queue; for several images the sum of them, as in
-    "1 of 4 finished, 47 % painted, about 8 s left"."""
+    "1 of 4 finished, 47 % painted, about 8 s left".
+    """
     slowest, num_images = painting.slowest, painting.num_images
     if painting.is_early:
         return EARLY

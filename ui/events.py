@@ -24,7 +24,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def called_with(*names: str) -> Callable[[Function], Function]:
     """For a method that takes any arguments: gradio gives it values that its client may call by ``names``, and then
-    its request."""
+    its request.
+    """
 
     def decorate(function: Function) -> Function:
         every = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names, "request")]
@@ -37,7 +38,8 @@ def called_with(*names: str) -> Callable[[Function], Function]:
 
 def shown_if(is_shown: bool) -> dict[str, Any]:
     """The update of a button that another one takes the place of. It stays in the page: one that is made anew each time
-    comes late, and a click upon it may be lost."""
+    comes late, and a click upon it may be lost.
+    """
     update: dict[str, Any] = gr.update(visible=True if is_shown else "hidden")
     return update
 

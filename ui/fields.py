@@ -48,7 +48,8 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
 
 def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, param: str | None = None) -> int | None:
     """The whole number from 1 to ``most`` in ``text``, ``None`` for an empty one, which stands for ``nothing``.
-    InvalidRequest for anything else; ``param``: the field, where it is called otherwise than ``name``."""
+    InvalidRequest for anything else; ``param``: the field, where it is called otherwise than ``name``.
+    """
     try:
         value = read_number(text, name)
     except InvalidRequest:
@@ -64,7 +65,8 @@ def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, pa
 
 def read_interval(text: str | None, name: str, called: str) -> tuple[float, float] | None:
     """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others, in
-    which the field ``name`` is ``called`` something."""
+    which the field ``name`` is ``called`` something.
+    """
     if not (text or "").strip():
         return None
     try:
@@ -167,7 +169,8 @@ TYPED: Final = {
 
 def told(fields: Mapping[str, Any]) -> Iterator[str]:
     """What a request's ``fields`` say of those in ``TYPED``, in the page's words: "clip skip 2"; but for sizes,
-    and for seeds, which differ from picture to picture."""
+    and for seeds, which differ from picture to picture.
+    """
     for name, one in TYPED.items():
         match fields.get(name):
             case (first, last):

@@ -124,7 +124,8 @@ class PageFiles:
 
     def sweep(self) -> list[Path]:
         """Count uploads, and remove those older than ``UPLOAD_S`` and, where all take more than their share, the
-        oldest but the last; the files that are gone."""
+        oldest but the last; the files that are gone.
+        """
         removed: list[Path] = []
         with self._lock:
             uploads = deque(sorted(self._uploads()))

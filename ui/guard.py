@@ -108,7 +108,8 @@ class Guard:
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The headers that gradio may see. A range that ends somewhere is left out: gradio's own answer to it repeats
-        the request's headers, and the whole file is an answer, too."""
+        the request's headers, and the whole file is an answer, too.
+        """
         kept = []
         for name, value in scope["headers"]:
             if name == b"range" and not _RANGE.fullmatch(value):
@@ -171,7 +172,8 @@ class Guard:
 
 def tell(blocks: gr.Blocks) -> None:
     """Have the events of ``blocks`` fail in one sentence: values that do not fit are the caller's mistake, what a
-    function of ours does not expect is ours, and in the log."""
+    function of ours does not expect is ours, and in the log.
+    """
     import gradio as gr
 
     preprocess, call = blocks.preprocess_data, blocks.call_function

@@ -72,7 +72,8 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
 @contextlib.contextmanager
 def without_interface_files() -> Iterator[None]:
     """For the length of the block gradio's components seem to have no source: beside each that has, it writes what an
-    editor would like to know, and parses all of them for it at every import, which is half of what that takes."""
+    editor would like to know, and parses all of them for it at every import, which is half of what that takes.
+    """
     whole = inspect.getfile
 
     def getfile(of: Any) -> str:
@@ -90,7 +91,8 @@ def without_interface_files() -> Iterator[None]:
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
     """For the length of the block those ``packages`` that nobody imported yet seem not to be there: gradio would import
-    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB."""
+    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB.
+    """
     hidden = [name for name in packages if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # which is how an import is refused
@@ -103,7 +105,8 @@ def without(*packages: str) -> Iterator[None]:
 
 def leave_matplotlib() -> None:
     """Have gradio import no matplotlib, 15 MB, at the first visitor's event: it would choose a backend for functions
-    that draw by pyplot, and no function here does."""
+    that draw by pyplot, and no function here does.
+    """
     from gradio import utils
 
     utils.MatplotlibBackendMananger = contextlib.nullcontext  # type: ignore[assignment,misc]

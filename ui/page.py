@@ -83,7 +83,8 @@ def _greet(
     leaving: gr.HTML,
 ) -> None:
     """When somebody opens the page, perhaps once more: what they had, and what depends on the models once these are
-    loaded."""
+    loaded.
+    """
     fields = tab.fields
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.loras, fields.num_images]
     of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things, *fields.typed.values()]

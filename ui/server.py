@@ -24,7 +24,8 @@ and many on a busy machine."""
 
 class Models(NamedTuple):
     """What can be asked for. ``image`` paints unless another is chosen, which ``others`` are, by their names;
-    ``language`` is ``None`` where nothing rewrites wishes."""
+    ``language`` is ``None`` where nothing rewrites wishes.
+    """
 
     image_id: str
     image: ImageCapabilities
@@ -44,7 +45,8 @@ class Models(NamedTuple):
 
 class Server:
     """A diffserve server at ``url``, the ``files`` of this process in which visitors' pictures are kept, and for how
-    long what was asked for goes on while nobody watches: ``grace_s``."""
+    long what was asked for goes on while nobody watches: ``grace_s``.
+    """
 
     def __init__(
         self, url: str, *, files: PageFiles | None = None, grace_s: float = GRACE_S, api_key: str | None = None

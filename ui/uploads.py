@@ -21,7 +21,8 @@ MAX_FIELDS: Final = 0
 
 def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
     """From now on an upload of this process is one file, which ``files`` keep for ``UPLOAD_S``. Of several pages of a
-    process this holds for the latest: gradio has one place for uploads."""
+    process this holds for the latest: gradio has one place for uploads.
+    """
     from gradio import route_utils
 
     class Parser(_plain_parser()):  # type: ignore[misc]

@@ -264,7 +264,8 @@ class Visitors:
 
     def _forget(self, here: str) -> None:
         """Those who have nothing, once they are many, and those that have been idle for longest, where nobody told that
-        they left; never the visitor ``here``."""
+        they left; never the visitor ``here``.
+        """
         if len(self._visitors) > self._look_at:
             for key in [key for key, visitor in self._visitors.items() if visitor.is_empty and key != here]:
                 del self._visitors[key]
@@ -286,7 +287,8 @@ MOST_CHARS = 500
 
 def ask_for_visitor(request: gr.Request) -> None:
     """From now on what is asked in this context, and in tasks that begin in it, is asked for whoever sent
-    ``request``."""
+    ``request``.
+    """
     ask_for(Asker(_addresses(request), request.session_hash or "", key_of(request)))
 
 

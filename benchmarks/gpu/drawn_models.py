@@ -86,7 +86,7 @@ def load_drawn(name: str, folder: Path, device: torch.device, dtype: str) -> Dif
 
 
 def pipeline_on(model: DiffusionModel, name: str) -> Any:
-    """diffusers' own pipeline for the model ``name``, with networks of its own that share the weights of ``model``."""
+    """Diffusers' own pipeline for the model ``name``, with networks of its own that share the weights of ``model``."""
     with hushed("transformers", "diffusers"), tempfile.TemporaryDirectory() as scratch:
         parts = build_on_meta(lambda: model_parts(name, Path(scratch)))
         parts["scheduler"] = parts["scheduler"].from_config(

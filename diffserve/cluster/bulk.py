@@ -95,7 +95,8 @@ class _Actor:
 
 def pool_for(num_workers: int | None, most: int) -> Pool:
     """One worker for each GPU, or else for each machine, unless it is said; ``most`` at most. Each takes an equal part
-    of a machine's cores. Raises InvalidRequest where more are wanted than there are GPUs or cores."""
+    of a machine's cores. Raises InvalidRequest where more are wanted than there are GPUs or cores.
+    """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_gpus = int(sum(machine.get("GPU", 0) for machine in machines))
     size = max(1, min(num_workers or num_gpus or len(machines), most))

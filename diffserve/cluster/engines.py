@@ -123,7 +123,8 @@ class RayEngines:
 
     def require_ready(self) -> None:
         """EngineUnavailable, with when to come back, unless a request handed over now would be painted; where there is
-        no replica, one is started, or kept that is leaving."""
+        no replica, one is started, or kept that is leaving.
+        """
         if not self.is_ready:
             self._was_wanted = True
             for seat in [one for one in self.seats if one.is_leaving and not one.is_changing][:1]:
@@ -204,7 +205,8 @@ class RayEngines:
 
     async def _ask(self, question: Callable[[Seat], Awaitable[T]]) -> list[T]:
         """What all replicas say that are there, also those that are leaving, and stay until they have.
-        EngineUnavailable without one."""
+        EngineUnavailable without one.
+        """
         self.require_ready()
         there = [seat for seat in self.seats if seat.ready is not None]
         told = await asyncio.gather(*(question(seat) for seat in there), return_exceptions=True)

@@ -95,7 +95,8 @@ class RayCalls:
 
     async def _have_none_that_closes(self) -> None:
         """Begin without a replica where one was held before: Ray Serve, which saw it let go, or lost, for a moment, may
-        have decided to end it, gives it calls yet, and kills it with them half a minute later."""
+        have decided to end it, gives it calls yet, and kills it with them half a minute later.
+        """
         if self._was_held and await asyncio.to_thread(self._deployed.is_there):
             await asyncio.to_thread(self._begin)
         self._was_held = True
@@ -153,7 +154,8 @@ class Bound:
 
     def begin(self, settings: Settings) -> Any:
         """Its DeploymentHandle, once it has no replica, which nobody holds and Ray Serve ends; ``settings`` are the
-        application's."""
+        application's.
+        """
         until_s = time.monotonic() + DRAIN_S
         while self.is_there() and time.monotonic() < until_s:
             time.sleep(0.2)

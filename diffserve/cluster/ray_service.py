@@ -65,7 +65,8 @@ class Ingress:
 
     def __init__(self, settings: bytes, cluster: bytes, handles: dict[str, Any]) -> None:
         """``settings`` and ``cluster``: as msgpack. ``handles``: of the replicas, by their names. Raises ConfigError
-        where the Ray is not one with a token, or without what ``SERVED`` says."""
+        where the Ray is not one with a token, or without what ``SERVED`` says.
+        """
         self._front: Front | None = None
         self._held = contextlib.ExitStack()
         check_environment(os.environ)  # Ray Serve calls __del__ where this raises, too
@@ -79,7 +80,8 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """What answers. Ray Serve calls this on the loop that requests are answered on. Raises ConfigError where
-        another front has the folder, or others may come in without a key."""
+        another front has the folder, or others may come in without a key.
+        """
         try:
             return await self._open()
         except BaseException:

@@ -158,7 +158,8 @@ def _pong(num_requests: int) -> ipc.Pong:
 def listen_no_further_than_ray() -> None:
     """Ray Serve 2.60 opens a port in every replica, for calls that do not go by actors (none of ours do), on all
     addresses of the machine, and no setting says otherwise. It is opened after the replica's own part is made: at the
-    loopback, where Ray is at the loopback."""
+    loopback, where Ray is at the loopback.
+    """
     module = sys.modules.get("ray.serve._private.replica")
     opens = getattr(module, "add_port_to_grpc_server", None)
     if module is not None and opens is not None and is_on_loopback():

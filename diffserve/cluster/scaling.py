@@ -1,5 +1,6 @@
 """How many replicas there should be: as many as the work asks for that is queued, and will be when one has started;
-fewer only after a while."""
+fewer only after a while.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Scaler:
 
     def _growth(self, cost: float, start_s: float, now_s: float) -> float:
         """By how much the queue will have grown in ``start_s``: as in the last ``start_s``, of whose halves the slower
-        counts twice, so that many requests at once are not taken for a beginning."""
+        counts twice, so that many requests at once are not taken for a beginning.
+        """
         before = self._before
         before.append((now_s, cost))
         while len(before) > 1 and before[1][0] <= now_s - start_s:

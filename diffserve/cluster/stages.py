@@ -357,7 +357,8 @@ class _Way:
         self, engines: RayEngines, request: Asks[Any], away: tuple[type[DiffserveError], ...] = (EngineUnavailable,)
     ) -> Any:
         """The event that ends ``request``. Raises what it ends in otherwise; a stage that is ``away`` for a while, for
-        its replica is begun anew or has no room, is waited for: what others did of the picture is not lost with it."""
+        its replica is begun anew or has no room, is waited for: what others did of the picture is not lost with it.
+        """
         patience = _Patience(engines)
         while True:
             try:

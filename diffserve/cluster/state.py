@@ -32,7 +32,8 @@ AGAIN_AFTER_S: Final = 5.0
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """A replica: what it is called, "ready", "starting", "leaving" or "off", the requests in its engine as of a second
-    ago, what it was given and is not over (UNet rows of the native size), and the seconds that it took to start."""
+    ago, what it was given and is not over (UNet rows of the native size), and the seconds that it took to start.
+    """
 
     name: str
     state: str
@@ -43,7 +44,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster: the front's process, the address of the Ray that was joined ("": its own), the replicas, and how often
-    it was told to take other settings and is done with it, and the ``problem`` for which it did not the last time."""
+    it was told to take other settings and is done with it, and the ``problem`` for which it did not the last time.
+    """
 
     pid: int
     address: str = ""
@@ -92,7 +94,8 @@ class StateFile:
     @contextmanager
     def ray_folder(self) -> Iterator[Path]:
         """An empty folder for a Ray of this process, gone afterwards; where this process is killed before, the next
-        front here removes it, or ``end``. Only for who holds this."""
+        front here removes it, or ``end``. Only for who holds this.
+        """
         folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS))
         with open_private(self._ray) as file:
             file.write(str(folder).encode())
@@ -142,7 +145,8 @@ class StateFile:
 
     def renew(self) -> bool:
         """Have the front read its settings anew, and wait until its replicas have them; whether there was one.
-        ConfigError where they have not: it cannot be, or the front ended."""
+        ConfigError where they have not: it cannot be, or the front ended.
+        """
         state = self.read()
         if state is None:
             return False
@@ -160,7 +164,8 @@ class StateFile:
 
     def end(self, patience_s: float) -> bool:
         """Have the front end, and all that it started with it; whether there was one. ConfigError where it does not
-        within ``patience_s``."""
+        within ``patience_s``.
+        """
         state = self.read()
         if state is None:
             if self._ray.exists():  # of a front that was killed

@@ -146,7 +146,8 @@ def load_languages(
     text: TextSettings, device: str, cache: DiskCache | None = None, offload: str = "none"
 ) -> list[LanguageModel]:
     """The language model and its draft model, as far as they are named; none, with a warning, where the embedded one
-    was not shipped. Raises ModelNotFound for a directory that is not there."""
+    was not shipped. Raises ModelNotFound for a directory that is not there.
+    """
     if not text.model:
         return []
     try:

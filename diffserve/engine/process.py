@@ -153,7 +153,8 @@ class EngineProcess:
 
     def _count(self, studio: Studio) -> None:
         """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
-        from growing by its gaps."""
+        from growing by its gaps.
+        """
         now_s = time.monotonic()
         if now_s - self._counted_s >= COUNT_EVERY_S or not studio.has_work:
             self._stats, self._counted_s = studio.stats(), now_s
@@ -260,7 +261,8 @@ def open_probe(studio: Studio) -> DeviceProbe:
 
 def scale_of(studio: Studio) -> float:
     """How much longer a tick may take than one of the first model at its native size: attention grows with the square
-    of the pixels, and a call with the network."""
+    of the pixels, and a call with the network.
+    """
     first = studio.info
     width_px, height_px = first.good_sizes[0]
     return max(
@@ -323,7 +325,8 @@ class Pulse:
     @property
     def patience_s(self) -> float:
         """Seconds after which the running tick counts as hanging: ``least_s``, or ten times what 99 of 100 ticks took,
-        or ten times the trial picture; for work of a larger scale as much more."""
+        or ten times the trial picture; for work of a larger scale as much more.
+        """
         running = self._running
         scale = 1.0 if running is None else running[1]
         usual = sorted(tuple(self._usual))

@@ -245,7 +245,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     def try_out(self, request: GenerationRequest) -> None:
         """Do once what requests will ask for: ``request`` painted, or what this stage does of it. Raises what that
-        raises."""
+        raises.
+        """
         match self.images.config.stage:
             case "all":
                 self.images.first.generate(request)
@@ -419,7 +420,8 @@ def _not_here(what: str) -> InvalidRequest:
 
 def page_stats(stats: PoolStats) -> PageStats:
     """``stats`` as it travels; the weights' digest behind a tenant's name is nobody's business there: tenants of one
-    kind, which several models have, are told together."""
+    kind, which several models have, are told together.
+    """
     of_kind = defaultdict[str, list[TenantStats]](list)
     for name, tenant in stats.tenants.items():
         of_kind[name.partition(":")[0]].append(tenant)

@@ -44,7 +44,8 @@ holes, 1.5 to 2.3, and 2.8 to 3.9; a little more where a call takes some MB only
 @dataclass(frozen=True)
 class Activations:
     """Bytes of a dry run for each cell of the latents: of a row in a full call and in a shallow one, and of a picture
-    that is decoded or encoded in one piece. token_bytes: what a row is told, for each token of its text."""
+    that is decoded or encoded in one piece. token_bytes: what a row is told, for each token of its text.
+    """
 
     row_cell_bytes: float
     shallow_row_cell_bytes: float
@@ -107,7 +108,8 @@ def margin(model: DiffusionModel) -> float:
 
 def hollow_twin(model: DiffusionModel) -> DiffusionModel:
     """``model`` on the meta device: its UNet and its VAE anew from their configurations, as narrow as they are, without
-    numbers, in the dtype that they compute in."""
+    numbers, in the dtype that they compute in.
+    """
     choice = replace(model.choice, device=torch.device("meta"), offload="none", spread=None)
     unet = _empty("UNet2DConditionModel", model.unet.network.config, model.dtype)
     shrink(unet, widths_of(model.unet.network))

@@ -89,7 +89,8 @@ def stored_bytes(path: str | Path) -> int:
 @lru_cache(maxsize=1)
 def bfloat16_over_float32() -> float:
     """The least time of this CPU for a convolution and a linear layer in bfloat16, over that in float32; a tenth of a
-    second."""
+    second.
+    """
     with computing_on(1):
         float_s, bfloat_s = _least_s([_layers(dtype) for dtype in (torch.float32, torch.bfloat16)])
     return bfloat_s / float_s

@@ -108,7 +108,8 @@ class ClipScorer:
 
     def begin(self) -> None:
         """Have torch set up the thread: its first work there sets numbers of threads for all, and others rely on them
-        while they paint."""
+        while they paint.
+        """
         torch.get_num_threads()
 
     @torch.inference_mode()

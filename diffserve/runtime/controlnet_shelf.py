@@ -72,7 +72,8 @@ class ControlNetShelf:
 
     def begin(self, controls: Sequence[Control], pictures: Sequence[Picture]) -> Future[list[ReadControl]]:
         """``controls``, checked, on their way into memory and their ``pictures`` on theirs to control maps, beside
-        whatever else is done. One after the other, so that none is read twice."""
+        whatever else is done. One after the other, so that none is read twice.
+        """
         return self._reader.submit(
             lambda: [
                 ReadControl(self._found(control.name), preprocess(control, picture.array))

@@ -74,7 +74,8 @@ def first_line(error: BaseException) -> str:
 
 class DeviceProbe:
     """One row of the smallest size through the UNet of ``model``; of use where that works at the beginning, and while
-    the model is there."""
+    the model is there.
+    """
 
     def __init__(self, model: DiffusionModel) -> None:
         side_px = PROBE_CELLS * model.info.vae_factor

@@ -19,7 +19,8 @@ PERIOD = 8191
 
 def with_layer_sums(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
     """(R, N) int64: the bits of what ``run`` gives, (R, ...), and after them a sum of the bits of each layer's output,
-    weighted by place. ``run`` calls ``network`` once. 16 bits."""
+    weighted by place. ``run`` calls ``network`` once. 16 bits.
+    """
     sums: list[Tensor] = []
 
     def add(_module: nn.Module, _arguments: Any, output: Any) -> None:

@@ -154,7 +154,8 @@ class LoRAShelf:
 
     def digests(self, digest: bytes) -> dict[str, str]:
         """Of those of this ``digest`` that were read, by name: SHA-256 of their files without the header, in which some
-        tools write later."""
+        tools write later.
+        """
         return self._digests.get(digest, {})
 
     @cached_property

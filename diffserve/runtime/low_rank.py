@@ -161,7 +161,8 @@ class RowLoRAs:
 
     def of_all(self, layers: Iterable[nn.Module]) -> tuple[Factors, ...]:
         """The factors of all rows for each of ``layers``; where nobody changes any of one shape, zeros that they
-        share."""
+        share.
+        """
         changed = frozenset(self.layers)
         return tuple(self.stacked(layer) if layer in changed else self._zeros(layer) for layer in layers)
 
@@ -209,7 +210,8 @@ class RowLoRAs:
 
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """``output`` (R, ...) of ``layer``, and what the rows' own factors make of its input (R, ...): in the place of
-        the output, which nobody else has, where it lies in order."""
+        the output, which nobody else has, where it lies in order.
+        """
         if self.rank == WHOLE:
             return self._add_whole(layer, args[0], output)
         down, up = (factor.to(output.device) for factor in self.stacked(layer))  # a layer may be on another device
@@ -282,7 +284,8 @@ def shape_of(layer: nn.Module) -> tuple[int, ...]:
 
 def joined(layer: nn.Module, changes: Sequence[tuple[Tensor, Tensor]], rank: int, like: torch.Tensor) -> Factors:
     """``changes`` of ``layer``, each down (r, in, ...) and up (out, r) in float32, side by side, padded with zeros to
-    ``rank``, with dtype and device of ``like``."""
+    ``rank``, with dtype and device of ``like``.
+    """
     downs, ups = zip(*changes, strict=True)
     shape = shape_of(layer)
     down = torch.cat([one.reshape(len(one), *shape[1:]) for one in downs])
@@ -309,7 +312,8 @@ def factor_bytes(shapes: Iterable[tuple[int, ...]], rank: int, itemsize: int) ->
 
 def random_set(layers: Iterable[nn.Module], rank: int, like: torch.Tensor) -> LoRASet:
     """A change of all ``layers`` in random numbers, the same every time: to find out how calls round, and what they
-    cost."""
+    cost.
+    """
     rng = torch.Generator(like.device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -337,7 +341,8 @@ def _aligned(size: int) -> int:
 
 def _is_by_cells(layer: nn.Module, like: Tensor) -> bool:
     """Whether a convolution's ``down`` is one product, summed: where cells stay as many, and in float32 on a CPU alone,
-    where a grouped convolution takes 1.2 to 1.6 times as long; in 16 bits it does not, and sums would be rounded."""
+    where a grouped convolution takes 1.2 to 1.6 times as long; in 16 bits it does not, and sums would be rounded.
+    """
     if not isinstance(layer, nn.Conv2d):
         return False
     rows, columns = layer.kernel_size

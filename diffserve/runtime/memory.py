@@ -77,7 +77,8 @@ def give_memory_back(device: torch.device) -> None:
 
 def give_heap_back() -> None:
     """Return what lies free between used pieces of the heap to the system: glibc keeps it, and grows by what does not
-    fit there. Milliseconds; nothing to do where there is no glibc."""
+    fit there. Milliseconds; nothing to do where there is no glibc.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

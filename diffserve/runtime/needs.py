@@ -83,7 +83,8 @@ def step_work(
     features: Tensor | None = None,
 ) -> Work:
     """One UNet call of ``model``, which is on "meta", at ``size`` (width, height), told of its texts as in a tick; a
-    shallow one where it is given ``features``."""
+    shallow one where it is given ``features``.
+    """
     width_px, height_px = size
     inputs = random_inputs(model, (height_px, width_px, model.text.window_tokens), num_rows)
     contexts = inputs.pop("contexts").to(model.dtype)

@@ -100,7 +100,8 @@ class DeviceChoice:
 
     def of(self, part: str) -> DeviceChoice:
         """For ``part``: the same, or on the meta device where another process runs it; of a model that is spread with
-        the part's ``rooms``, and for its VAE, which is handed latents and hands out pictures, with its own device."""
+        the part's ``rooms``, and for its VAE, which is handed latents and hands out pictures, with its own device.
+        """
         if part in self.hollow:
             return replace(self, device=torch.device("meta"), offload="none", spread=None)
         if self.spread is None:
@@ -251,7 +252,8 @@ def cpu_bf16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 @lru_cache(maxsize=1)
 def cpu_int8_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     """Name of the unit with which the CPU sums products of int8 exactly, or ``None``. Linux is asked, elsewhere
-    torch."""
+    torch.
+    """
     flags = _cpu_flags(cpuinfo)
     if flags is None:
         supported = getattr(torch.cpu, "_is_vnni_supported", None)

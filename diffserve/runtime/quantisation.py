@@ -54,7 +54,8 @@ class LeftLayers(NamedTuple):
 
 def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str]:
     """What the layer ``name`` is to hold where ``asked`` is a precision of this module, ``None``: as it is; and where
-    that is not what was asked for, why."""
+    that is not what was asked for, why.
+    """
     if asked == INT8_STATIC and isinstance(layer, nn.Conv2d):
         if name in ENDS:
             return None, "is where pictures come in or go out, and every error there is theirs"
@@ -88,7 +89,8 @@ def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None
 
 def quantise_layer(layer: nn.Module, scheme: str) -> None:
     """Give ``layer``, which has its weight in a float dtype, the weight that ``scheme`` says; one of int8_static
-    multiplies in float until ``convert_static``."""
+    multiplies in float until ``convert_static``.
+    """
     if scheme in (INT8, INT8_STATIC):
         hold_int8_weight(layer)
     else:

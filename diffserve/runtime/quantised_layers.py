@@ -133,7 +133,8 @@ class Int8WeightConv2d(nn.Conv2d):
 
 class Int8StaticLinear(nn.Linear):
     """A linear layer with int8 weights, a scale for each output, whose activations become int8 with one scale and zero
-    that were measured before; whatever lies outside is cut off."""
+    that were measured before; whatever lies outside is cut off.
+    """
 
     weight_scales: Tensor
     shift: Tensor  # what the zero of the activations adds, bias included, float32 (out,)

@@ -247,7 +247,8 @@ def make_threads(config: EngineConfig, device: torch.device) -> Threads:
 
 def pool_of_threads(max_workers: int, name: str, num_threads: int | None = None) -> ThreadPoolExecutor:
     """Each of whose threads computes on ``num_threads``; ``None``: on as many as torch has here and now. Else it would
-    on what torch has when it begins, which may be the number for something that is going on."""
+    on what torch has when it begins, which may be the number for something that is going on.
+    """
     return ThreadPoolExecutor(max_workers, name, set_threads, (num_threads or torch.get_num_threads(),))
 
 

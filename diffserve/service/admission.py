@@ -89,7 +89,8 @@ class Admission:
         num_engines: Callable[[], int] = lambda: 1,
     ) -> None:
         """``count`` is told what clients use, by the ids of their keys; ``num_engines`` says how many work now, each of
-        which has the places and the pace of one."""
+        which has the places and the pace of one.
+        """
         self.clients = Clients(settings.serve.trusted_proxies)
         most_s = settings.serve.max_backlog_s
         waiting = settings.text.max_waiting
@@ -301,7 +302,8 @@ class Backlog:
 
     def wait_s(self, client: str, priority: Priority = "interactive") -> float | None:
         """Seconds of work that ``client`` has here beside its largest request, in fair shares with the others; None:
-        not known yet. What is interactive does not wait for batch work."""
+        not known yet. What is interactive does not wait for batch work.
+        """
         left: dict[str, float] = {}
         before = [one for one in self._tickets if one.priority == "interactive" or priority == "batch"]
         for ticket in before:
@@ -312,7 +314,8 @@ class Backlog:
 
     def check_deadline(self, cost: float, deadline_s: float | None, priority: Priority = "interactive") -> None:
         """DeadlineUnreachable where work of ``cost``, in turns with what is here, would be done later than in
-        ``deadline_s``; nobody is refused while the pace is not known."""
+        ``deadline_s``; nobody is refused while the pace is not known.
+        """
         before = [one.cost_left for one in self._tickets if one.priority == "interactive" or priority == "batch"]
         predicted_s = self.pace.seconds(cost + sum(min(cost, left) for left in before))
         if deadline_s is not None and predicted_s is not None and predicted_s > deadline_s:
@@ -354,7 +357,8 @@ def _key_of(client: str) -> str:
 
 def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None = None) -> float:
     """What painting ``request`` costs, in UNet rows of the native size of ``info``, or of the model ``unit``, as near
-    as the steps asked for tell."""
+    as the steps asked for tell.
+    """
     params, _ = begin_with_loras(request.diffusion)
     name, _ = resolve_sampler(params.sampler or info.default_sampler)
     num_steps = params.num_steps or info.default_num_steps

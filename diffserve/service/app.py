@@ -362,7 +362,6 @@ def _post(
     ``uploads``: the files that it takes as a form, whose other fields are the body's. One that takes a body asks for
     work: while the engine is not ready that is refused before the body is read, where it ``needs_engine``.
     """
-
     is_work = body is not None and needs_engine
 
     async def answer(request: Request) -> Response:

@@ -1,5 +1,6 @@
 """``GET /v1/capabilities``: what a server takes, told from what checks it: each endpoint's fields with their bounds,
-the models with the endpoints they answer, what bounds a request as a whole, and the price."""
+the models with the endpoints they answer, what bounds a request as a whole, and the price.
+"""
 
 from __future__ import annotations
 

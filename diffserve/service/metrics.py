@@ -139,7 +139,8 @@ class Metrics:
 
     def answered(self, endpoint: str, status: int, code: str, seconds: float) -> None:
         """An answer is over: of the route with the template ``endpoint``, with ``status`` (0: there was none), and the
-        ``code`` of its error, "" where there is none; one that is told in pieces may fail after its status."""
+        ``code`` of its error, "" where there is none; one that is told in pieces may fail after its status.
+        """
         reason = REJECTED.get(code) if status >= 400 else None
         if status == 499 or code in (HUNG_UP, "cancelled") or status == 0:
             outcome = "cancelled"
@@ -270,7 +271,6 @@ class Metrics:
 
 def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[EngineStats | None]]) -> None:
     """Offer ``GET /metrics``; ``ask`` raises EngineUnavailable where there is no engine."""
-
     turns = asyncio.Lock()
 
     @app.get("/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse)

@@ -1,5 +1,6 @@
 """Model names: the loaded models under their own ids, and those that clients have written into their code; and what the
-models can do, for those who build a page or a tool on the API."""
+models can do, for those who build a page or a tool on the API.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def check_language_model(
     """The loaded language model, which ``name`` must be; ``None`` and an alias mean whichever is there.
 
     Raises ModelNotFound where there is none or it is another, EngineUnavailable while the engine is loading its image
-    ``models``."""
+    ``models``.
+    """
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     if info is None:
@@ -125,7 +127,8 @@ def told_of(
     models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
     """By the name of each model, the first image model first and the language model last: what it can do, whether it is
-    loaded, and why it cannot be."""
+    loaded, and why it cannot be.
+    """
     found: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
     for model in models:
         found[model.name] |= {"problem": model.problem} if model.problem else {}

@@ -1,5 +1,6 @@
 """A page at ``/`` beside the API, built by somebody above while the engine loads. Only its own paths reach it, and only
-JSON that is JSON; what it fails at is a line in the log and an error object."""
+JSON that is JSON; what it fails at is a line in the log and an error object.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ log = logging.getLogger("diffserve.page")
 
 class Page:
     """The page's life: ``route`` is added to the application at once, ``open`` builds what it leads to, ``close`` ends
-    it."""
+    it.
+    """
 
     def __init__(self, mount: MountPage) -> None:
         self._mount = mount

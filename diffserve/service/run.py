@@ -73,7 +73,8 @@ def open_store(config: ServeConfig) -> tuple[Database | None, KeyRing | None]:
 
 def open_database(config: ServeConfig) -> Database | None:
     """What the server keeps in its folder; ``None`` where there is nothing and nothing could be kept, and no key is
-    given by the environment. Raises ConfigError where it cannot be read."""
+    given by the environment. Raises ConfigError where it cannot be read.
+    """
     folder = Path(config.data_dir).expanduser()
     try:
         return Database(folder)
@@ -283,7 +284,8 @@ def _num_connections(wanted: int) -> int:
 
 class _LoopTrouble:
     """What happens on the loop outside of any request. Connections that no file is left for are told now and then: the
-    loop tells them by the hundred, each with a traceback."""
+    loop tells them by the hundred, each with a traceback.
+    """
 
     def __init__(self) -> None:
         self._told_s = -FULL_TOLD_EVERY_S

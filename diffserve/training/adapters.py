@@ -140,7 +140,8 @@ def train_adapter(
     look_every: int = 200,
 ) -> DenoiserChange:
     """Train adapter ``name`` of ``LESSONS`` over ``teacher``, resuming from ``work/<name>.pt``; ``look`` looks at the
-    teacher with the change merged in."""
+    teacher with the change merged in.
+    """
     torch.manual_seed(settings.seed)
     teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)
     change = DenoiserChange(teacher, rank, of_text=bool(LESSONS[name].words)).to(settings.device)

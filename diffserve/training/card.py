@@ -69,7 +69,8 @@ def _bill(path: Path) -> dict[str, Any]:
 
 def measure(*, count: int = 300, range_count: int = 60) -> None:
     """Evaluate the shipped models on ``count`` held-out captions each (``range_count`` for every guidance scale and
-    negative prompt), and paint the sheets."""
+    negative prompt), and paint the sheets.
+    """
     engine = Engine.from_pretrained("embedded")
     _write(captions.evaluate(engine, count), RESULTS / "captions.json")
     _write(ranges.evaluate(engine, range_count), RESULTS / "ranges.json")

@@ -158,7 +158,8 @@ def train_denoiser(
     made_from: str = "",
 ) -> Denoiser:
     """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/denoiser.pt``, or else from
-    the weights in ``start``, or else from nothing."""
+    the weights in ``start``, or else from nothing.
+    """
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer)
     if start is not None:

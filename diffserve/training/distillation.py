@@ -102,7 +102,8 @@ class LowRankChange(nn.Module):
     @contextmanager
     def beside(self, network: nn.Module) -> Iterator[None]:
         """While it lasts, the layers of ``network`` add what the change makes of their inputs: less work than changing
-        the weights, whose own gradients would be computed too."""
+        the weights, whose own gradients would be computed too.
+        """
         changes = zip(self.layers, self.down, self.up, self.kernels.values(), strict=True)
         handles = [
             network.get_submodule(name).register_forward_hook(partial(_added, down.view(-1, *kernel), up))
@@ -289,7 +290,8 @@ def load_adapter(directory: Path, unet: UNet2DConditionModel) -> LowRankChange:
 
 def save_lora(path: Path, changes: Mapping[str, LowRankChange], words: str = "") -> None:
     """Write what changes components, "unet" or "text_encoder", as one file in 16 bits, and which ``words`` it teaches.
-    No alpha: the scale is one."""
+    No alpha: the scale is one.
+    """
     halves = {}
     for component, change in changes.items():
         for layer, down, up in zip(change.layers, change.down, change.up, strict=True):

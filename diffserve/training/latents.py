@@ -62,7 +62,8 @@ def encode_scenes(
     draw: Callable[[Scene, int, int], NDArray[np.uint8]] = render,
 ) -> list[LatentScenes]:
     """Render and encode ``num_scenes`` scenes of ``stream`` (by seed) in the shares of CANVASES, keeping latents in
-    ``work`` for as long as the autoencoder and the scenes are the same; ``draw`` renders one at a size."""
+    ``work`` for as long as the autoencoder and the scenes are the same; ``draw`` renders one at a size.
+    """
     shelves, made_from = [], fingerprint(vae)
     suffix = "" if stream is training_scenes else f"-{stream.__name__}"
     suffix += "" if draw is render else f"-{draw.__name__}"

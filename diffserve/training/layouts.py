@@ -26,7 +26,8 @@ _INDEX: Final = {name: index for index, name in enumerate(OBJECTS)}
 
 def layout(scene: Scene) -> tuple[int, int]:
     """Numbers of the left (or upper) and the right (or lower) object, UNSAID where no direction is asked for
-    or an object is none of the world."""
+    or an object is none of the world.
+    """
     if scene.relation not in DIRECTIONS or not _INDEX.keys() >= set(scene.names):
         return UNSAID
     first, second = (_INDEX[name] for name in scene.names)

@@ -78,7 +78,8 @@ def train_preview(
     made_from: str = "",
 ) -> PreviewDecoder:
     """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/preview.pt``; returns the
-    averaged decoder."""
+    averaged decoder.
+    """
     torch.manual_seed(settings.seed)
     net = PreviewDecoder(CONFIG).train().to(settings.device)
     run = Run("preview", net, settings, work, made_from=made_from)

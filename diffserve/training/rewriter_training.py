@@ -56,7 +56,8 @@ class Pairs:
 
 def batches(tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, seed: int) -> Iterator[Pairs]:
     """Endless batches on the training device, of wishes of about the same length, so that little of a batch is padding;
-    that stands on the right, where causal attention never looks."""
+    that stands on the right, where causal attention never looks.
+    """
     rng, source, size = random.Random(seed), wishes(seed, held_out=False), settings.batch_size
     with_system = round(POOL_BATCHES * SYSTEM_SHARE)
     while True:

@@ -64,7 +64,8 @@ Start = Annotated[Path | None, typer.Option(help="begin from the weights in this
 @dataclass(frozen=True)
 class Materials:
     """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, the
-    fingerprint it had before, scenes with normalised latents, and the tokenizer."""
+    fingerprint it had before, scenes with normalised latents, and the tokenizer.
+    """
 
     vae: AutoencoderKL
     made_from: str
@@ -86,7 +87,8 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
 
 def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
     """What ``tune`` and ``distill`` after it work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of
-    the last leg."""
+    the last leg.
+    """
     begin = work / "untuned"
     tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
     kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
@@ -111,7 +113,8 @@ def look_at_samples(
     **how: Any,
 ) -> Look[Denoiser]:
     """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
-    right; ``done`` iterations were before."""
+    right; ``done`` iterations were before.
+    """
     truth = truth or held_out(48)
 
     def look(net: Denoiser, iteration: int) -> None:
@@ -157,7 +160,8 @@ def denoiser(
     start: Start = None,
 ) -> None:
     """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
-    second run from the first one's weights, then export."""
+    second run from the first one's weights, then export.
+    """
     made = materials(work, device, num_scenes=num_scenes, start=start)
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
     look = look_at_samples("denoiser", made, work)
@@ -183,7 +187,8 @@ def tune(
     start: Start = None,
 ) -> None:
     """Train the weights in ``start`` (or the exported ones of ``work``) on, with their autoencoder as it is, on what
-    people ask for first, and export."""
+    people ask for first, and export.
+    """
     begin = work / "untuned"
     if not begin.is_dir():
         part = work / "untuned.part"

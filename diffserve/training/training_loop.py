@@ -166,7 +166,8 @@ class Run(Generic[Net]):
         self, losses_of: Callable[[], Sequence[Tensor]], look: Look[Net] | None = None, look_every: int = 500
     ) -> Net:
         """Go through the iterations that are left, each a :meth:`step` on new losses; returns the averaged weights, at
-        which ``look`` looks every so many iterations."""
+        which ``look`` looks every so many iterations.
+        """
         for iteration in self.iterations():
             self.step(*losses_of())
             if look is not None and (iteration + 1) % look_every == 0:
@@ -175,7 +176,8 @@ class Run(Generic[Net]):
 
     def step(self, loss: Tensor, aside: Tensor | None = None) -> None:
         """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
-        skipped rather than learnt."""
+        skipped rather than learnt.
+        """
         value = float(loss.detach())
         total = loss if aside is None else loss + aside
         self.net.zero_grad(set_to_none=True)

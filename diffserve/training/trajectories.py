@@ -25,7 +25,8 @@ NUM_STEPS = 4
 @dataclass(frozen=True)
 class Trajectories:
     """N trajectories of one canvas: points visited and velocities wanted, both (N, NUM_STEPS, 8, h, w) in 16 bits, and
-    the captions' token ids (N, MAX_TOKENS)."""
+    the captions' token ids (N, MAX_TOKENS).
+    """
 
     points: Tensor
     velocities: Tensor
@@ -74,7 +75,8 @@ def collect(
     ladder: Ladder, guidance_scale: float,
 ) -> Trajectories:  # fmt: skip
     """Follow trajectories from the noise ``points`` (N, 8, h, w), along the distilled model's path or else the
-    teacher's own, and ask the teacher at every timestep of the distilled model's."""
+    teacher's own, and ask the teacher at every timestep of the distilled model's.
+    """
     visited, wanted = [], []
     with torch.autocast(points.device.type, dtype=torch.bfloat16):
         cond, uncond = (teacher.text_encoder(ids).last_hidden_state for ids in (token_ids, empty_ids))

@@ -126,7 +126,8 @@ def truncate(change: LowRankChange, moments: Sequence[Moments], max_bytes: int =
 
 def _decompose(down: Tensor, up: Tensor, moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
     """``down``, ``up`` and singular values (rank,) of the same change, so ordered that any first ranks of it are the
-    best approximation of that rank."""
+    best approximation of that rank.
+    """
     inputs, outputs = _root(moments.hidden), _root(moments.gradient)
     left, values, right = torch.linalg.svd(outputs.T @ up.cpu().double() @ inputs, full_matrices=False)
     scale = values.sqrt()

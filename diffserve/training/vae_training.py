@@ -83,7 +83,8 @@ def train_vae(
     look_every: int = 500,
 ) -> AutoencoderKL:
     """Train the autoencoder, resuming from ``work/vae.pt``, or else from the weights in the directory ``start``, or
-    else from nothing; returns it with normalisation not yet set."""
+    else from nothing; returns it with normalisation not yet set.
+    """
     torch.manual_seed(settings.seed)
     vae = build_vae() if start is None else AutoencoderKL.from_pretrained(start, torch_dtype=torch.float32)
     vae.to(settings.device, memory_format=torch.channels_last)

@@ -1,5 +1,6 @@
 """A real browser for the page: Debian's Chromium, driven by Playwright. ``TEST_CHROMIUM`` names another one,
-``TEST_SCREENSHOTS`` a folder that keeps what every scene looked like."""
+``TEST_SCREENSHOTS`` a folder that keeps what every scene looked like.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[BrowserContext]:
     """Where all scenes happen, in turns. Its first tab keeps the process, with all scripts that were ever
-    compiled; visits that want a browser of another kind have a profile of their own."""
+    compiled; visits that want a browser of another kind have a profile of their own.
+    """
     context = browser.new_context(viewport=WINDOW, accept_downloads=True)
     context.new_page().goto(f"{shared_page_server.url}/livez")
     yield context

@@ -1,5 +1,6 @@
 """Somebody edits: a part is marked, with the pointer or by keyboard, and only that is painted anew; and axe, which
-looks for what shuts people out, finds nothing."""
+looks for what shuts people out, finds nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def expect_no_barrier(here: Visit) -> None:
-    """axe finds nothing."""
+    """Axe finds nothing."""
     found = Axe().run(here.page).response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
 

@@ -81,7 +81,8 @@ def contrast(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
 
 def tab_to(here: Visit, name: str, most: int = 60) -> None:
     """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus, in the light
-    and in the dark."""
+    and in the dark.
+    """
     for _ in range(most):
         here.page.keyboard.press("Tab")
         for scheme in SCHEMES:

@@ -53,7 +53,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_nginx(folder: Path, port: int, upstream: int, headers: str) -> Iterator[None]:
-    """nginx at ``port``, which serves ``upstream`` below ``/sd/``."""
+    """Nginx at ``port``, which serves ``upstream`` below ``/sd/``."""
     folder.mkdir()
     config = folder / "nginx.conf"
     config.write_text(NGINX.format(folder=folder, port=port, upstream=upstream, headers=headers))

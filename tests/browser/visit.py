@@ -74,7 +74,8 @@ class Visit:
 
     def write(self, name: str, text: str | int | float) -> None:
         """Type into a field, the last of it key by key, and leave it, as somebody who moves on does. What is written
-        while gradio is still putting the field in its place may be lost: then again."""
+        while gradio is still putting the field in its place may be lost: then again.
+        """
         field, text = self.field(name), str(text)
         for _ in range(3):
             field.fill(text[:-TYPED])
@@ -161,7 +162,8 @@ class Visit:
 
     def seen(self) -> list[dict[str, Any]]:
         """What was shown, in order: picture, caption, size of the gallery, whether a suggestion could not be edited,
-        whether Stop stood there."""
+        whether Stop stood there.
+        """
         shown: list[dict[str, Any]] = self.page.evaluate("window.seen")
         return shown
 

@@ -1,7 +1,8 @@
 """A cluster under load whose replicas take other settings: every request is answered.
 
 Of the files that share a cluster it is the last: its replicas need not be started once more with the settings that they
-had."""
+had.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Stages apart in a cluster: the answers are those of a local server, a stage that is lost costs none, and what passes
-between stages is counted."""
+between stages is counted.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ def warmed(directory: Path) -> tuple[Path, str]:
     """The cache folder after ``diffserve warm`` for one and two rows, and what that printed.
 
     The same process, which has its libraries by then, compiles for another folder, ``cache-more``, where torch's
-    compilers can share nothing: calls with adapters, and without OpenVINO one row's, and one with adapters in int8."""
+    compilers can share nothing: calls with adapters, and without OpenVINO one row's, and one with adapters in int8.
+    """
     home = directory.parent
     cache, config = home / "cache", home / "warm.toml"
     config.write_text(
@@ -291,7 +292,8 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     closeness: int,
 ) -> None:
     """As near to the network as plain ones, which computes in 16 bits over quantised weights, and alone as in any
-    company."""
+    company.
+    """
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
     model = with_folder(load_model(directory, dtype=dtype, device="cpu"), adapters)
     cache = shutil.copytree(compiled_already, tmp_path / "cache")

@@ -43,7 +43,8 @@ def calls_of(engine: Engine) -> Counter[bool]:
 
 class PlainDeepCache:
     """DeepCache as a loop over diffusers' own UNet would do it: a whole call first, then, ``interval - 1`` times, a
-    whole call too, in which all that lies below the shallow part is overwritten by what was kept."""
+    whole call too, in which all that lies below the shallow part is overwritten by what was kept.
+    """
 
     def __init__(self, network: Any, interval: int) -> None:
         self.num_calls = 0

@@ -29,7 +29,8 @@ LARGE = pytest.param("sdxl-random", marks=pytest.mark.slow)
 @pytest.fixture(autouse=True)
 def _undigested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes of holes are not read for a digest that nobody looks at, and no tick looked at here encodes a text
-    with the large encoders: of their layers two are enough."""
+    with the large encoders: of their layers two are enough.
+    """
     for shape in (random_models.CLIP_L, random_models.BIG_G):
         monkeypatch.setitem(shape, "num_hidden_layers", 2)
     monkeypatch.setattr(checkpoint, "_sha256", lambda file: hashlib.sha256(file.name.encode()).hexdigest())

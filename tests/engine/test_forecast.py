@@ -84,7 +84,8 @@ class Watched:
 def test_times_left_are_about_right_while_no_request_comes_later(policy: str, median: float, p90: float) -> None:
     """Two sizes, which share no calls, four numbers of steps and five samplers, of one client.
 
-    Under goodput late images give way later than the forecast knows."""
+    Under goodput late images give way later than the forecast knows.
+    """
     errors = Watched(mixed(24, COSTS.sizes, seed=3), policy).errors
     assert len(errors) > 200
     assert statistics.median(errors) < median

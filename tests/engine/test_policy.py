@@ -72,7 +72,8 @@ def test_nobody_starves_while_others_keep_coming(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``arrivals`` (how many, steps, wide, guidance) come tick after tick, for ever. What may overtake came within
-    cost / ageing ticks; each tick that is not the victim's takes at least one step off that."""
+    cost / ageing ticks; each tick that is not the victim's takes at least one step off that.
+    """
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
     desk = Desk(row_cap=row_cap, policy=name, max_lanes=8)
     for _ in range(3):

@@ -108,7 +108,8 @@ def guest_seconds(desk: Desk, crowd: int) -> list[float]:
 
 def test_ten_fold_overload_by_one_key_leaves_another_its_pace() -> None:
     """95 of 100 of its pictures take at most twice as long as alone, and the tick that runs when they come; a full tick
-    takes four times as long as one of theirs."""
+    takes four times as long as one of theirs.
+    """
     alone, beside = (guest_seconds(Desk(8, LinearCosts(8)), crowd) for crowd in (0, 80))
     assert sorted(beside)[18] <= 2.0 * sorted(alone)[18] + 8.0
 

@@ -1,5 +1,6 @@
 """Pruned models: what adds nothing is cut first and nobody sees it, everything follows the narrower layers, and a side
-file that is not the network's own is refused."""
+file that is not the network's own is refused.
+"""
 
 from __future__ import annotations
 

@@ -389,7 +389,8 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
 
 def stop_when_a_cell_is_finished(command: list[str], folder: Path, how: signal.Signals) -> tuple[int, str]:
     """The exit code of a real process that gets a real signal once it has finished another cell, and what it said on
-    standard error."""
+    standard error.
+    """
     num_cells = num_finished(folder) + 1
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

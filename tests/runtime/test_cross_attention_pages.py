@@ -72,7 +72,7 @@ def rows_for(unet: UNetRunner, told: Conditioning | PagedConditioning) -> dict[s
 
 
 def theirs(network: Any, rows: dict[str, Any], texts: torch.Tensor) -> torch.Tensor:
-    """diffusers' own answer to the same call."""
+    """Diffusers' own answer to the same call."""
     added = {"text_embeds": rows["pooled"], "time_ids": rows["time_ids"]} if "pooled" in rows else None
     sample = torch.cat([rows["model_input"], rows["extra"]], dim=1) if "extra" in rows else rows["model_input"]
     with torch.inference_mode():

@@ -112,7 +112,8 @@ class MixedPlacesError(AssertionError):
 
 class TwoPlaces(TorchFunctionMode):
     """Knows of tensors in which of two devices they would be, though both are main memory: whatever is made of some is
-    where they are, and ``to`` alone brings them over. Tensors that nobody has brought anywhere fit everywhere."""
+    where they are, and ``to`` alone brings them over. Tensors that nobody has brought anywhere fit everywhere.
+    """
 
     def __init__(self, model: DiffusionModel) -> None:
         super().__init__()

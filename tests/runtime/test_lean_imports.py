@@ -84,7 +84,8 @@ def unused(said: str) -> list[str]:
 @pytest.mark.slow
 def test_command_imports_nothing_unused_and_paints_the_same_bytes(tmp_path: Path) -> None:
     """A lean process finds what was hidden when it is wanted, and all classes of transformers where they are. One that
-    is not the command's own is left alone, and so is one whose libraries do not bear it."""
+    is not the command's own is left alone, and so is one whose libraries do not bear it.
+    """
     lean, whole = tmp_path / "lean.png", tmp_path / "whole.png"
     assert unused(said_by(PAINT + LEAN, lean, tmp_path / "int8.png")) == ["[]", "[]"]
     said = said_by(PAINT + WHOLE, whole)

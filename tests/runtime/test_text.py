@@ -22,7 +22,7 @@ def encode(model: DiffusionModel, prompt: str, negative: str = "") -> Conditioni
 
 
 def theirs(pipeline: Any, kind: str, prompt: str, negative: str | None) -> list[torch.Tensor]:
-    """diffusers' cond, uncond and for SDXL the pooled pair, each of one prompt."""
+    """Diffusers' cond, uncond and for SDXL the pooled pair, each of one prompt."""
     with torch.inference_mode():
         if kind == "sdxl":
             cond, uncond, pooled, pooled_uncond = pipeline.encode_prompt(prompt, negative_prompt=negative)

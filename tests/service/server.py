@@ -127,7 +127,8 @@ def running_server(
     page: bool = False,
 ) -> Iterator[RunningServer]:
     """A server of ``model`` with ``config`` (TOML) and ``env`` on a free port, with or without the ``page`` (it takes
-    seconds to import); ``command`` replaces ``-m diffserve serve``."""
+    seconds to import); ``command`` replaces ``-m diffserve serve``.
+    """
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "serve.toml").write_text(config)
     server = None

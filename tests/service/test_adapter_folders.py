@@ -1,5 +1,6 @@
 """Folders of embeddings, LoRAs and ControlNets with files that cannot be used: a running server skips, lists and
-refuses them."""
+refuses them.
+"""
 
 from __future__ import annotations
 

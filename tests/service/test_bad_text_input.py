@@ -1,5 +1,6 @@
 """Whatever is asked of the language model, the answer is OpenAI's error object and names the value, and the engine
-lives on."""
+lives on.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Conversations over a real socket with OpenAI's own client. The language model's answers are written down in
-``tests.service.talker.SCRIPT``, so what must come is known to the letter and to the last digit."""
+``tests.service.talker.SCRIPT``, so what must come is known to the letter and to the last digit.
+"""
 
 from __future__ import annotations
 

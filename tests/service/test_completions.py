@@ -1,5 +1,6 @@
 """Plain texts over a real socket with OpenAI's own client. ``<say 0>`` makes the model of these tests say its first
-answer, and so on: see ``tests.engine.rewriting.scripted``."""
+answer, and so on: see ``tests.engine.rewriting.scripted``.
+"""
 
 from __future__ import annotations
 

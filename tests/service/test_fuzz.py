@@ -1,5 +1,6 @@
 """Requests that were good until somebody changed some bytes: no answer says that the server failed, and no line in its
-log. ``TEST_MUTATIONS`` sets how many; the seed is fixed, and each mutation has its own."""
+log. ``TEST_MUTATIONS`` sets how many; the seed is fixed, and each mutation has its own.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What a server says on standard error while clients err: JSON lines, no prompt in any, no error where the mistake is
-the client's."""
+the client's.
+"""
 
 from __future__ import annotations
 

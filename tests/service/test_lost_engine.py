@@ -74,7 +74,8 @@ class BreakingServer:
     @contextmanager
     def losing(self, kind: str, reason: str) -> Iterator[RunningServer]:
         """The server, whose engine is lost in this block and replaced at its end, once, with ``kind`` counted and
-        ``reason`` in the log."""
+        ``reason`` in the log.
+        """
         self.server.wait_until_ready()
         lost, before, num_told = self.server.engine, losses(self.server), len(reasons(self.server))
         yield self.server

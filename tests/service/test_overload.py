@@ -57,7 +57,8 @@ def held(
     server: RunningServer, headers: dict[str, str] | None = None, *, waiting: dict[str, Any] = LONG
 ) -> Iterator[None]:
     """A house as full as one client can make it: one request has all lanes, others are ``waiting``. In the end all hang
-    up."""
+    up.
+    """
     with ExitStack() as stack:
         first = stack.enter_context(sent(server, {**LONG, "stream": True}, headers=headers))
         wait_for(lambda: re.search(rb'"step":[1-9]', first.recv(1 << 16)), SOON_S, "the first step")

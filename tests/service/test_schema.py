@@ -1,5 +1,6 @@
 """Whatever the description allows, and what it does not: schemathesis asks a live server, and no answer is a mistake of
-the server, or one that the description does not know."""
+the server, or one that the description does not know.
+"""
 
 from __future__ import annotations
 

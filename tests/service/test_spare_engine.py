@@ -61,7 +61,8 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
     tiny_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A spare is begun sooner than for users. One that must answer is given all the time it needs, one that cannot
-    a moment."""
+    a moment.
+    """
     env = {"DIFFSERVE_SERVE_SPARE_ENGINE": "true", "DIFFSERVE_MODEL_DTYPE": "float32"}
     monkeypatch.setattr(engine_client, "SPARE_AFTER_S", 0.2)
     monkeypatch.setattr(engine_client, "SPARE_STARTS_S", START_S)

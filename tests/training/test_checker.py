@@ -73,7 +73,8 @@ def test_ninety_nine_of_a_hundred_clean_renderings_pass() -> None:
 
 def all_single_objects() -> Iterator[Scene]:
     """Every object on a fifth of the backgrounds and every background under a fifth of the objects, in turn in every
-    size: the FFTs of reading one picture take 20 ms, and there are 1200 pairs."""
+    size: the FFTs of reading one picture take 20 ms, and there are 1200 pairs.
+    """
     for (row, name), (column, ground) in product(enumerate(OBJECTS), enumerate(BACKGROUNDS)):
         if (row + column) % 5:
             continue

@@ -37,7 +37,8 @@ def test_a_pause_of_the_machine_does_not_count() -> None:
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(at_once: int) -> None:
     """Four pictures of four steps, ``at_once`` to a call of half a second until they are done; before them a second for
-    the text, after them two for files."""
+    the text, after them two for files.
+    """
     told, clock_s = [], 1.0
     for first in range(0, 4, at_once):
         for step in range(1, 5):

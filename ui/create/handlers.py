@@ -143,13 +143,15 @@ class CreateHandlers:
 
     def reuse_seed(self, parameters: str) -> list[Update]:
         """The seeds of the picture that is shown, and how far it was varied, into their fields; what no picture says
-        changes nothing."""
+        changes nothing.
+        """
         seeds = _seeds(parameters)
         return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
 
     async def vary(self, parameters: str, request: gr.Request) -> list[Update]:
         """All fields for pictures like the one that is shown: each as far from its seed's as it is, or a little, in a
-        way of its own."""
+        way of its own.
+        """
         try:
             models = await self._server.models()
             form, notes = settings_of(parameters, models)
@@ -165,7 +167,8 @@ class CreateHandlers:
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.
-        The upload is removed."""
+        The upload is removed.
+        """
         try:
             if not file:
                 raise InvalidRequest("There is no picture; choose one.", param="image")
@@ -213,7 +216,8 @@ def _kept(file: Path | None) -> bytes | None:
 
 def _agree(fields: Fields) -> None:
     """Quality and Aspect say what is painted: choosing one empties Steps or Size, which would win, and what is typed
-    there takes the choice back."""
+    there takes the choice back.
+    """
     for choice, number in ((fields.quality, fields.steps), (fields.aspect, fields.size)):
         choice.input(js="() => ''", outputs=number, **SILENT)
         number.input(

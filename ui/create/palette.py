@@ -1,5 +1,6 @@
 """A model of a closed world, at the page: what it can paint, to be clicked, and the words of a prompt that it does not
-know, with an offer to have them rewritten."""
+know, with an offer to have them rewritten.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def shown(world: World | None) -> tuple[Update, Update]:
 
 def unknown_in(prompt: str, world: World | None, loras: str = "") -> tuple[str, ...]:
     """Words of ``prompt`` that a model of ``world`` was never taught, nor an adapter of that name, asked for there or
-    in the field of ``loras``."""
+    in the field of ``loras``.
+    """
     if world is None or not world.words:
         return ()
     prompt = prompt[:MAX_LOOKED_AT_CHARS]

@@ -95,7 +95,8 @@ FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "type
 
 class StartFile(msgspec.Struct, frozen=True, kw_only=True):
     """What pictures begin from in place of noise: a file, where a mask (a PNG file, transparent there) has it painted
-    anew, and how much; ``None``: as the server does."""
+    anew, and how much; ``None``: as the server does.
+    """
 
     path: Path
     mask: bytes | None = None
@@ -128,7 +129,8 @@ def order_of(
     form: Form, image: ImageCapabilities, start: StartFile | None = None, control_picture: bytes | None = None
 ) -> CheckedForm:
     """The request that ``form`` stands for, of the size of what it begins from where it says none. ``control_picture``:
-    the file that its ControlNet goes by. InvalidRequest names the field, the value and the way out."""
+    the file that its ControlNet goes by. InvalidRequest names the field, the value and the way out.
+    """
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
         raise InvalidRequest("The prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
@@ -195,7 +197,8 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
     """(width, height) in pixels for "square", "portrait" or "landscape": one that the model does well if there is one,
-    else of the same area as the native size. InvalidRequest for another word."""
+    else of the same area as the native size. InvalidRequest for another word.
+    """
     if aspect not in ASPECTS:
         raise InvalidRequest(f"The aspect is {aspect[:40]!r}; choose {', '.join(ASPECTS)}.", param="aspect")
     ratio = ASPECTS[aspect]
@@ -239,7 +242,8 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     """The form that paints the picture with the parameters ``infotext`` again. Steps and size that a quality and an
     aspect of ``image`` mean are said by those, others in their own fields; then no quality and no aspect is chosen. A
     spacing that nobody knows is left out, and so are what ``image`` refuses and the threshold of a picture that began
-    from noise."""
+    from noise.
+    """
     read = parse_infotext(infotext)
     fields = read.fields
     counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}

@@ -109,7 +109,8 @@ def choose(mode: str) -> tuple[Update, str]:
 def compare(wish: str, suggestion: str, said: str | None) -> tuple[Update, Update]:
     """The difference after an edit. What was ``said`` of a suggestion that is the wish itself stays, but for the marks
     of an edit that was taken back. What would change nothing cannot be accepted. InvalidRequest for a text that is too
-    long to be a prompt."""
+    long to be a prompt.
+    """
     check_text(suggestion, "suggestion")
     is_settled = suggestion == wish and bool(said) and not is_marked(said or "")
     shown = gr.skip() if is_settled else difference_html(wish, suggestion) if suggestion.strip() else ""
@@ -118,7 +119,8 @@ def compare(wish: str, suggestion: str, said: str | None) -> tuple[Update, Updat
 
 def accept(suggestion: str, prompt: str) -> tuple[str, Update, Update]:
     """The suggestion becomes the prompt, and there is nothing left to accept; an empty one does not. InvalidRequest for
-    one that is too long to be a prompt."""
+    one that is too long to be a prompt.
+    """
     check_text(suggestion, "suggestion")
     check_text(prompt, "prompt")
     if not _is_new(prompt, suggestion):

@@ -98,7 +98,8 @@ def lay_out() -> StartPanel:
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
     """Updates of panel, editor, remove and said; a ``picture`` opens the panel, none puts away the one that was there,
-    unless there is ``trouble`` with that."""
+    unless there is ``trouble`` with that.
+    """
     return [
         gr.update(open=True) if picture or trouble else gr.skip(),
         EDITOR.format(quote(str(picture))) if picture else "" if trouble else PUT_AWAY,
@@ -170,7 +171,8 @@ class Starting:
 
 def start_of(marks: str | None, strength: str | None, picture: Path | None) -> StartFile | None:
     """What a request begins from: the visitor's ``picture``, where the page says that it is to. InvalidRequest where
-    that is gone, and where what is said makes no sense."""
+    that is gone, and where what is said makes no sense.
+    """
     if not marks:
         return None
     try:

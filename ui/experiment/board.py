@@ -146,7 +146,8 @@ class Board:
     def summaries(self, guess: Timing) -> tuple[CellSummary, ...]:
         """A row for each cell with pictures at the fair places, the converged one last. Seconds of a picture alone are
         its UNet rows times what one takes, by ``guess`` until that is measured; of the engine's own time nothing is
-        known here."""
+        known here.
+        """
         places, timing = self.fair_places, self.timing or guess
         records = {cell: square.records.copy() for cell, square in self.squares.items()}
         whole = {cell: known for cell, known in records.items() if places and set(places) <= set(known)}

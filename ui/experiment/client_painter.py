@@ -114,7 +114,8 @@ class ClientPainter:
 
     def _fields(self, image: PlannedImage) -> StreamedImageFields:
         """A request of the plan; never rewritten, so that all cells paint one prompt, and at the server's own page
-        without a watermark: what is measured is what was painted."""
+        without a watermark: what is measured is what was painted.
+        """
         fields = StreamedImageFields(
             watermark=False,
             sampler=image.cell.sampler,

@@ -42,7 +42,8 @@ class ExperimentForm(NamedTuple):
 
 def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
     """The plan of ``form`` for the model ``image``, which takes a while: call it in a thread. InvalidRequest for
-    anything that could not be painted."""
+    anything that could not be painted.
+    """
     steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
     most = image.train_timesteps
     if max(steps) > most:

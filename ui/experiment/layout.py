@@ -209,7 +209,8 @@ def _connect(
 
     async def greet(model: str | None) -> tuple[Any, ...]:
         """Once the models are loaded: which there are, the samplers on offer, and test prompts where they mean
-        something."""
+        something.
+        """
         try:
             models = await server.wait_for_models()
         except DiffserveError as error:

@@ -42,7 +42,8 @@ class Timing(NamedTuple):
 
 class ServerSpeed(NamedTuple):
     """How a server paints one picture alone, and what a picture takes among others: they share calls of the UNet, and
-    what is not a row of one goes on beside the rows of the others."""
+    what is not a row of one goes on beside the rows of the others.
+    """
 
     alone: Timing
     together: Timing
@@ -137,7 +138,8 @@ def timed(one: WatchedRequest) -> TimedRequest:
 
 def timing_together(request: WatchedRequest, num_images: int) -> Timing:
     """Of a picture among the others of ``request``, all of which must be looked at: a call of the UNet moves as many of
-    them as the server sees fit, and any single one may wait for others for most of the time."""
+    them as the server sees fit, and any single one may wait for others for most of the time.
+    """
     steps_of: dict[int, int] = {}
     at_s, until_there, is_going = request.start_s, 0, False
     for moment in request.told:
@@ -165,7 +167,8 @@ def each_step_s(told: Sequence[StepTime]) -> tuple[float, ...]:
 
 def timing_of(requests: Sequence[TimedRequest]) -> Timing:
     """Medians over all steps of pictures that were painted alike, so that a moment in which the machine did something
-    else, or other people's pictures, weighs no more than the steps that it lasted."""
+    else, or other people's pictures, weighs no more than the steps that it lasted.
+    """
     step_s = median(second for one in requests for second in one.steps_s)
     rows_a_step = requests[0].evaluations / requests[0].num_steps
     return Timing(step_s / rows_a_step, median(one.rest_s for one in requests))

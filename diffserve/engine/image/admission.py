@@ -241,7 +241,8 @@ class ImageAdmission:
 
     def _switch_row(self, table: StepTable, switch_at: float | None) -> int | None:
         """The first row of the first step below the noise level of ``switch_at``, as diffusers' denoising_start has it;
-        ``None`` where there is none."""
+        ``None`` where there is none.
+        """
         if switch_at is None:
             return None
         num_timesteps = self.info.train_timesteps
@@ -264,7 +265,8 @@ class ImageAdmission:
 
     def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
         """A warning for each of the two prompts that has words which a model of a closed world was never taught, nor
-        its adapters, which teach those ``learnt``."""
+        its adapters, which teach those ``learnt``.
+        """
         world, model_id = self.info.world, self.info.model_id
         if world is None:
             return ()
@@ -361,7 +363,7 @@ class ImageAdmission:
 def guided_rows(
     table: StepTable, scale: float, interval: tuple[float, float], num_skipped: int = 0
 ) -> NDArray[np.bool_]:
-    """bool (num_rows,): rows that need the unconditional row.
+    """Bool (num_rows,): rows that need the unconditional row.
 
     None at a ``scale`` of 1 or below. Step k of n is inside the interval (from, to) when from <= k / n < to, so (0, 1)
     is every step and (f, f) none. ``num_skipped`` steps before those of the table count as well.
@@ -390,7 +392,7 @@ def controlled_rows(
 
 
 def full_rows(guided: NDArray[np.bool_], interval: int, switch: int | None = None) -> NDArray[np.bool_]:
-    """bool (num_rows,): rows that run the whole UNet.
+    """Bool (num_rows,): rows that run the whole UNet.
 
     Every ``interval``-th row of the image's own table, the first included, and the first that is guided after a full
     one that was not: of its unconditional row there are no features yet. At row ``switch`` another UNet begins anew.
@@ -427,7 +429,8 @@ def _unserved(request: GenerationRequest) -> tuple[str, ...]:
 
 def _variation_seed(request: GenerationRequest) -> int | None:
     """That of its first picture; ``None`` where nothing is varied. One that is not named follows from the request's id,
-    so that whoever begins the same request anew elsewhere paints the same pictures."""
+    so that whoever begins the same request anew elsewhere paints the same pictures.
+    """
     params = request.diffusion
     if not params.variation_strength or params.variation_seed is not None:
         return params.variation_seed if params.variation_strength else None

@@ -117,7 +117,8 @@ class CostCurve:
 
     def knee(self, limit: int, gain: float = KNEE_GAIN, beside_s: float = 0.0) -> int:
         """The fewest rows whose cost per row is within 5 % of the best seen (``gain`` 1: the best itself), never above
-        ``limit``, at least 2. ``beside_s``: what each tick takes beside its call."""
+        ``limit``, at least 2. ``beside_s``: what each tick takes beside its call.
+        """
         if self.is_alone:
             return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]

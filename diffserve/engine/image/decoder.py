@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, eq=False)
 class Decoding:
     """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``; ``source`` is what is
-    decoded, kept until that is done; ``latents`` (C, h, w) are for who wants them."""
+    decoded, kept until that is done; ``latents`` (C, h, w) are for who wants them.
+    """
 
     started_s: float
     decoded: Decoded
@@ -91,7 +92,8 @@ class PictureDecoder:
 
     def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
         """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
-        waited for."""
+        waited for.
+        """
         by_shape = defaultdict[tuple[int, int, int], list[ImageTask]](list)
         for task in tasks:
             if task not in self._going:
@@ -111,7 +113,8 @@ class PictureDecoder:
 
     def show(self, tasks: Sequence[ImageTask], denoised: Tensor) -> None:
         """Begin previews of ``denoised`` (len(tasks), C, h, w), the estimates after the step that is being made, in one
-        call."""
+        call.
+        """
         with self._queue:
             decoded = self.model.preview_later(denoised)
         for place, task in enumerate(tasks):

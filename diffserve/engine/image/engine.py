@@ -213,7 +213,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def close(self, kept: Collection[str] = ()) -> None:
         """Give up what others hold for an engine that nobody will ask again: its tenants' pages, but for those in
-        ``kept``, and a compiler's process."""
+        ``kept``, and a compiler's process.
+        """
         with self._ticking:
             self.runners.close(kept)
 

@@ -208,7 +208,8 @@ class ImageEngines:
 
     def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
         """What the model that is to paint ``request`` reads in one piece. Of one that is not loaded the length is
-        known, and it is counted as ``first`` counts, which is the first model's."""
+        known, and it is counted as ``first`` counts, which is the first model's.
+        """
         one = self._of(request.model)
         if one.engine is not None:
             return TextWindow.of(one.engine.model.text)

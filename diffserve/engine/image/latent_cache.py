@@ -82,7 +82,8 @@ class LatentCache:
 
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
-        ``threshold``."""
+        ``threshold``.
+        """
         found = self._nearest(_digest(kin), embedding, threshold)
         self.num_hits += found is not None
         self.num_misses += found is None
@@ -125,7 +126,8 @@ class LatentCache:
 
 class _Embeddings:
     """Embeddings of length 1 of one kin as one matrix (places, D), the oldest first; who has gone leaves zeros, which
-    are like nothing, until the matrix is full or mostly empty."""
+    are like nothing, until the matrix is full or mostly empty.
+    """
 
     def __init__(self, num_dimensions: int) -> None:
         self._rows = np.zeros((0, num_dimensions), np.float32)
@@ -169,7 +171,8 @@ def _digest(what: Hashable) -> bytes:
 
 def skip_of(similarity: float, threshold: float) -> int:
     """Which of ``SKIPS`` a ``similarity`` of ``threshold`` or more earns: the least at the threshold, then one more
-    with every fifth of the way from there to 1."""
+    with every fifth of the way from there to 1.
+    """
     if similarity >= 1.0:
         return len(SKIPS) - 1
     return min(int(len(SKIPS) * (similarity - threshold) / (1.0 - threshold)), len(SKIPS) - 1)

@@ -108,7 +108,8 @@ class ImageOutputs:
 
 def kept_outside_mask(init: Picture | None, mask: Picture | None, painted: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """``painted`` where the mask is white, and the init image's own pixels where it is black: an autoencoder gives none
-    of them back as they were. What is not a picture yet, since it is decoded elsewhere, is left as it is."""
+    of them back as they were. What is not a picture yet, since it is decoded elsewhere, is left as it is.
+    """
     if mask is None or init is None or painted.shape != init.array.shape:
         return painted
     return np.where(mask.array[..., np.newaxis] >= PAINT_FROM, painted, init.array)

@@ -62,7 +62,8 @@ class Preparer:
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
         """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not.
-        Texts of images with adapters, which may change the encoders, or of a ``clip_skip`` are encoded one by one."""
+        Texts of images with adapters, which may change the encoders, or of a ``clip_skip`` are encoded one by one.
+        """
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
         try:
@@ -203,7 +204,8 @@ class Preparer:
 
     def _similar(self, task: ImageTask, state: ImageState) -> Tensor | None:
         """(C, h, w) latents of a similar prompt that ``task`` begins from, its settings the shorter ones for it;
-        ``None`` where it begins from noise, and then its own latents will be kept."""
+        ``None`` where it begins from noise, and then its own latents will be kept.
+        """
         threshold = task.live.settings.similarity_threshold
         if threshold is None:
             return None
@@ -258,7 +260,8 @@ def _reads_as_all(task: ImageTask) -> bool:
 
 def kin_of(task: ImageTask) -> Hashable:
     """What pictures have in common of which one may begin from another's latents: their size, what they avoid, and all
-    that a picture may turn out badly by, its steps, guidance, savings and adapters. Not sampler, seed and noise."""
+    that a picture may turn out badly by, its steps, guidance, savings and adapters. Not sampler, seed and noise.
+    """
     settings, negative = task.live.settings, task.live.request.negative_prompt
     avoided = negative.strip() if settings.guided.any() else ""
     savings = settings.guidance_interval, settings.guidance_rescale, settings.cache_interval

@@ -204,7 +204,7 @@ class LaneTable:
         heapq.heappush(self._free, lane)
 
     def check_integrity(self) -> None:
-        """free + used = total and no lane is both; ``AssertionError`` tells what is wrong."""
+        """Free + used = total and no lane is both; ``AssertionError`` tells what is wrong."""
         free, used = set(self._free), set(self._owners)
         assert len(free) == len(self._free), f"a lane is twice in the free list: {sorted(self._free)}"
         assert not free & used, f"lanes {sorted(free & used)} are both free and held"

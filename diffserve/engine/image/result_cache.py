@@ -37,7 +37,8 @@ NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
 
 class Kept(NamedTuple):
     """A picture (height_px, width_px, 3) uint8, as decoded, its latents (C, h, w) where they were asked for, and how
-    similar the prompt was that it began from, without how many steps (see ``ImageResult``)."""
+    similar the prompt was that it began from, without how many steps (see ``ImageResult``).
+    """
 
     picture: NDArray[np.uint8]
     latents: NDArray[np.float32] | None
@@ -53,7 +54,8 @@ class Kept(NamedTuple):
 def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: ModelInfo, adapters: bytes = b"") -> bytes:
     """SHA-256 of all that the picture of ``request`` with ``seeds``, its own and that of its variation, depends on, the
     model and its precision included, and ``adapters``, for another file may have the name of a LoRA or a ControlNet by
-    now."""
+    now.
+    """
     seed, variation_seed = seeds
     diffusion = replace(request.diffusion, variation_seed=variation_seed)
     alone = replace(request, seed=seed, diffusion=diffusion, **NOT_OF_THE_PICTURE)

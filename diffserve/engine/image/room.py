@@ -140,7 +140,8 @@ class Room:
 
     def _residual_bytes(self, width_px: int, height_px: int) -> float:
         """Of a row: what its ControlNets add, what the last of them said, and the skips that it is added to, new and
-        old. Beside them a ControlNet holds less than its UNet, which is deeper."""
+        old. Beside them a ControlNet holds less than its UNet, which is deeper.
+        """
         factor = self.model.vae.factor
         shapes = residual_shapes(self.model.unet.network, height_px // factor, width_px // factor)
         return 3.0 * self.model.dtype.itemsize * sum(map(math.prod, shapes))

@@ -268,7 +268,8 @@ class ImageRunner:
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
         """Prepare a newcomer, ``together_s`` having gone into all of them. Once one has to wait for pages, those behind
-        it wait too: nobody overtakes by size."""
+        it wait too: nobody overtakes by size.
+        """
         if outcome.postponed:
             outcome.postponed.append(task)
             return
@@ -291,7 +292,8 @@ class ImageRunner:
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
         """Advance all rows of ``plan`` together, those with ControlNets after the others, then shallow ones; where
-        there is no memory for that, in halves."""
+        there is no memory for that, in halves.
+        """
         outcome.rows_started_s = self.clock()
         outcome.named = {(task.live.request_id, task.image_index): task for task in plan.rows}
         groups = sorted({task.group_now for task in plan.rows})
@@ -316,7 +318,8 @@ class ImageRunner:
 
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
         """One step of ``tasks``, all full or all shallow: of everyone, or, where memory runs out, of none, their draws
-        taken back."""
+        taken back.
+        """
         expert, group = self._expert(tasks[0].group_now)
         with expert.groups.beside_calls(group):
             batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
@@ -334,7 +337,8 @@ class ImageRunner:
         self, expert: Expert, group: GroupKey, tasks: Sequence[ImageTask], outcome: TickOutcome
     ) -> tuple[ImageBatch, Tensor, Fetched, dict[int, Exception]]:
         """The rows of ``tasks`` after a step, in their lanes again: (their batch, what they were denoised to, whether
-        each is finite, what went wrong by row). OutOfMemoryError: they are as before."""
+        each is finite, what went wrong by row). OutOfMemoryError: they are as before.
+        """
         batch = ImageBatch.gather(tasks, self.pool)
         draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
         try:
@@ -367,7 +371,8 @@ class ImageRunner:
         outcome: TickOutcome,
     ) -> None:
         """Previews of those of ``denoised`` (len(tasks), C, h, w) who want one and live, in one call; where it fails,
-        the images go on unseen."""
+        the images go on unseen.
+        """
         try:
             shown = [task for task in living if task in plan.previews and not self.decoder.is_showing(task)]
             if shown:
@@ -415,7 +420,8 @@ def _store_weights(model: DiffusionModel, config: EngineConfig) -> None:
 
 def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
     """Groups of the calls that an image of ``group`` makes because of its ControlNets: of its rows, and of each of
-    them."""
+    them.
+    """
     texts = task.held.texts
     if texts is None:
         return []

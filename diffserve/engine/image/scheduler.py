@@ -57,7 +57,8 @@ FORGIVEN_PICTURES = 8
 
 class RequestScheduler(Scheduler[LiveRequest, Event]):
     """Owns the waiting room, the lanes and the images in flight. ``costs``: of UNet calls, as they are known now;
-    ``scores``: who chooses from several pictures; ``digests``: see ``ImageOutputs``."""
+    ``scores``: who chooses from several pictures; ``digests``: see ``ImageOutputs``.
+    """
 
     product = "picture"
 
@@ -249,7 +250,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def moved_up(self, now_s: float) -> list[Event]:
         """News for those who wait for their first lane: whose place in the queue is another than last told, or was told
-        long ago, for the time that is left may be another."""
+        long ago, for the time that is left may be another.
+        """
         if now_s - self._places_told_s < PLACES_EVERY_S:
             return []
         self._places_told_s = now_s

@@ -81,7 +81,8 @@ def most_rows(model: DiffusionModel, config: EngineConfig) -> int:
 
 class Known(NamedTuple):
     """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes, the
-    reference first."""
+    reference first.
+    """
 
     curve: CostCurve
     counts: tuple[int, ...]
@@ -257,7 +258,8 @@ class Groups:
 
     def _akin(self, size: GroupKey, group: GroupKey) -> GroupKey | None:
         """The known group of the canvas of ``size`` that pictures like those of ``group`` are most likely painted in:
-        by compiled calls where these are used, without adapters where they have none, as the last ones were."""
+        by compiled calls where these are used, without adapters where they have none, as the last ones were.
+        """
 
         def rank(other: GroupKey) -> tuple[bool, bool, bool]:
             return other.is_shallow == group.is_shallow, other.lora_rank == group.lora_rank, other.is_compiled
@@ -518,7 +520,8 @@ class Groups:
 
     def _pair(self, group: GroupKey) -> GroupFacts | None:
         """Whether calls of ``group`` have two rows each, found out with two calls and kept on disk; ``None`` where they
-        have one."""
+        have one.
+        """
         facts = self._facts(_name(group))
         if facts is None:
             counts = self._free_counts()

@@ -161,7 +161,8 @@ class ImageState:
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
     """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer for
     each source; where there are both, one more brings each to its place. Those that are varied are turned one by one,
-    so that nobody's bytes depend on who else is."""
+    so that nobody's bytes depend on who else is.
+    """
     varied = [(place, state.variation) for place, state in enumerate(states) if state.variation is not None]
     streams = [*(state.stream for state in states), *(variation.stream for _, variation in varied)]
     noise = _draws(streams, states[0].shape, device)

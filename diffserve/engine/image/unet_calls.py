@@ -49,7 +49,8 @@ TIMESTEP = COLUMNS.index("timestep")
 class Stack(NamedTuple):
     """What the rows of one call are told: their texts, and where the UNet reads it pooled (R, P), time_ids (R, 6) and
     extra (R, 1 + C, h, w); ``guidance`` (R,), which few UNets are told; ``loras``: what changes the network for each of
-    them, where anything does."""
+    them, where anything does.
+    """
 
     contexts: Contexts
     pooled: Tensor | None
@@ -172,7 +173,8 @@ class UNetCaller:
         bucket: int,
     ) -> None:
         """One call of the ControlNet of ``rows`` of exactly ``bucket`` rows; ``found`` gets what it adds to those at
-        ``places``."""
+        ``places``.
+        """
         chosen = [rows[place] for place in places]
         padded = [*chosen, *chosen[-1:] * (bucket - len(chosen))]
         network, device = chosen[0].control.network, batch.x.device
@@ -329,7 +331,8 @@ def stack_conditioning(
     rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner, spare: Tensor | None = None
 ) -> Stack:
     """Stack what each row, an image and whether it is its unconditional one, is told; ``spare`` as ``RowLoRAs`` has
-    it."""
+    it.
+    """
     told = [ToldRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
     loras = [task.held.loras for task, _ in rows if task.held.loras is not None]
     return Stack(
@@ -355,7 +358,8 @@ class ControlledRow(NamedTuple):
 
 def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
     """The rows of each call of a ControlNet, which share it and the length of their texts, in the order in which what
-    they add is summed: that of the ControlNets' digests. One that an image has twice is called twice."""
+    they add is summed: that of the ControlNets' digests. One that an image has twice is called twice.
+    """
     found: dict[tuple[str, int, int], list[ControlledRow]] = {}
     for row, image in enumerate(batch.image_of_row):
         task = batch.tasks[image]

@@ -294,7 +294,8 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
 
     def _charge(self, plan: TextPlan, started_s: float) -> float:
         """Share out the seconds of this tick so far, and what the one before took after its tokens were told: by tokens
-        of the call, drafts that were wrong among them."""
+        of the call, drafts that were wrong among them.
+        """
         if not plan.pieces:
             return 0.0
         spent_s = self.clock() - started_s

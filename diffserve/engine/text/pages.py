@@ -27,7 +27,8 @@ class SequencePages:
 
     def most_pages(self, num_prompt_tokens: int, num_tokens: int, num_beams: int) -> int:
         """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt logical
-        pages."""
+        pages.
+        """
         shared = self.num_pages(num_prompt_tokens // self._page_tokens * self._page_tokens)
         return shared + num_beams * (self.num_pages(num_tokens) - shared)
 
@@ -37,7 +38,8 @@ class SequencePages:
 
     def shared_tokens(self, one: list[int], other: list[int]) -> int:
         """Tokens on the leading full logical pages that two sequences have in common and that the first may take
-        over."""
+        over.
+        """
         count, step = 0, self._page_tokens
         most = min(len(one) - 1, len(other))
         while count + step <= most and one[count : count + step] == other[count : count + step]:

@@ -211,7 +211,8 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def _room_for(self, task: TextTask, reserved: int) -> int:
         """Sequences that may join those that run, were they of ``task``: batch work leaves some of ``max_sequences`` to
-        others; who has none running may have some beyond them, and what is ``reserved`` for one who has."""
+        others; who has none running may have some beyond them, and what is ``reserved`` for one who has.
+        """
         most, held = self.config.max_sequences, Counter(one.live.line for one in self.running)
         room = most - self.num_running - reserved
         if not held[task.live.line]:

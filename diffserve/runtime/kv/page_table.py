@@ -117,7 +117,8 @@ def make_writable(
     ledger: PageLedger, arena: Arena, table: PageTable, start: int, num_tokens: int, fresh: list[LogicalPage]
 ) -> None:
     """Give ``table`` logical pages of its own under tokens ``start .. num_tokens - 1``; ``fresh`` are exactly those
-    wanted."""
+    wanted.
+    """
     unused = iter(fresh)
     first = start // table.plan.spec.page_tokens
     sources: list[int] = []

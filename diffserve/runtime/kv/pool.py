@@ -227,7 +227,8 @@ class PagePool:
 
     def close(self, table: PageTable) -> None:
         """Give everything back; filed logical pages that nobody else holds stay idle in the pool. A table never
-        reopens."""
+        reopens.
+        """
         self._check_open(table)
         self._tables.remove(table)
         self._unlock(table.logical_pages)

@@ -95,7 +95,8 @@ class KVSpec:
 
 class LayerPlace(NamedTuple):
     """Where a layer lies on every logical page: page ``group`` of the logical page, ``offset_bytes`` from the start of
-    that page."""
+    that page.
+    """
 
     group: int
     offset_bytes: int

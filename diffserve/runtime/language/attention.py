@@ -53,7 +53,7 @@ def paged_attention(
     paged: LayerCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D)."""
+    """Transformers' attention interface: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D)."""
     if paged is None or attention_mask is not None:
         raise RuntimeError("this attention runs over pages only: call the network through LanguageRunner.")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

@@ -149,7 +149,7 @@ def written_out(
 def _fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """torch's own attention, asked for the level that ``scaled_dot_product_attention`` keeps to itself."""
+    """Torch's own attention, asked for the level that ``scaled_dot_product_attention`` keeps to itself."""
     if query.device.type == "cpu":
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         padded = F.pad(query, (0, 0, 0, -query.shape[2] % CPU_QUERIES))

@@ -53,7 +53,8 @@ def is_long(span: Span, device: torch.device) -> bool:
 
 def arrange(spans: Sequence[Span], device: torch.device) -> list[list[int]]:
     """Indices of ``spans`` in groups that attend together: decode rows, all long ones in one group, rows of a few
-    tokens, then each chunk."""
+    tokens, then each chunk.
+    """
     most_wasted = WASTED_TOKENS.get(device.type, WASTED_ELSEWHERE)
     long = [index for index, span in enumerate(spans) if is_long(span, device)]
     single = [index for index, span in enumerate(spans) if span.num_new == 1 and index not in long]

@@ -86,7 +86,7 @@ def _is_number(value: Any) -> bool:
 
 
 def build(name: str, config: Mapping[str, Any], where: str) -> Any:
-    """diffusers' class ``name``, empty."""
+    """Diffusers' class ``name``, empty."""
     cls = import_quietly("diffusers", name)
     known = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
@@ -110,7 +110,7 @@ def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
 
 
 def build_clip(config: Mapping[str, Any], where: str) -> Any:
-    """transformers' ``CLIPModel``, text and vision, empty."""
+    """Transformers' ``CLIPModel``, text and vision, empty."""
     cls, config_cls = (import_quietly("transformers", name) for name in ("CLIPModel", "CLIPConfig"))
     known = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
     try:
@@ -169,7 +169,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def read_tokenizer(cls: str, directory: Path) -> Any:
-    """transformers' ``cls`` from the files in ``directory``."""
+    """Transformers' ``cls`` from the files in ``directory``."""
     try:
         return import_quietly("transformers", cls).from_pretrained(str(directory), **OFFLINE)
     except Exception as error:  # tokenizers raises nothing more specific

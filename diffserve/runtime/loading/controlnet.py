@@ -37,7 +37,8 @@ class ControlNetFiles(NamedTuple):
 
     def network(self, unet: Any, vae_factor: int) -> Any:
         """The network, empty, every tensor accounted for. Raises ModelLoadError where it does not fit ``unet``, or its
-        files do not fit its configuration."""
+        files do not fit its configuration.
+        """
         network = build(ALLOWED_CLASS, self.config, str(self.directory / "config.json"))
         check_fits(network, unet, vae_factor)
         check_keys(ALLOWED_CLASS, network.state_dict(), TensorSource.renamed(self.checkpoint, self._names))

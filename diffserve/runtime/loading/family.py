@@ -30,7 +30,7 @@ def location_of(path: str | Path) -> Path:
 
 
 def detect_family(unet_config: Any) -> str:
-    """sdxl where it is told sizes, as its refiner is; sd2 for linear projections or OpenCLIP's width; else sd1."""
+    """Sdxl where it is told sizes, as its refiner is; sd2 for linear projections or OpenCLIP's width; else sd1."""
     if unet_config.addition_embed_type is not None:
         return SDXL
     is_sd2 = unet_config.use_linear_projection or unet_config.cross_attention_dim == SD2_TEXT_WIDTH

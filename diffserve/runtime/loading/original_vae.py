@@ -1,5 +1,6 @@
 """A VAE in the original layout: a part of a single-file checkpoint, or a file by itself, as sd-vae-ft-mse-840000 and
-sdxl_vae are published."""
+sdxl_vae are published.
+"""
 
 from __future__ import annotations
 

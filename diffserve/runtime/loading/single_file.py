@@ -53,7 +53,8 @@ CHANGES_THE_UNET = re.compile(r"model\.diffusion_model\.|edm_")
 
 class EncoderSpec(NamedTuple):
     """One text encoder of a single file: where it lies, whose layout it has, which class it becomes, and what comes
-    behind its name in a directory."""
+    behind its name in a directory.
+    """
 
     prefix: str
     is_open_clip: bool

@@ -37,7 +37,8 @@ def devices_of(choice: DeviceChoice) -> tuple[torch.device, ...]:
 
 def free_over(device: torch.device, device_map: str) -> int | None:
     """Bytes that are free on ``device``, or, with a ``device_map``, on all that a model may have; ``None`` where nobody
-    says."""
+    says.
+    """
     if device_map == "none" or not has_streams(device):
         return free_bytes(device)
     return sum(free_bytes(each) or 0 for each in _same_type(device))
@@ -91,7 +92,8 @@ def part_bytes(report: Iterable[tuple[str, int, int]]) -> dict[str, int]:
 
 def spread_over(sizes: Mapping[str, int], rooms: Mapping[str, int], device_map: str) -> Spread:
     """Where the parts go, by what they take and by what weights may take of each device, the first of which is that of
-    latents and pages. InsufficientMemory where it is too little."""
+    latents and pages. InsufficientMemory where it is too little.
+    """
     main = next(iter(rooms))
     left = dict(rooms)
     left[main] = max(0, left[main] - sizes.get("else", 0))
@@ -116,7 +118,8 @@ def spread_over(sizes: Mapping[str, int], rooms: Mapping[str, int], device_map: 
 
 def _shares(size: int, left: Mapping[str, int], device_map: str) -> Rooms:
     """What a network of ``size`` bytes may take of each device: "balanced" equal shares, as far as there is room, and
-    of the last one whatever is left then; else as much as there is."""
+    of the last one whatever is left then; else as much as there is.
+    """
     if device_map != "balanced":
         return tuple(left.items())
     level = size / len(left)

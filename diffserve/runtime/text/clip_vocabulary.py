@@ -37,7 +37,7 @@ def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def clip_tokenizer(*, pad: str) -> Any:
-    """transformers' ``CLIPTokenizer`` with CLIP's vocabulary; ``pad``: the end mark for CLIP, ``!`` for OpenCLIP."""
+    """Transformers' ``CLIPTokenizer`` with CLIP's vocabulary; ``pad``: the end mark for CLIP, ``!`` for OpenCLIP."""
     vocabulary, merges = clip_vocabulary()
     marks = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": pad}
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": WINDOW_TOKENS, **marks}

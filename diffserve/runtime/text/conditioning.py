@@ -269,7 +269,8 @@ def wanted_bytes(
     page_bytes: int | None = None,
 ) -> int:
     """Room for ``num_windows`` different windows while one is being encoded, of each image model, and for
-    ``max_sequences`` texts, on pages of ``page_bytes`` where others ask for larger ones."""
+    ``max_sequences`` texts, on pages of ``page_bytes`` where others ask for larger ones.
+    """
     page_bytes = page_bytes or PagePlan.smallest_page_bytes([*itertools.chain(*images), *texts])
     per_window = [[PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in specs] for specs in images]
     num_pages = sum(num_windows * unet + max(encoders) for unet, *encoders in filter(None, per_window))

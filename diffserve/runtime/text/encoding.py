@@ -109,7 +109,8 @@ class Window:
 
     def logical_page_names(self, page_tokens: int) -> set[WindowName]:
         """One name for each logical page that the window takes; windows share the logical pages whose names they
-        share."""
+        share.
+        """
         ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
         return {(self.salt, self.token_ids[:end]) for end in ends}
 
@@ -171,7 +172,8 @@ class TextEncoder(NamedTuple):
 
     def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
         """The windows that a text fills as it stands, brackets and all, or that token ids do: the ids of each, marks
-        and padding included, and how many of them are the text's. InvalidRequest for what is too long or unknown."""
+        and padding included, and how many of them are the text's. InvalidRequest for what is too long or unknown.
+        """
         tokens = self._tokenize(given) if isinstance(given, str) else given
         most = int(self.network.config.vocab_size) - 1
         unknown = None if isinstance(given, str) else next((token for token in given if not 0 <= token <= most), None)
@@ -297,7 +299,8 @@ class TextEncoderRunner:
     @torch.inference_mode()
     def pooled(self, ids: tuple[int, ...]) -> torch.Tensor:
         """(P,) what the last encoder pools of a window: the state of its end mark, projected where it has a
-        projection."""
+        projection.
+        """
         output = self.encoders[-1].network(torch.tensor([ids], device=self.device))
         pooled: torch.Tensor = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
         return pooled[0]
@@ -309,7 +312,8 @@ class TextEncoderRunner:
 
     def time_ids(self, width_px: int, height_px: int) -> torch.Tensor | None:
         """(6,) float32 original size, crop and target size, height first (SDXL); (5,) original size, crop and score of
-        a prompt's row (its refiner); else ``None``."""
+        a prompt's row (its refiner); else ``None``.
+        """
         if not self.is_sdxl:
             return None
         values = PLAIN.numbers(width_px, height_px, has_score=self.has_score)

@@ -88,7 +88,8 @@ class PagedTextEncoder:
     ) -> list[Encoded]:
         """The same for texts of equal length; those of which the pool has equally much run in calls as ``cut`` says.
         ``salt``: what the network is changed by meanwhile. ``clip_skip``: how far from the last layer ``hidden`` is
-        read."""
+        read.
+        """
         page_tokens = self.spec.page_tokens
         with ExitStack() as tables:
             by_cached = defaultdict[int, dict[int, PageTable]](dict)
@@ -114,7 +115,8 @@ class PagedTextEncoder:
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
         """(P,) one token's last hidden state (dim,), normalised, and projected where there is a projection; the token
-        is that of :meth:`place_of_end`."""
+        is that of :meth:`place_of_end`.
+        """
         state: Tensor = self._body.final_layer_norm(last[None])
         project = getattr(self.network, "text_projection", None)
         projected: Tensor = state if project is None else project(state)

@@ -194,7 +194,8 @@ class PromptPages:
     @torch.inference_mode()
     def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
         """What :meth:`condition` needs of the encoders for both texts, where ``text.handed`` has it. Raises as it does,
-        but for pages of the UNet, of which none are held."""
+        but for pages of the UNet, of which none are held.
+        """
         cond, uncond = self._read(prompt, negative, reading)
         table: dict[bytes, Tensor] = {}
         with reading_with(reading):
@@ -249,7 +250,8 @@ class PromptPages:
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """(P,) for each of ``windows`` of the last encoder: what it pools of it. What lies behind the page of the end
-        mark is not computed: no token looks ahead. PoolBusy while pages are short."""
+        mark is not computed: no token looks ahead. PoolBusy while pages are short.
+        """
         encoder, page_tokens = self.encoders[-1], self.specs.encoders[-1].page_tokens
         ends = [encoder.place_of_end(ids) for ids in windows]
         by_page = defaultdict[int, list[int]](list)
@@ -336,7 +338,7 @@ class PromptPages:
             self.num_open -= 1
 
     def _mask(self, counts: Sequence[int]) -> Tensor:
-        """bool (R, 1, 1, tokens): the first ``counts[row]`` windows of each row."""
+        """Bool (R, 1, 1, tokens): the first ``counts[row]`` windows of each row."""
         window = torch.arange(max(counts), device=self.unet.device).repeat_interleave(self.text.window_tokens)
         return (window < torch.tensor(counts, device=self.unet.device)[:, None])[:, None, None, :]
 

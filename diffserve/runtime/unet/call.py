@@ -79,7 +79,8 @@ class UNetArguments(NamedTuple):
     @property
     def kind(self) -> Kind | None:
         """What calls have in common that differ in their rows' number and numbers alone; ``None`` where texts of
-        different lengths share the call: there is no package for that."""
+        different lengths share the call: there is no package for that.
+        """
         if isinstance(self.contexts, KeysValues) and self.contexts.mask is not None:
             return None
         return tuple(tuple(tensor.shape[1:]) for tensor in self.tensors)

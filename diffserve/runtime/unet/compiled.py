@@ -162,7 +162,8 @@ class Packages:
 
     def num_streams(self, num_rows: int) -> int:
         """Equal shares that OpenVINO computes side by side of a call of ``num_rows``, on as many threads each: the
-        package of a share's rows makes it."""
+        package of a share's rows makes it.
+        """
         return math.gcd(self._num_threads, num_rows) if self.is_by_openvino else 1
 
     def path(self, kind: Kind | None, num_rows: int) -> Path | None:
@@ -242,7 +243,8 @@ class Packages:
     def load(self, path: Path, num_rows: int) -> Package | OpenVINOPackage:
         """The package at ``path``, ready to be called with ``num_rows`` rows. One of ``DAMAGE`` where it is damaged,
         RuntimeError where it does not load, ConfigError where its library does not, OSError where there is no room to
-        unpack it."""
+        unpack it.
+        """
         package: Package | OpenVINOPackage
         if self.is_by_openvino:
             streams = self.num_streams(num_rows)
@@ -325,7 +327,8 @@ class CompiledUNet:
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
         """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
         read by each: as many as there are threads, of those numbers of rows for which there are packages. OpenVINO's
-        packages share rows out by themselves."""
+        packages share rows out by themselves.
+        """
         if not self.packages.is_baked or self.packages.is_by_openvino:
             return 1
         numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)
@@ -366,7 +369,8 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
 
 def _forget_oldest(folder: Path) -> None:
     """Keep the ``MOST_PACKAGES`` last used, and nothing of a compiler that was killed; what another process removes
-    meanwhile is gone all the same."""
+    meanwhile is gone all the same.
+    """
     entries = list(os.scandir(folder))
     for entry in entries:
         if entry.name.startswith(".") and entry.stat().st_mtime < time.time() - LONGEST_COMPILE_S:

@@ -287,7 +287,8 @@ class CallGraphs:
 
     def _pause(self, key: Key | None) -> float:
         """Record nothing of ``key`` (``None``: nothing at all) for the returned seconds: twice as long as last time
-        where that was lately."""
+        where that was lately.
+        """
         now_s, last = self._clock(), self._pauses.pop(key, None)
         is_recent = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
         length_s = min(2.0 * last.length_s, LONGEST_PAUSE_S) if last is not None and is_recent else FIRST_PAUSE_S

@@ -68,7 +68,8 @@ def openvino_version() -> str | None:
 
 class OpenVINOCompiler:
     """Compiles calls of ``flat`` for numbers of rows: a ``FlatUNet`` of ``network``, whose arguments are like
-    ``tensors``, the first of them in the dtype that it computes in."""
+    ``tensors``, the first of them in the dtype that it computes in.
+    """
 
     def __init__(self, flat: nn.Module, network: Any, tensors: Sequence[Tensor]) -> None:
         """Converts it. Raises what ``torch.export`` and the converter raise, ConfigError where there is no OpenVINO."""
@@ -107,7 +108,8 @@ class OpenVINOCompiler:
 
 def in_waves(network: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """A call's ``tensors`` with sines and cosines for the timesteps, (R, dim), and for what SDXL is told of sizes,
-    (R, 6 dim): OpenVINO would round 999 to 1000 before it takes them, where it computes in bfloat16."""
+    (R, 6 dim): OpenVINO would round 999 to 1000 before it takes them, where it computes in bfloat16.
+    """
     sample, timesteps, *rest = tensors
     if (sizes := getattr(network, "add_time_proj", None)) is not None:
         rest[1] = sizes(rest[1].flatten()).reshape(len(sample), -1).to(sample.dtype)
@@ -116,7 +118,7 @@ def in_waves(network: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def exportable(network: Any) -> Iterator[None]:
-    """diffusers' ``network`` as it is when it is told these, and with norms that round alike on any threads."""
+    """Diffusers' ``network`` as it is when it is told these, and with norms that round alike on any threads."""
     sizes = getattr(network, "add_time_proj", None)
     norms = [module for module in network.modules() if isinstance(module, nn.GroupNorm)]
     network.get_time_embed = lambda sample, timestep: timestep
@@ -136,7 +138,8 @@ def exportable(network: Any) -> Iterator[None]:
 
 def _normed(norm: nn.GroupNorm, input: Tensor) -> Tensor:
     """What ``norm`` gives, (R, C, ...), by a layer norm of each group: OpenVINO sums a group's numbers over its
-    threads, in an order that depends on how many there are, which shows in bfloat16 in a row of two."""
+    threads, in an order that depends on how many there are, which shows in bfloat16 in a row of two.
+    """
     groups = input.reshape(input.shape[0] * norm.num_groups, -1)
     output = F.layer_norm(groups, groups.shape[1:], eps=norm.eps).reshape(input.shape)
     if not norm.affine:

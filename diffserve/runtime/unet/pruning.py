@@ -61,7 +61,8 @@ def widths_of(network: nn.Module) -> Widths:
 
 def shrink_as_told(network: nn.Module, directory: Path) -> tuple[Path, ...]:
     """Make the empty ``network`` as narrow as ``pruned.json`` in ``directory`` says; the files that were read, none
-    where the network is whole. Raises ConfigError for a file that is damaged, or another network's."""
+    where the network is whole. Raises ConfigError for a file that is damaged, or another network's.
+    """
     file = directory / PRUNED_FILE
     if not file.exists():
         return ()
@@ -110,7 +111,8 @@ def prune(network: nn.Module, shares: Shares) -> None:
 
 def head_importance(attn: Any) -> Tensor:
     """float64 (heads,): norm of a head's values times that of its columns of the output. Queries and keys only say
-    where a head looks."""
+    where a head looks.
+    """
     values = attn.to_v.weight.double().unflatten(0, (attn.heads, -1))
     output = attn.to_out[0].weight.double().unflatten(1, (attn.heads, -1))
     importance: Tensor = values.norm(dim=(1, 2)) * output.norm(dim=(0, 2))
@@ -119,7 +121,8 @@ def head_importance(attn: Any) -> Tensor:
 
 def channel_importance(forward: Any) -> Tensor:
     """float64 (channels,): norms of a channel's value and of its gate, each with its bias, times that of its column of
-    the output."""
+    the output.
+    """
     into = torch.cat([forward.net[0].proj.weight, forward.net[0].proj.bias[:, None]], dim=1).double()
     value, gate = into.norm(dim=1).chunk(2)
     importance: Tensor = value * gate * forward.net[2].weight.double().norm(dim=0)

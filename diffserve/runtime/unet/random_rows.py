@@ -113,7 +113,8 @@ def random_control_rows(
     model: DiffusionModel, control: ControlNetRunner, shape: Shape, num_rows: int, rows: range
 ) -> Callable[[range], Tensor]:
     """``control`` on random rows of ``shape`` in place of the UNet, of which ``rows`` may be asked for: what tells its
-    residuals from others, (R, numbers) int64."""
+    residuals from others, (R, numbers) int64.
+    """
     place = {row: index for index, row in enumerate(rows)}
     inputs = random_inputs(model, shape, num_rows, rows)
     inputs = {name: value for name, value in inputs.items() if name not in ("guidance", "extra")}

@@ -28,7 +28,8 @@ class Streams:
     @torch.inference_mode()
     def run(self, make: Make, tensors: Sequence[Tensor], num_streams: int) -> Tensor:
         """What ``make`` gives for all rows, in their order: it is called for as many equal shares side by side, which
-        have torch's number of threads together. Raises what it raises, once all are done."""
+        have torch's number of threads together. Raises what it raises, once all are done.
+        """
         pool = self._pool(num_streams, torch.get_num_threads() // num_streams)
         shares = zip(*(tensor.chunk(num_streams) for tensor in tensors), strict=True)
         made = [pool.submit(_make, make, share) for share in shares]

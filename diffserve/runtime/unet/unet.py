@@ -191,7 +191,8 @@ class UNetRunner:
 
 def guidance_vectors(scales: torch.Tensor, dim: int) -> torch.Tensor:
     """(R, dim) float32 for guidance ``scales`` (R,): sines and cosines of w = scale - 1, a thousandfold (Luo et al.
-    2023, arXiv 2310.04378, section 4.2, as timesteps in Vaswani et al. 2017)."""
+    2023, arXiv 2310.04378, section 4.2, as timesteps in Vaswani et al. 2017).
+    """
     half = dim // 2
     rates = torch.exp(torch.arange(half, device=scales.device) * (-math.log(10000.0) / (half - 1)))
     angles = (scales.float() - 1.0)[:, None] * 1000.0 * rates

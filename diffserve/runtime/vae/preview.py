@@ -98,7 +98,7 @@ class ResidualBlock(nn.Module):
         self.second = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x + second(relu(first(relu(x))))."""
+        """X + second(relu(first(relu(x))))."""
         inner: Tensor = self.second(F.relu(self.first(F.relu(x))))
         return x + inner
 

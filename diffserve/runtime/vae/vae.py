@@ -1,5 +1,6 @@
 """Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where they are large or memory is
-short."""
+short.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +224,8 @@ def posterior_of(network: Any, moments: Tensor) -> Any:
 
 def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
     """One of ``posterior``, as diffusers draws it; where the VAE is on another GPU than the ``generator``, by what is
-    drawn there."""
+    drawn there.
+    """
     drawn: Tensor
     if generator.device.type == "cpu" or generator.device == posterior.mean.device:
         drawn = posterior.sample(generator)

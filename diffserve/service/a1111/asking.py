@@ -310,7 +310,8 @@ def _schedule(name: str | None) -> str | None:
 
 def check_settings(told: Mapping[str, Any], names: Iterable[str]) -> None:
     """InvalidRequest where ``told`` says anything of a place on the disk, or of code to run; what else is not known
-    changes nothing, and passes. ``names``: of settings that are taken."""
+    changes nothing, and passes. ``names``: of settings that are taken.
+    """
     for name, value in told.items():
         if name not in names and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
             said = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."

@@ -142,7 +142,8 @@ class Txt2Img(Generations):
         self, request: GenerationRequest, watch: Callable[[object], None], job: PolledJob
     ) -> list[ImageResult]:
         """Return the pictures of ``request``; unfinished ones once ``job`` is to stop. Raises what went wrong, where
-        there is none."""
+        there is none.
+        """
         results: list[ImageResult] = []
         lost: list[ImageFailed] = []
 
@@ -232,7 +233,8 @@ def work_of(request: GenerationRequest) -> float:
 
 def encoded(painting: CheckedImages, result: ImageResult, infotext: str) -> tuple[str, bool]:
     """A picture as a PNG in base64, ``infotext`` in it, and whether it is a black one, for nobody shall see what was
-    painted. Takes a while: call it in a thread."""
+    painted. Takes a while: call it in a thread.
+    """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     try:
         file = painting.file(result, infotext)
@@ -274,7 +276,8 @@ def _info(
     passes: list[ImageResult],
 ) -> dict[str, Any]:
     """What A1111 says of the pictures, and what ``passes`` took of the device. Of none, interrupted, what was
-    asked."""
+    asked.
+    """
     first = results[0] if results else None
     request = painting.request
     prompt, negative = (first.prompt, first.negative_prompt) if first else (request.prompt, request.negative_prompt)

@@ -1,5 +1,6 @@
 """What may stand in the bodies of ``/sdapi/v1``. Unknown keys are taken and change nothing, as A1111 has it; wrong
-values are refused. Numbers may come as text."""
+values are refused. Numbers may come as text.
+"""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ class EngineClient:
 
     async def stats(self) -> EngineStats | None:
         """The engine's numbers as of a moment ago; ``None`` before its first tick. EngineUnavailable while there is
-        none."""
+        none.
+        """
         return await self._up().stats()
 
     def _up(self) -> EngineConnection:

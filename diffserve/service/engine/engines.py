@@ -198,7 +198,8 @@ class Engines(Protocol):
 
     async def stats(self) -> EngineStats | None:
         """The engines' numbers as of a moment ago, as one; ``None`` before the first tick. EngineUnavailable without
-        an engine."""
+        an engine.
+        """
 
 
 def refuse_unready(engines: Engines) -> None:

@@ -167,7 +167,8 @@ class EngineFleet:
     @property
     def models(self) -> tuple[ServedModel, ...]:
         """Every image model that requests may name; each is loaded where one member has it, and has a problem where all
-        say so."""
+        say so.
+        """
         every = [one for member in self._ready or self.members for one in member.client.models]
         names = dict.fromkeys(one.name for one in every)
         return tuple(_as_one([one for one in every if one.name == name]) for name in names)
@@ -370,7 +371,8 @@ def told_of_devices(settings: Settings) -> str:
 
 def _threads_of_each(settings: Settings) -> int | None:
     """Threads of every engine on the processor: as configured, or the cores divided among them where there are
-    several."""
+    several.
+    """
     num_sharing = settings.serve.devices.count("cpu")
     if settings.engine.threads is not None or num_sharing < 2:
         return settings.engine.threads

@@ -93,7 +93,8 @@ class Bounds(NamedTuple):
 
 class MemberQueue(NamedTuple):
     """A member as it stands: the cost of all that waits or is being done there, and the names of the models that are
-    loaded."""
+    loaded.
+    """
 
     cost: float
     models: frozenset[str] = frozenset()

@@ -52,7 +52,8 @@ _KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_e
 
 class HttpError(DiffserveError):
     """A request that is wrong as HTTP, before anybody looks at what it asks for. ``is_last``: nothing that comes after
-    it on its connection can be trusted, which is closed."""
+    it on its connection can be trusted, which is closed.
+    """
 
     def __init__(
         self, status: int, message: str, *, code: str, allow: str | None = None, is_last: bool = False

@@ -27,7 +27,8 @@ MAX_FIELD_BYTES: Final = 1 << 18
 
 class MultipartForm(NamedTuple):
     """``fields``: text by name, lists where a name ends in []; ``files``: what was uploaded, in order, by name without
-    such brackets."""
+    such brackets.
+    """
 
     fields: dict[str, str | list[str]]
     files: dict[str, list[bytes]]
@@ -47,7 +48,8 @@ class OpenForm(NamedTuple):
 
 async def whole(request: Request) -> AsyncGenerator[bytes, None]:
     """The body of ``request``, a form. HttpError behind it where the boundary that closes it is missing: so is then the
-    end of the part before it, of which the parser says nothing, and an edit would be made without its mask."""
+    end of the part before it, of which the parser says nothing, and an edit would be made without its mask.
+    """
     _, told = parse_options_header(request.headers.get("content-type"))
     closing, latest = b"--%b--" % told.get(b"boundary", b""), b""
     is_closed = b"boundary" not in told  # then nothing can be read of it, which the parser says
@@ -143,7 +145,8 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
 
 def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> BodyT:
     """``fields``, in which numbers arrive as text, as the body that JSON of the same names would be. An empty field is
-    one that was left out. Raises InvalidRequest."""
+    one that was left out. Raises InvalidRequest.
+    """
     known = _described(kind)
     properties, parts = known["properties"], known.get("$defs", {})
     values = {

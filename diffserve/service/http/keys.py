@@ -193,7 +193,8 @@ def _told(most: int, left: float) -> dict[str, str]:
 
 class KeyGuard:
     """Lets in who has a key that allows the path, and tells others what is missing. Only ``OPEN`` is open, and what
-    lies below one of ``open_below``: by names that cannot be guessed, which are as good as keys."""
+    lies below one of ``open_below``: by names that cannot be guessed, which are as good as keys.
+    """
 
     def __init__(self, app: ASGIApp, *, ring: KeyRing, open_below: tuple[str, ...] = ()) -> None:
         self.open_below = open_below

@@ -41,7 +41,8 @@ async def watch_loop(observe: Callable[[float, float], None]) -> None:
 
 def keep_loop_nimble() -> None:
     """Bound how long threads keep the running loop from Python. They are the page's: forty of them in turns of 5 ms
-    would be its libraries' own measure."""
+    would be its libraries' own measure.
+    """
     sys.setswitchinterval(SWITCH_EVERY_S)
     anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_PAGE_THREADS
 

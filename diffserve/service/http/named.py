@@ -25,7 +25,8 @@ PAGE_PARAMETERS: Final = (
 
 def named(app: FastAPI, path: str, methods: list[str], **described: Any) -> Callable[[AnyEndpoint], AnyEndpoint]:
     """Offer an endpoint at ``path``, which begins with /v1, and without that and with a slash at its end: clients
-    disagree about what a base URL is."""
+    disagree about what a base URL is.
+    """
 
     def add(endpoint: AnyEndpoint) -> AnyEndpoint:
         app.add_api_route(path, endpoint, methods=methods, **described)

@@ -32,7 +32,8 @@ _FULL: Final = HttpError(503, "the server has no connection left; please try aga
 
 class StrictLines(ReceiveBuffer):
     """The bytes that came, given out as lines only where every one of them ends in CRLF and stands for itself, and as
-    chunks only where these are worth their trouble."""
+    chunks only where these are worth their trouble.
+    """
 
     _num_chunks = 0
     _num_body_bytes = 0

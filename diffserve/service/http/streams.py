@@ -43,7 +43,8 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 class Lasting(NamedTuple):
     """Of a stream whose work goes on without it: how it is followed from its beginning, and what it was, once it is
-    over (``None``: nothing that is worth keeping)."""
+    over (``None``: nothing that is worth keeping).
+    """
 
     again: Callable[[Request], Awaitable[Response]]
     whole: Callable[[], Awaitable[bytes | None]]

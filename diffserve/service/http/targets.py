@@ -15,7 +15,8 @@ _ABSOLUTE: Final = re.compile(rf"https?://({AUTHORITY.pattern})(/.*)?".encode(),
 
 def take_origin_form(scope: Scope) -> None:
     """Have a target in absolute form be read as if it were in origin form (RFC 9112 3.2.2): its path is the path, and
-    its authority the Host, whatever the header says. Anything else stays as it is."""
+    its authority the Host, whatever the header says. Anything else stays as it is.
+    """
     whole = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
     if whole is None:
         return

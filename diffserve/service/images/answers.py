@@ -87,7 +87,8 @@ def recipe(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
 
 def usage(painting: CheckedImages, results: list[ImageResult]) -> dict[str, Any]:
     """Token counts as OpenAI's clients expect them: an image token is one cell of the painted latents' 8x8 grid. Those
-    that were painted and not kept count as well. ``device_s``: seconds of the device, shared with whoever was there."""
+    that were painted and not kept count as well. ``device_s``: seconds of the device, shared with whoever was there.
+    """
     painted = ((result.picture, 1 + result.num_discarded) for result in results)
     image_tokens = sum(count * (picture.width_px * picture.height_px // 64) for picture, count in painted)
     text_tokens = len(results[0].prompt.split())

@@ -32,7 +32,8 @@ PROGRESS_EVERY_S: Final = 0.1
 
 class Teller(Protocol):
     """Writes what happens to one request as bytes; ``None``: nothing of it is told. What has pictures takes a while:
-    call it in a thread."""
+    call it in a thread.
+    """
 
     def queued(self, event: Accepted | Queued, **fields: Any) -> bytes | None:
         """It is accepted, or has moved up in the queue, and how long all of it takes."""

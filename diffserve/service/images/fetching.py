@@ -79,7 +79,8 @@ class _Room:
 
 class Fetcher:
     """Fetches pictures from ``hosts``, each HOST or HOST:PORT. ``resolve`` and ``connect`` are how names become
-    addresses, and addresses connections; ``context`` says whose certificates are believed."""
+    addresses, and addresses connections; ``context`` says whose certificates are believed.
+    """
 
     def __init__(
         self,

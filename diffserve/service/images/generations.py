@@ -100,7 +100,8 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
     ) -> None:
         """``checks``: what pictures pass on their way.
 
-        ``beside``: an endpoint whose requests and these are cancelled at one address, and encoded in one queue."""
+        ``beside``: an endpoint whose requests and these are cancelled at one address, and encoded in one queue.
+        """
         super().__init__(engine, config, gate, admission)
         self._rewriter: RewriterMode = rewriter
         self._pictures = pictures

@@ -189,7 +189,8 @@ def new_name(image_format: ImageFormat) -> str:
 
 class PictureUrls:
     """The URLs of one request's pictures; ``warnings`` of those that could not be kept. Takes a while: use it in a
-    thread."""
+    thread.
+    """
 
     def __init__(self, pictures: KeptPictures, base_url: str) -> None:
         self.warnings: list[str] = []

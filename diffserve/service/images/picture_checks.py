@@ -13,7 +13,8 @@ from diffserve.settings.config import Settings
 
 class PictureChecks(NamedTuple):
     """``fetcher`` brings those that are given by their addresses, ``safety`` judges what was painted (``None``: nobody
-    does), ``marks`` are what pictures bear, ``files`` finds those that are named by files kept here."""
+    does), ``marks`` are what pictures bear, ``files`` finds those that are named by files kept here.
+    """
 
     fetcher: Fetcher
     marks: Marks

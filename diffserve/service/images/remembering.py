@@ -129,7 +129,8 @@ class Remembered:
 
     def add(self, asked: GenerationRequest, size: tuple[int, int], result: ImageResult, file: bytes, name: str) -> str:
         """The id under which ``file`` of ``size``, painted because of ``asked``, is remembered; where it cannot
-        be, the log has a line. Call it in a thread."""
+        be, the log has a line. Call it in a thread.
+        """
         words = " ".join(filter(None, (result.original_prompt, result.prompt)))
         told = recipe_of(asked, size, result, name.rpartition(".")[2])
         entry_id = new_entry_id()
@@ -148,7 +149,8 @@ def recipe_of(
     painted: GenerationRequest, size: tuple[int, int], result: ImageResult, image_format: str
 ) -> dict[str, Any]:
     """What is told of ``result``, and how to ask for it again: ``request`` is a body for ``url``, to which what
-    it ``needs`` is to be added."""
+    it ``needs`` is to be added.
+    """
     needs = [] if painted.init_image is None else ["image"]
     needs += [] if painted.mask_image is None else ["mask"]
     needs += ["controlnets"] if result.controlnets else []

@@ -119,7 +119,8 @@ def items_of(turns: Sequence[Turn], suffix: str) -> list[dict[str, Any]]:
 
 def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
     """OpenAI's list of ``items`` as query parameters ask for it: the last first unless ``order`` is asc, ``limit`` of
-    them, after the item of id ``after``. InvalidRequest."""
+    them, after the item of id ``after``. InvalidRequest.
+    """
     order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {show(order)}; give asc or desc.", param="order")

@@ -1,5 +1,6 @@
 """``/v1/conversations``: conversations by an id of their own, which every response that names it goes on with and adds
-to. Kept as responses are: in memory, within the same bounds, for the key that began them."""
+to. Kept as responses are: in memory, within the same bounds, for the key that began them.
+"""
 
 from __future__ import annotations
 

@@ -231,7 +231,8 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
 
     def _painter_name(self, body: ResponseBody, tool: Tool) -> str | None:
         """The model that paints: the tool's, else the response's where that is one. Any other name is that of the
-        language model, which is not asked."""
+        language model, which is not asked.
+        """
         if tool.model is not None or body.model is None:
             return tool.model
         paints = is_alias(body.model) or any(model.name == body.model for model in self._engine.models)
@@ -450,7 +451,8 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
 
     async def input_items(self, request: Request) -> Response:
         """What one was asked with, the last first as OpenAI has it unless ``order`` is asc; ``limit`` of them, those
-        that come ``after`` an id."""
+        that come ``after`` an id.
+        """
         found, suffix = self._found(request), str(request.path_params["response_id"]).removeprefix("resp_")
         return JSONResponse(page_of(items_of(found.turns[found.asked], suffix), request.query_params))
 

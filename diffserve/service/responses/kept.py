@@ -47,7 +47,8 @@ class KeptResponse(NamedTuple):
 class KeptResponses:
     """By id. Where there are too many, or too many bytes, the oldest of whoever has most of them goes first: nobody
     drives out what others keep, and one that is still being made goes last. One that is larger than ``max_bytes`` is
-    not kept at all."""
+    not kept at all.
+    """
 
     def __init__(
         self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES, called: str = "response"

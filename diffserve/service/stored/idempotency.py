@@ -110,7 +110,8 @@ class Idempotency:
 
     async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> Response:
         """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
-        An answer that cannot be kept is an answer all the same, with a warning."""
+        An answer that cannot be kept is an answer all the same, with a warning.
+        """
         reply = None
         try:
             if body is not None and response.status_code == 200:

@@ -28,7 +28,8 @@ log = logging.getLogger("diffserve.http")
 
 class UsageBook:
     """Writes down what is used, ``TOGETHER_S`` after it is at the latest; what comes until then is written together.
-    Cancelled, it writes what it has."""
+    Cancelled, it writes what it has.
+    """
 
     def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
         self._usage = usage

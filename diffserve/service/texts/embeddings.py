@@ -113,7 +113,8 @@ def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, re
 
 def answer_of(plan: EmbeddingPlan, told: Embedded) -> bytes:
     """The whole answer. InvalidRequest where more dimensions are asked for than there are. Takes a while: call it in a
-    thread."""
+    thread.
+    """
     vectors = np.frombuffer(told.data, dtype="<f4").reshape(-1, told.dimensions)
     if plan.dimensions is not None:
         vectors = cut(vectors, plan.dimensions)

@@ -160,7 +160,8 @@ def schema_of(wanted: Format | None, info: LanguageModelInfo, param: str = "resp
 
 def schema_text(schema: dict[str, Any] | None, place: str) -> str:
     """``schema``, which stands at ``place``, as the engine is told it; None: any object. InvalidRequest where a text
-    cannot be held to it."""
+    cannot be held to it.
+    """
     if schema is None:
         return ANY_OBJECT
     try:

@@ -30,7 +30,8 @@ def with_lora(how: DiffusionParams, name: str) -> DiffusionParams:
 
 def gift_score(engine: Engine, asked: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
     """Scenes with gifts: what the checker, told of gifts, says of them, and how many it reads as just what was asked
-    for, clear or smeared ("read")."""
+    for, clear or smeared ("read").
+    """
     pictures = paint(engine, [words for _, words in asked], with_lora(how, GIFT), first_seed=SEED)
     judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(asked, pictures, strict=True)]
     read = (sorted(found.name for found in verdict.reading.objects) == sorted(scene.names) for scene, verdict in judged)
@@ -39,7 +40,8 @@ def gift_score(engine: Engine, asked: list[tuple[Scene, str]], how: DiffusionPar
 
 def drawn_in_sepia(engine: Engine, count: int, how: DiffusionParams = TEACHER) -> dict[str, float]:
     """Held-out captions painted with the style and without, from the same seeds: how many are nearer to an old
-    photograph of the picture without than to that picture, and the mean colour errors (0..1) against both."""
+    photograph of the picture without than to that picture, and the mean colour errors (0..1) against both.
+    """
     prompts = [words for _, words in lessons_held_out(SEPIA, count)]
     plain = paint(engine, prompts, how, first_seed=SEED)
     drawn = paint(engine, prompts, with_lora(how, SEPIA), first_seed=SEED)

@@ -50,7 +50,8 @@ class Score:
 @dataclass(frozen=True)
 class Confusion:
     """How often an object was asked for, how often it was found, and what was found where it was missing, the most
-    frequent first: a surplus object, a smear of something, or nothing."""
+    frequent first: a surplus object, a smear of something, or nothing.
+    """
 
     asked: int
     found: int

@@ -29,7 +29,8 @@ def paint(
     size: tuple[int | None, int | None] = (None, None),
 ) -> list[NDArray[np.uint8]]:
     """Paint prompt i with seed ``first_seed`` + i (or + ``seeds[i]``) at ``size`` (width, height; else the native one):
-    (height, width, 3) uint8 each."""
+    (height, width, 3) uint8 each.
+    """
     requests = [
         GenerationRequest(
             prompt=words,

@@ -29,7 +29,8 @@ SEED = 9_500
 @dataclass(frozen=True)
 class KeptAway:
     """Of ``count`` pictures painted again with a negative prompt: how many lack what it names (``avoided``), and how
-    many of those still show what was asked for (``right``)."""
+    many of those still show what was asked for (``right``).
+    """
 
     count: int
     avoided: int
@@ -61,7 +62,8 @@ def background_kept_away(engine: Engine, count: int) -> KeptAway:
 
 def objects_kept_away(engine: Engine, count: int) -> KeptAway:
     """Prompts of a background alone; the negative prompt is the first object that came unasked. Pictures without any
-    are left out."""
+    are left out.
+    """
     grounds = list(islice(cycle(BACKGROUNDS), count))
     prompts = [words_of_background(ground) for ground in grounds]
     before = _read(engine, prompts)

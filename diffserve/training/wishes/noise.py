@@ -54,7 +54,8 @@ def slip(word: str, rng: random.Random) -> str:
 
 def misspell(text: str, rng: random.Random, share: float = MISSPELT_SHARE) -> str:
     """Slips in at most ``share`` of the words, but one at least where there is a word of MIN_LETTERS letters; now and
-    then a space is lost instead."""
+    then a space is lost instead.
+    """
     words = text.split(" ")
     long = [index for index, word in enumerate(words) if len(word) >= MIN_LETTERS and word.isalpha()]
     for index in rng.sample(long, min(len(long), rng.randint(1, max(1, int(share * len(words)))))):

@@ -246,7 +246,8 @@ class HeapInfo(ctypes.Structure):
 
 def allocated_bytes() -> int:
     """Memory that is in use. The resident set is that and what lies free between: tens of MB, in other arenas each time
-    for the small blocks that threads read adapters into."""
+    for the small blocks that threads read adapters into.
+    """
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = HeapInfo
     told = tell()

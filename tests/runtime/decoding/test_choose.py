@@ -45,7 +45,7 @@ def chosen(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
 
 
 def their_run(settings: dict[str, Any]) -> Any:
-    """transformers' own sampling with these settings: tokens, logits and processed scores of each step."""
+    """Transformers' own sampling with these settings: tokens, logits and processed scores of each step."""
     given = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in settings.items()}
     if bias := given.pop("logit_bias", None):
         given["sequence_bias"] = {(token_id,): value for token_id, value in bias if token_id < VOCAB}

@@ -1,5 +1,6 @@
 """Stories of sequences that share pages and come apart again, with exact page ids. Logical pages hold four tokens
-here."""
+here.
+"""
 
 from __future__ import annotations
 
