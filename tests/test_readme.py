@@ -22,7 +22,7 @@ from PIL import Image
 from diffserve.cli import main
 from diffserve.settings.layers import KEYS, load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
-from tests import config_reference
+from tests import cli_reference, config_reference
 from tests.readme import DOCS, README, ROOT, Block, blocks, command
 from tests.service.server import RunningServer
 
@@ -240,6 +240,12 @@ def test_the_configuration_reference_is_that_of_the_built_in_files() -> None:
     assert not [line for line in written.splitlines() if line.endswith("|  |")], "every key has a meaning"
     missing = [key for key in KEYS if f"| `{key.partition('.')[2]}` |" not in written]
     assert missing == [], missing
+
+
+def test_the_command_line_reference_is_that_of_the_program() -> None:
+    written = cli_reference.PAGE.read_text(encoding="utf-8")
+    assert written == cli_reference.page(), "run python tests/cli_reference.py"
+    assert not [line for line in written.splitlines() if line.endswith("|  |")], "every option has a meaning"
 
 
 def test_the_architecture_page_names_every_package_of_diffserve() -> None:
