@@ -26,14 +26,14 @@ INTRODUCTION: Final = """# Results
 
 Written by `python benchmarks/results_page.py` from the newest JSON of each benchmark in `results/`; `LOG.md` has
 what was learned from them. A figure is a median, with the least and the most where there are several; a ratio is of
-runs of the same round. What is *owed* has not been measured in this form yet, and the command beside it does.
+runs of the same round. What is *owed* has not been measured in this form yet, and the command in its section measures it.
 """
 NEAR: Final = 0.1
-"""Of the engine's figures those of the simulator."""
+"""Largest relative difference between the simulator and the engine that counts as agreement."""
 
 
 class Goal(NamedTuple):
-    """``sign`` is "at least" or "at most"."""
+    """Goal of a figure: ``sign`` is "at least" or "at most"."""
 
     sign: str
     bound: float
@@ -42,7 +42,7 @@ class Goal(NamedTuple):
         return f"{self.sign} {self.bound:g}"
 
     def holds(self, figure: Any) -> str:
-        """ "yes" or "no", by the median."""
+        """Return "yes" or "no": whether the median of a figure reaches the goal."""
         median = figure["median"] if isinstance(figure, Mapping) else figure
         return "yes" if SIGNS[self.sign](median, self.bound) else "no"
 
@@ -153,7 +153,7 @@ def cost_curve(document: dict[str, Any]) -> str:
 
 
 def unet(document: dict[str, Any]) -> str:
-    """Ms a row by arm and rows, and the errors beside."""
+    """Return a table of milliseconds a row and relative errors, by arm and rows."""
     points = document["points"]
     names = dict.fromkeys(name for point in points for name in (*point["arms"], *point["left_out"]))
 
@@ -162,12 +162,12 @@ def unet(document: dict[str, Any]) -> str:
             arm = point["arms"].get(name)
             yield f"{figure(arm['row_ms'])}, error {arm['relative_error']:.1g}" if arm else "left out"
 
-    rows = [(name, *cells(name)) for name in names]
+    rows = [(name.replace("ours", "diffserve"), *cells(name)) for name in names]
     return table(("ms a row, error against float32", *(f"{point['rows']} rows" for point in points)), rows)
 
 
 def ladder(document: dict[str, Any]) -> str:
-    """Throughput by rung and arm."""
+    """Return a table of images per second by rung and arm."""
     names = dict.fromkeys(name for rung in document["ladder"] for name in rung["images_per_s"])
     rows = [
         (rung["rung"], *(figure(rung["images_per_s"].get(name, "")) for name in names)) for rung in document["ladder"]
@@ -176,7 +176,7 @@ def ladder(document: dict[str, Any]) -> str:
 
 
 def goodput(document: dict[str, Any]) -> str:
-    """In time, p50 and p99, by load and arm."""
+    """Return a table of goodput, p50 and p99 by load and arm."""
     rows = [
         (figure(point["load"]), name, *(figure(arm[key]) for key in ("requests", "goodput", "p50_s", "p99_s")))
         for point in document["points"]
@@ -186,7 +186,7 @@ def goodput(document: dict[str, Any]) -> str:
 
 
 def simulated(document: dict[str, Any]) -> str:
-    """The engine's figures beside those of its replay, by load, and whether these are ``NEAR``."""
+    """Return a table that compares the engine's figures with those of the simulator, by load."""
     names = ("p50_s", "p99_s", "goodput")
     rows = [
         (
@@ -202,7 +202,7 @@ def simulated(document: dict[str, Any]) -> str:
 
 
 def processes(document: dict[str, Any]) -> str:
-    """Throughput and latency of both arms."""
+    """Return a table of throughput and latency of both arms."""
     names = ("one", "many")
     rows = [
         (what, *(figure(document[key][name]) for name in names), figure(document["many_over_one"][key]))
@@ -232,8 +232,12 @@ DESIGNS: Final = (
         "unet",
         "bench_unet.py",
         tuple(
-            Row(f"ours over {said}, {rows} row{'s' * (rows > 1)}", Goal("at most", most), f"{point}/{arm}/ours_over_it")
-            for said, arm, goals in (
+            Row(
+                f"diffserve over {peer}, {rows} row{'s' * (rows > 1)}",
+                Goal("at most", most),
+                f"{point}/{arm}/ours_over_it",
+            )
+            for peer, arm, goals in (
                 ("eager torch", "torch", {2: 1 / 1.6, 16: 1 / 1.25}),
                 ("OpenVINO bf16", "openvino-bf16", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
             )
@@ -291,7 +295,7 @@ DESIGNS: Final = (
         shown=simulated,
     ),
     Design(
-        "Another key beside a crowd of ten times what the server does",
+        "Latency of one key while another key asks for ten times the capacity",
         "fairness",
         "bench_fairness.py",
         (Row("p95 over the quiet one", Goal("at most", 2.0), "p95_ratio"),),
@@ -303,7 +307,7 @@ DESIGNS: Final = (
         (
             Row("own time of a picture of 64 px, ms", Goal("at most", 5.0), "request_ms/64x64/whole"),
             Row("its memory, with the page, bytes", Goal("at most", 200e6), "memory/page/after_100_pictures_bytes"),
-            Row("a step beside 1 000 idle readers, over one without", Goal("at most", 1.1), "readers/ratio"),
+            Row("a step with 1,000 idle readers, over one without", Goal("at most", 1.1), "readers/ratio"),
         ),
     ),
     Design("Engines of one thread", "processes", "bench_processes.py", shown=processes),
@@ -448,7 +452,7 @@ def page(documents: Documents, runs: Sequence[dict[str, Any]]) -> str:
             parts.append(goals(document, design.rows))
         if design.note:
             parts.append(f"{design.note}\n")
-    parts += ["## D9 Exactness beside the figures\n", exactness(documents), "## On a GPU\n", gpu(runs)]
+    parts += ["## D9 Exactness\n", exactness(documents), "## On a GPU\n", gpu(runs)]
     return "\n".join(parts)
 
 
