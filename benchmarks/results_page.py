@@ -26,7 +26,8 @@ INTRODUCTION: Final = """# Results
 
 Written by `python benchmarks/results_page.py` from the newest JSON of each benchmark in `results/`; `LOG.md` has
 what was learned from them. A figure is a median, with the least and the most where there are several; a ratio is of
-runs of the same round. What is *owed* has not been measured in this form yet, and the command in its section measures it.
+runs of the same round. What is *owed* has not been measured in this form yet; the command of its section
+measures it.
 """
 NEAR: Final = 0.1
 """Largest relative difference between the simulator and the engine that counts as agreement."""
@@ -242,7 +243,6 @@ DESIGNS: Final = (
                 ("OpenVINO bf16", "openvino-bf16", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
             )
             for rows, most in goals.items()
-            for point in (f"points/rows={rows}/arms",)
         ),
         unet,
     ),

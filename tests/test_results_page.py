@@ -34,7 +34,7 @@ def test_the_newest_counts_and_a_missed_goal_is_told(tmp_path: Path) -> None:
         document = {"benchmark": "unet", "date": day, "points": points, "command": "c"}
         (tmp_path / f"{9 - int(day[-1])}.json").write_text(json.dumps(document), encoding="utf-8")
     text = page(newest(tmp_path), [])
-    assert "| ours over OpenVINO bf16, 2 rows | at most 1 | 1.5 (1.5 to 1.5) | no |" in text
+    assert "| diffserve over OpenVINO bf16, 2 rows | at most 1 | 1.5 (1.5 to 1.5) | no |" in text
     assert "| torch.compile | left out |" in text
 
 
