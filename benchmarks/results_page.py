@@ -236,7 +236,7 @@ DESIGNS: Final = (
             Row(
                 f"diffserve over {peer}, {rows} row{'s' * (rows > 1)}",
                 Goal("at most", most),
-                f"{point}/{arm}/ours_over_it",
+                f"points/rows={rows}/arms/{arm}/ours_over_it",
             )
             for peer, arm, goals in (
                 ("eager torch", "torch", {2: 1 / 1.6, 16: 1 / 1.25}),
