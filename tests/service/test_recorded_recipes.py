@@ -21,7 +21,7 @@ from diffserve.cli import main
 from diffserve.client import ImageCapabilities
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.infotext import parse_infotext, write_infotext
-from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, REQUEST_FIELDS, request_of
+from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, request_of
 from diffserve.service.images.schemas import GenerateBody
 from schedulers import SAMPLERS, SPACINGS
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
@@ -82,7 +82,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         micro_conditioning=MicroConditioning(original_size=(640, 480)),
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
-    assert set(written) == set(REQUEST_FIELDS) | NOT_REPEATED - {"ControlNet 0"}, "the writer has a new key"
+    assert set(written) == set(KEYS.values()) | NOT_REPEATED - {"ControlNet 0"}, "the writer has a new key"
     assert set(KEYS) - {"strength"} <= set(GenerateBody.model_fields)
 
 

@@ -20,17 +20,10 @@ from numpy.typing import NDArray
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.fields import FULL_INTERVAL, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
-from diffserve.api.types import (
-    AUTO_SPACING,
-    FULL_INTERVAL,
-    DiffusionParams,
-    GenerationRequest,
-    ModelInfo,
-    NoiseSource,
-    Picture,
-)
+from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.models.controlnets import PARAM, Control

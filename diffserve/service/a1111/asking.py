@@ -13,7 +13,8 @@ from PIL import Image, ImageFilter
 from pydantic import PrivateAttr, TypeAdapter, ValidationError
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import MAX_IMAGES, MAX_SEED, Picture
+from diffserve.api.fields import MAX_SEED
+from diffserve.api.types import MAX_IMAGES, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import resize, stretch
