@@ -194,6 +194,36 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
             label="Whole network every", placeholder="1", info="So many steps, a part of it between (DeepCache)."
         ),
     ),
+    "sigma_min": RequestField(
+        type=float,
+        help="Smallest noise level of the karras, exponential and beta schedules, such as 0.03.",
+        minimum=0.0,
+        maximum=MAX_SIGMA,
+        is_minimum_excluded=True,
+        hint=", or be left out",
+        label="Schedule min sigma",
+        option="--sigma-min",
+        metavar="SIGMA",
+        a1111_setting="sigma_min",
+        form=FormText(
+            label="Smallest noise", placeholder="the schedule's own", info="Last sigma of Karras, exponential and beta."
+        ),
+    ),
+    "sigma_max": RequestField(
+        type=float,
+        help="Largest noise level of the karras, exponential and beta schedules, such as 14.6.",
+        minimum=0.0,
+        maximum=MAX_SIGMA,
+        is_minimum_excluded=True,
+        hint=", or be left out",
+        label="Schedule max sigma",
+        option="--sigma-max",
+        metavar="SIGMA",
+        a1111_setting="sigma_max",
+        form=FormText(
+            label="Largest noise", placeholder="the schedule's own", info="First sigma of Karras, exponential and beta."
+        ),
+    ),
     "token_merging": RequestField(
         type=float,
         help="No effect; removed in 0.2.",
@@ -230,7 +260,6 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         minimum=0.0,
         maximum=1.0,
         label="Refiner switch at",
-        a1111="refiner_switch_at",
         form=FormText(label="Refiner from", placeholder="never", info="Where it takes over, 0 to 1: 0.8."),
     ),
     "noise_source": RequestField(
@@ -253,7 +282,7 @@ SHARED_FIELDS: Final = {name: field for name, field in REQUEST_FIELDS.items() if
 
 FORM_FIELDS: Final = (
     *("eta", "guidance_interval", "cache_interval", "similarity_threshold", "clip_skip", "micro_conditioning"),
-    *("guidance_rescale", "variation_strength", "variation_seed", "switch_at", "best_of"),
+    *("guidance_rescale", "variation_strength", "variation_seed", "switch_at", "best_of", "sigma_min", "sigma_max"),
 )
 """Typed fields of the page's form, in the order of the arguments of the page's API. New fields follow at the end."""
 

@@ -110,6 +110,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             (off) to 1.
         cache_interval: DeepCache: the full UNet runs once in this many evaluations, the others run its shallow part on
             cached deep features; 1: off.
+        sigma_min: Smallest noise level of the sigma schedules karras, exponential and beta, as k-diffusion; ``None``:
+            that of the schedule without bounds. With other schedules it has no effect and causes a warning.
+        sigma_max: Largest noise level of these sigma schedules; ``None``: as for ``sigma_min``.
         token_merging: Removed in 0.2; has no effect and causes a warning.
         similarity_threshold: Start from the latents of the most similar prompt if its similarity is at least this,
             above 0 to 1, and skip more steps the more similar it is; ``None``: always start from noise.
@@ -135,6 +138,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
+    sigma_min: float | None = None
+    sigma_max: float | None = None
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource | None = None
@@ -379,6 +384,8 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
+    sigma_min: float | None = None
+    sigma_max: float | None = None
     similarity_threshold: float | None = None
     noise_source: NoiseSource = "cpu"
     variation_seed: int | None = None

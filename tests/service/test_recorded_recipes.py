@@ -43,6 +43,8 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "guidance_rescale": share.filter(bool),
     "cache_interval": st.integers(2, 100),
     "similarity_threshold": st.floats(0.01, 1.0),
+    "sigma_min": st.floats(0.001, 1.0),
+    "sigma_max": st.floats(2.0, 200.0),
     "micro_conditioning": st.builds(
         MicroConditioning, original_size=st.tuples(st.integers(1, 4000), st.integers(1, 4000))
     ),
@@ -78,7 +80,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         similarity=0.9, similarity_threshold=0.8, skipped_steps=2, lora_digests={"ink": "12"}, word_digests={"x": "34"},
         refiner="sdxl", score=1.0, interrupted_after=3, original_prompt="fox", strength=0.5, switch_at=0.8,
         variation_seed=1, variation_strength=0.5, eta=0.5, guidance_interval=(0.2, 0.8), clip_skip=2, cache_interval=2,
-        guidance_rescale=0.5, sigma_schedule="karras",
+        guidance_rescale=0.5, sigma_schedule="karras", sigma_min=0.03, sigma_max=9.0,
         micro_conditioning=MicroConditioning(original_size=(640, 480)),
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
