@@ -145,11 +145,9 @@ def with_shared_fields(command: Callable[..., int]) -> Callable[..., int]:
 
 def _option_of(name: str, field: RequestField) -> inspect.Parameter:
     kind = str if field.choices else field.type  # the check of the request names the choices
-    option = typer.Option(field.option, help=field.help, metavar=field.metavar, hidden=field.is_hidden)
-    annotation = Annotated[kind | None if field.default is None else kind, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation
-    )
+    option = typer.Option(field.default, field.option, help=field.help, metavar=field.metavar, hidden=field.is_hidden)
+    annotation = kind | None if field.default is None else kind
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=annotation)
 
 
 def folder_settings(data_dir: str | None, config: str | None) -> Settings:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
@@ -117,12 +118,12 @@ class SizesChoice(BaseModel):
 
 def annotation_of(field: RequestField) -> Any:
     """Return the pydantic annotation of an optional field, with the bounds and the help text of the field table."""
-    bounds = {"gt" if field.is_minimum_excluded else "ge": field.minimum, "le": field.maximum}
-    given = {name: value for name, value in bounds.items() if value is not None}
+    low = "gt" if field.is_minimum_excluded else "ge"
+    bounds: dict[str, Any] = {} if field.minimum is None else {low: field.minimum, "le": field.maximum}
     if field.type == tuple[float, float]:
-        part = Annotated[get_args(field.type)[0], Field(**given)]
-        return Annotated[tuple[part, part], Field(description=field.help)] | None
-    return Annotated[field.type, Field(**given, description=field.help)] | None
+        part = Annotated[float, Field(**bounds)]
+        return Annotated[GenericAlias(tuple, (part, part)), Field(description=field.help)] | None
+    return Annotated[field.type, Field(**bounds, description=field.help)] | None
 
 
 if TYPE_CHECKING:
