@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
-from schedulers.grids import DISTILLATION_STEPS, Grid, make_grid
+from schedulers.grids import DISTILLATION_STEPS, RAMPS, Grid, make_grid
 from schedulers.names import resolve_sampler
 from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
 from schedulers.preconditioning import Preconditioning
@@ -111,6 +111,7 @@ def compile_table(
     eta: float | None = None,
     strength: float = 1.0,
     restart: int | None = None,
+    sigma_range: tuple[float | None, float | None] = (None, None),
 ) -> StepTable:
     """Compile a sampler for a noise schedule and a number of steps.
 
@@ -131,6 +132,8 @@ def compile_table(
         strength: For image-to-image: fraction of the steps to run, counted from the end.
         restart: Step from which another network (a refiner) runs. Multistep samplers start there with an empty history,
             as a second diffusers pipeline does.
+        sigma_range: Smallest and largest noise level of the schedules beta, exponential and karras, as ``sigma_min``
+            and ``sigma_max`` in k-diffusion; ``None``: as without a range. Other schedules ignore it with a warning.
 
     Returns:
         The compiled table, immutable.
@@ -169,6 +172,8 @@ def compile_table(
         sigma_schedule = sigma_schedule or (None if method.family == "lcm" else schedule.ramp)
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
         warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
+    if sigma_range != (None, None) and sigma_schedule not in RAMPS:
+        warnings += (f"sigma_min and sigma_max have no meaning without a sigma schedule of {', '.join(RAMPS)}",)
     # First-order samplers that only scale x keep full precision at a huge sigma. Samplers that add slopes do not.
     exact = method.family in ("ddim", "lcm") and method.order == 1 and schedule.prediction_type != "epsilon"
     train_sigmas = schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR)
@@ -182,6 +187,7 @@ def compile_table(
         sigma_end=_final_sigma(method, float(train_sigmas[0]), set_alpha_to_one, final_sigmas_type),
         start=start_step(steps, strength),
         distillation_steps=distillation_steps,
+        sigma_range=sigma_range,
     )
     table = table_on_grid(
         method, grid, schedule.preconditioning, spacing, sigma_schedule, used_eta, warnings, restart=restart

@@ -24,6 +24,10 @@ class BadStrength(ScheduleError):
     """``strength`` is outside 0..1 or leaves no step to run."""
 
 
+class BadSigmaRange(ScheduleError):
+    """``sigma_min`` is not above 0, or not below ``sigma_max``."""
+
+
 class BadEta(ScheduleError):
     """``eta`` is negative, not finite, or asks for more fresh noise than a step can hold."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedulers.errors import UnknownSpacing
+from schedulers.errors import BadSigmaRange, UnknownSpacing
 from schedulers.table import FloatArray
 
 SPACINGS = ("leading", "linspace", "quadratic", "trailing")
@@ -218,6 +218,7 @@ def make_grid(
     sigma_end: float,
     start: int = 0,
     distillation_steps: int = DISTILLATION_STEPS,
+    sigma_range: tuple[float | None, float | None] = (None, None),
 ) -> Grid:
     """Compute the noise levels and timesteps of a sampling run.
 
@@ -231,8 +232,10 @@ def make_grid(
         sigma_end: Noise level at which sampling ends; lowered to the last scheduled sigma if it is above it.
         start: First step to run.
         distillation_steps: Number of timesteps the model was distilled on, for the lcm family.
+        sigma_range: Smallest and largest noise level of the schedules in :data:`RAMPS`; ``None``: the schedule's own.
 
     Raises:
+        BadSigmaRange: If the smallest noise level is not below the largest.
         UnknownSpacing: If the spacing or the sigma schedule is unknown.
     """
     length = int(train_sigmas.size)
@@ -243,7 +246,11 @@ def make_grid(
     elif sigma_schedule in RAMPS:
         timestep_sigmas = np.interp(timesteps, index, train_sigmas)
         ends = (timestep_sigmas[0], timestep_sigmas[-1]) if family == "k" else (train_sigmas[-1], train_sigmas[0])
-        sigmas = _scheduled_sigmas(sigma_schedule, float(ends[0]), float(ends[1]), num_steps, train_sigmas)
+        low = float(ends[1]) if sigma_range[0] is None else sigma_range[0]
+        high = float(ends[0]) if sigma_range[1] is None else sigma_range[1]
+        if sigma_range != (None, None) and not 0.0 < low < high:
+            raise BadSigmaRange(f"sigma_min is {low:g} and sigma_max {high:g}; sigma_min must be above 0 and smaller.")
+        sigmas = _scheduled_sigmas(sigma_schedule, high, low, num_steps, train_sigmas)
         timesteps = timesteps_of_sigmas(sigmas, train_sigmas)
         if family == "dpm":
             timesteps = timesteps.round() if sigma_schedule == "karras" else _truncate(timesteps, train_sigmas)

@@ -206,6 +206,7 @@ class TableOptions:
         eta: float | None = None,
         strength: float = 1.0,
         restart: int | None = None,
+        sigma_range: tuple[float | None, float | None] = (None, None),
     ) -> StepTable:
         """Compile a table with these options.
 
@@ -214,6 +215,12 @@ class TableOptions:
         options = asdict(self)
         warnings = options.pop("warnings")
         table = compile_table(
-            schedule=schedule, num_steps=num_steps, eta=eta, strength=strength, restart=restart, **options
+            schedule=schedule,
+            num_steps=num_steps,
+            eta=eta,
+            strength=strength,
+            restart=restart,
+            sigma_range=sigma_range,
+            **options,
         )
         return replace(table, warnings=table.warnings + warnings) if warnings else table

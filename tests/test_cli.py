@@ -93,7 +93,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
         (["generate", "a fox", "--sampler", "eular"], "dpmpp_2m, "),
         (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
         (["generate", "a fox", "--eta", "2"], "eta is 2.0; it must lie between 0 and 1."),
-        (["generate", "a fox", "--similarity-threshold", "2"], "similarity_threshold is 2.0; give a number"),
+        (["generate", "a fox", "--similarity-threshold", "2"], "similarity_threshold is 2.0; it must be above 0 and"),
         (["generate", "a fox", "--lora", "ink:x"], "a LoRA is given as 'ink:x'; write NAME or NAME:SCALE"),
         (
             ["generate", "a fox", "--lora-dir", "/no/such"],

@@ -10,15 +10,16 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import TYPE_CHECKING, Any, Final
 
 from diffserve.api.errors import DiffserveError
+from diffserve.api.fields import FORM_FIELDS, REQUEST_FIELDS
 from ui.server import Models, Server
 
 if TYPE_CHECKING:
     import gradio as gr
 
-INTEGERS: Final = ("steps", "seed", "cache_interval", "clip_skip", "variation_seed", "best_of")
+INTEGERS: Final = ("steps", "seed", *(name for name in FORM_FIELDS if REQUEST_FIELDS[name].type is int))
 NUMBERS: Final = (
-    *("guidance", "strength", "control_scale", "eta", "similarity_threshold"),
-    *("guidance_rescale", "variation_strength", "switch_at"),
+    *("guidance", "strength", "control_scale"),
+    *(name for name in FORM_FIELDS if REQUEST_FIELDS[name].type is float),
 )
 TEXT_ENDPOINTS: Final = {"/experiment": ("steps",), "/experiment_estimate": ("steps",)}
 """Parameters that are text although another endpoint has a number of this name: several steps with commas."""

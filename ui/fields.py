@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.fields import FORM_FIELDS, MAX_SEED, REQUEST_FIELDS
 from diffserve.api.micro_conditioning import MicroConditioning
-from diffserve.api.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import ImageCapabilities
 from diffserve.media.infotext_recipe import DASH
 
@@ -107,64 +108,30 @@ def seeds_named(seed: int, variation_seed: int | None) -> str:
     return f"{seed}" if variation_seed is None else f"{seed}-{variation_seed}"
 
 
-class TypedField(NamedTuple):
-    """A field of a request that nobody who only paints has heard of, typed as text under Advanced.
+def read_typed(name: str, text: str | None, image: ImageCapabilities) -> Any:
+    """Return the value of a typed field for the request; ``None`` for an empty text.
 
-    label        what the page calls it
-    placeholder  what stands there for nothing
-    info         a line below
-    read         from the text, the field's name and what the model can do, the value; InvalidRequest
+    Args:
+        name: Name of the request field, a key of ``TYPED``.
+        text: The text in the form.
+        image: Capabilities of the model.
+
+    Raises:
+        InvalidRequest: The text cannot be used.
     """
+    field = REQUEST_FIELDS[name]
+    if name == "micro_conditioning":
+        return read_sizes(text)
+    if name == "variation_seed":
+        return read_seed(text, name)
+    if field.type == tuple[float, float]:
+        return read_interval(text, name, TYPED[name].label.lower())
+    most = image.max_images if name == "best_of" or field.maximum is None else field.maximum
+    return read_count(text, name, int(most)) if field.type is int else read_number(text, name, most)
 
-    label: str
-    placeholder: str
-    info: str
-    read: Callable[[str | None, str, ImageCapabilities], Any]
 
-
-def _part(text: str | None, name: str, image: ImageCapabilities) -> float | None:
-    return read_number(text, name, 1.0)
-
-
-TYPED: Final = {
-    "eta": TypedField("Fresh noise", "the sampler's own", "Of every step (eta), 0 to 1.", _part),
-    "guidance_interval": TypedField(
-        "Guided part", "all steps", "From and to, as parts of the way: 0.2-0.8.",
-        lambda text, name, image: read_interval(text, name, "guided part"),
-    ),
-    "cache_interval": TypedField(
-        "Whole network every", "1", "So many steps, a part of it between (DeepCache).",
-        lambda text, name, image: read_count(text, name, MAX_CACHE_INTERVAL),
-    ),
-    "similarity_threshold": TypedField(
-        "Similar enough", "never", "To begin from a kept picture, above 0 to 1.", _part
-    ),
-    "clip_skip": TypedField(
-        "Clip skip", "1", "Layers from the text encoders' end.",
-        lambda text, name, image: read_count(text, name, MAX_CLIP_SKIP),
-    ),
-    "micro_conditioning": TypedField(
-        "Told sizes", "the picture's own",
-        "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024.",
-        lambda text, name, image: read_sizes(text),
-    ),
-    "guidance_rescale": TypedField(
-        "Rescaled guidance", "none", "To the spread of what is not guided, 0 to 1.", _part
-    ),
-    "variation_strength": TypedField(
-        "Variation", "none", "How far from the seed's picture, 0 to 1.", _part
-    ),
-    "variation_seed": TypedField(
-        "Variation seed", "random", "Pictures have the same seed, and these in turn.",
-        lambda text, name, image: read_seed(text, name),
-    ),
-    "switch_at": TypedField("Refiner from", "never", "Where it takes over, 0 to 1: 0.8.", _part),
-    "best_of": TypedField(
-        "Best of", "all are kept", "Painted, of which the best are kept.",
-        lambda text, name, image: read_count(text, name, image.max_images),
-    ),
-}  # fmt: skip
-"""By the names that a request calls them, in the order in which the page shows them."""
+TYPED: Final = {name: text for name in FORM_FIELDS if (text := REQUEST_FIELDS[name].form) is not None}
+"""Texts of the fields that are typed under Advanced, by request field, in the order in which the page shows them."""
 
 
 def told(fields: Mapping[str, Any]) -> Iterator[str]:

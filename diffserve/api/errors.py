@@ -1,7 +1,6 @@
-"""All errors that diffserve raises on purpose. Each message names the wrong value and the fix.
+"""All errors that diffserve raises on purpose, with their codes and HTTP statuses.
 
-HTTP status codes: InvalidRequest and ModerationBlocked 400, ModelNotFound 404, QueueFull and DeadlineUnreachable 429,
-NumericalError 500, EngineUnavailable 503, DeadlineExceeded 504, InsufficientMemory 507.
+Each message names the wrong value and the fix. The server and the client derive their tables from ``ERRORS_BY_CODE``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,13 @@ class DiffserveError(Exception):
     Attributes:
         code: Stable machine-readable code.
         param: The request field that is wrong, if there is one.
+        status: The HTTP status of answers.
+        answer_type: The ``type`` of the error object in answers; ``None``: that of the status.
     """
 
     default_code = "internal_error"
+    status = 500
+    answer_type: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -30,18 +33,21 @@ class InvalidRequest(DiffserveError):
     """The request is invalid or cannot be served by this model."""
 
     default_code = "invalid_value"
+    status = 400
 
 
 class ModerationBlocked(InvalidRequest):
     """A safety filter blocked the request or its result."""
 
     default_code = "moderation_blocked"
+    answer_type = "image_generation_user_error"
 
 
 class ModelNotFound(DiffserveError):
     """There is no model with this name or at this path."""
 
     default_code = "model_not_found"
+    status = 404
 
 
 class ModelLoadError(DiffserveError):
@@ -54,6 +60,7 @@ class InsufficientMemory(DiffserveError):
     """There is not enough memory to load a model next to those in use."""
 
     default_code = "insufficient_memory"
+    status = 507
 
 
 class ConfigError(DiffserveError):
@@ -66,6 +73,7 @@ class QueueFull(DiffserveError):
     """The queue is full; retry after ``retry_after_s``."""
 
     default_code = "queue_full"
+    status = 429
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -76,6 +84,7 @@ class DeadlineExceeded(DiffserveError):
     """The request's deadline passed before it was finished."""
 
     default_code = "deadline_exceeded"
+    status = 504
 
 
 class DeadlineUnreachable(DiffserveError):
@@ -87,6 +96,7 @@ class DeadlineUnreachable(DiffserveError):
     """
 
     default_code = "deadline_unreachable"
+    status = 429
 
     def __init__(self, message: str, *, predicted_s: float | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, param="deadline_s")
@@ -117,10 +127,28 @@ class EngineUnavailable(DiffserveError):
     """The engine is starting, draining or stopped; ``retry_after_s`` is ``None`` if unknown."""
 
     default_code = "engine_unavailable"
+    status = 503
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+ERRORS_BY_CODE: Final[dict[str, type[DiffserveError]]] = {
+    kind.default_code: kind
+    for kind in (
+        *(DiffserveError, InvalidRequest, ModerationBlocked, ModelNotFound, ModelLoadError, InsufficientMemory),
+        *(ConfigError, QueueFull, DeadlineExceeded, DeadlineUnreachable, NumericalError, EngineUnavailable),
+    )
+}
+"""The error classes by their default codes."""
+
+ANSWER_TYPES: Final[dict[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's ``type`` of errors by HTTP status; other statuses are ``invalid_request_error`` or ``server_error``."""
 
 
 class DeviceLost(BaseException):

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from diffserve.api.bounds import check
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.json_schemas import check_text
-from diffserve.api.types import MAX_SEED
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
 MAX_TOKENS = 1_000_000

@@ -6,7 +6,6 @@ and raises :class:`diffserve.api.errors.InvalidRequest`. This module does not im
 
 from __future__ import annotations
 
-import math
 import uuid
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
+from diffserve.api.fields import FULL_INTERVAL, MAX_SEED, NoiseSource, check_fields
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
@@ -24,40 +24,19 @@ from diffserve.models.vocabulary import Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
-MAX_SEED = 2**63 - 1
-MAX_GUIDANCE = 30.0
 SWITCH_AT: Final = 0.8
 """Default ``switch_at`` of requests that ask for a refiner."""
 CHECKER: Final = "checker"
 """Name of the built-in scorer, which checks images of the embedded model."""
 MAX_STEPS = 1_000_000
-MAX_MERGING = 0.75
-"""One of every 2 x 2 tokens remains."""
-MAX_CLIP_SKIP = 100
-"""Upper limit for any model; each model is limited by the layers of its text encoders."""
-MAX_CACHE_INTERVAL = 1000
-"""Upper limit for any model; each model is limited by its training length."""
 
 E = TypeVar("E")
-FULL_INTERVAL = (0.0, 1.0)
-"""Guidance applies to all steps."""
 
 AUTO_SPACING: Final = "auto"
 
 OtherAspects = Literal["paint", "pad"]
-NoiseSource = Literal["cpu", "device"]
-NOISE_SOURCES: Final[tuple[NoiseSource, ...]] = get_args(NoiseSource)
 Priority = Literal["interactive", "batch"]
 PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
-
-
-def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
-    if value is not None:
-        check(
-            math.isfinite(value) and low <= value <= high,
-            f"{name} is {value}; it must lie between {low:g} and {high:g}{hint}.",
-            name,
-        )
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +110,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             (off) to 1.
         cache_interval: DeepCache: the full UNet runs once in this many evaluations, the others run its shallow part on
             cached deep features; 1: off.
+        sigma_min: Smallest noise level of the sigma schedules karras, exponential and beta, as k-diffusion; ``None``:
+            that of the schedule without bounds. With other schedules it has no effect and causes a warning.
+        sigma_max: Largest noise level of these sigma schedules; ``None``: as for ``sigma_min``.
         token_merging: Removed in 0.2; has no effect and causes a warning.
         similarity_threshold: Start from the latents of the most similar prompt if its similarity is at least this,
             above 0 to 1, and skip more steps the more similar it is; ``None``: always start from noise.
@@ -156,6 +138,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
+    sigma_min: float | None = None
+    sigma_max: float | None = None
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource | None = None
@@ -178,44 +162,19 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"num_steps is {str(self.num_steps)[:40]}; no model takes more than {MAX_STEPS} steps.",
             "num_inference_steps",
         )
-        _check_number(self.eta, "eta", 0.0, 1.0)
-        _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
-        _check_number(self.strength, "strength", 0.0, 1.0)
-        skip = self.clip_skip
-        check(skip >= 1, f"clip_skip is {skip}; give 1, the default layer, or more.", "clip_skip")
-        _check_number(self.guidance_rescale, "guidance_rescale", 0.0, 1.0)
-        _check_number(self.switch_at, "switch_at", 0.0, 1.0)
+        check_fields(self)
         start, stop = self.guidance_interval
         check(
             0.0 <= start <= stop <= 1.0,
             f"guidance_interval is ({start}, {stop}); give two fractions with 0 <= from <= to <= 1.",
             "guidance_interval",
         )
-        check(
-            1 <= self.cache_interval <= MAX_CACHE_INTERVAL,
-            f"cache_interval is {str(self.cache_interval)[:40]}; give a whole number from 1, which is off, to "
-            f"{MAX_CACHE_INTERVAL}.",
-            "cache_interval",
-        )
         merging = self.token_merging
         check(
-            0.0 <= merging <= MAX_MERGING and merging == round(merging * 20) / 20,
-            f"token_merging is {merging}; give 0, which is off, to {MAX_MERGING} in steps of 0.05.",
+            merging == round(merging * 20) / 20,
+            f"token_merging is {merging}; give a multiple of 0.05, or 0, which is off.",
             "token_merging",
         )
-        threshold = self.similarity_threshold
-        check(
-            threshold is None or 0.0 < threshold <= 1.0,
-            f"similarity_threshold is {threshold}; give a number above 0, at most 1, or leave it out.",
-            "similarity_threshold",
-        )
-        source = self.noise_source
-        check(
-            source is None or source in NOISE_SOURCES,
-            f"noise_source is {str(source)[:40]!r}; give {' or '.join(NOISE_SOURCES)}, or leave it out.",
-            "noise_source",
-        )
-        _check_number(self.variation_strength, "variation_strength", 0.0, 1.0)
         check_loras(self.loras)
         check_controls(self.controlnets)
 
@@ -425,6 +384,8 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
+    sigma_min: float | None = None
+    sigma_max: float | None = None
     similarity_threshold: float | None = None
     noise_source: NoiseSource = "cpu"
     variation_seed: int | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from diffserve.api.fields import SHARED_FIELDS, RequestField
 
 if TYPE_CHECKING:
     from diffserve.settings.config import Settings
@@ -117,6 +121,33 @@ WatermarkOption = Annotated[
     ),
 ]
 DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="Data folder of the server.", metavar="DIR")]
+
+
+SHARED: Final = "shared"
+"""Parameter of a command that receives the values of the shared request fields, by name."""
+
+
+def with_shared_fields(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace the parameter ``shared`` of ``command`` by one option for each shared field of the field table."""
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        options = [_option_of(name, field) for name, field in SHARED_FIELDS.items()]
+        parameters += options if parameter.name == SHARED else [parameter]
+
+    @wraps(command)
+    def run(**arguments: Any) -> int:
+        shared = {name: arguments.pop(name) for name in SHARED_FIELDS}
+        return command(**arguments, **{SHARED: shared})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+    return run
+
+
+def _option_of(name: str, field: RequestField) -> inspect.Parameter:
+    kind = str if field.choices else field.type  # the check of the request names the choices
+    option = typer.Option(field.default, field.option, help=field.help, metavar=field.metavar, hidden=field.is_hidden)
+    annotation = kind | None if field.default is None else kind
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=annotation)
 
 
 def folder_settings(data_dir: str | None, config: str | None) -> Settings:

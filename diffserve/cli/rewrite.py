@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from rich.console import Console
 
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
-from diffserve.api.types import MAX_SEED
 from diffserve.cli.generate import note
 
 if TYPE_CHECKING:

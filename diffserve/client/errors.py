@@ -13,12 +13,11 @@ import httpx
 import msgspec
 
 from diffserve.api.errors import (
-    DeadlineExceeded,
+    ERRORS_BY_CODE,
     DeadlineUnreachable,
     DiffserveError,
     EngineUnavailable,
     InvalidRequest,
-    ModelNotFound,
     QueueFull,
 )
 
@@ -55,8 +54,9 @@ class _Body(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-_ERROR_TYPES: Final[dict[str, type[DiffserveError]]] = {
-    kind.default_code: kind for kind in (DeadlineExceeded, ModelNotFound, RequestCancelled, DiffserveError)
+_ERRORS_BY_CODE: Final[dict[str, type[DiffserveError]]] = {
+    **ERRORS_BY_CODE,
+    RequestCancelled.default_code: RequestCancelled,
 }
 
 
@@ -75,7 +75,7 @@ def error_of(error: ErrorObject, headers: Mapping[str, str] | None = None) -> Di
     if code == DeadlineUnreachable.default_code:
         after_s = _retry_after_s(headers) if headers and "retry-after-ms" in headers else None
         return DeadlineUnreachable(error.message, predicted_s=error.predicted_s, retry_after_s=after_s)
-    kind = _ERROR_TYPES.get(code)
+    kind = _ERRORS_BY_CODE.get(code)
     if kind is None:
         kind = InvalidRequest if error.type == "invalid_request_error" else DiffserveError
     return kind(error.message, param=error.param, code=code)

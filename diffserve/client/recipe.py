@@ -94,6 +94,8 @@ class ImageFields(TypedDict, total=False):
         guidance_rescale: How far the guided prediction is rescaled to the standard deviation of the conditional one,
             from 0 to 1.
         cache_interval: DeepCache interval: the full UNet runs once in this many evaluations; 1 turns it off.
+        sigma_min: Smallest noise level of the sigma schedules karras, exponential and beta.
+        sigma_max: Largest noise level of these sigma schedules.
         token_merging: Deprecated since 0.2: has no effect and produces a warning.
         similarity_threshold: Start from a stored image whose prompt has at least this similarity, above 0 to 1.
         noise_source: "cpu" uses a CPU generator per image; "device" reproduces CUDA's random numbers on any device.
@@ -132,6 +134,8 @@ class ImageFields(TypedDict, total=False):
     clip_skip: int
     guidance_rescale: float
     cache_interval: int
+    sigma_min: float
+    sigma_max: float
     token_merging: float
     similarity_threshold: float
     noise_source: Literal["cpu", "device"]
@@ -252,6 +256,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
+    sigma_min: float | None = None
+    sigma_max: float | None = None
     similarity_threshold: float | None = None
     noise_source: Literal["cpu", "device"] = "cpu"
     variation_strength: float = 0.0

@@ -12,7 +12,8 @@ from itertools import product
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import MAX_SEED, DiffusionParams, GenerationRequest, ModelInfo
+from diffserve.api.fields import MAX_SEED
+from diffserve.api.types import DiffusionParams, GenerationRequest, ModelInfo
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
 DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")

@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import FULL_INTERVAL, ImageResult, NoiseSource
+from diffserve.api.fields import REQUEST_FIELDS, SHARED_FIELDS, NoiseSource
+from diffserve.api.types import ImageResult
 from diffserve.models.loras import with_tags
 from diffserve.version import __version__
 from schedulers import SAMPLERS
@@ -40,6 +41,13 @@ SCHEDULE_LABELS = {
 
 RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
 """A1111's labels of noise sources. "NV" is the sequence of a CUDA generator, on any device."""
+
+_BY_TABLE: Final = tuple(
+    name
+    for name, field in REQUEST_FIELDS.items()
+    if field.label and (name == "strength" or (name in SHARED_FIELDS and name != "noise_source"))
+)
+"""Request fields whose text is their number or numbers."""
 
 _MIN_PAIRS = 3
 _MAX_FRAGMENTS_NAMED = 3
@@ -124,7 +132,7 @@ def _write_two_passes(result: ImageResult, width_px: int, height_px: int, first:
 
 def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tuple[list[str], dict[str, object]]:
     """Return the lines of the prompts, and the fields of the last line; fields that are None are left out."""
-    painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
+    painted = result.picture
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
     controls = {f"ControlNet {index}": control.label for index, control in enumerate(result.controlnets)}
     fields: dict[str, object] = {
@@ -137,14 +145,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Model hash": result.model_digest.rpartition(":")[2][:10] or None,
         "Model": result.model,
         "Variation seed": result.variation_seed,
-        "Variation seed strength": _number_text(result.variation_strength) if result.variation_strength else None,
-        "Denoising strength": None if result.strength is None else _number_text(result.strength),
-        "Eta": None if result.eta == _default_eta(result.sampler) else _number_text(result.eta),
-        "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
-        "Clip skip": None if result.clip_skip == 1 else result.clip_skip,
-        "CFG rescale phi": _number_text(result.guidance_rescale) if result.guidance_rescale else None,
-        "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
-        "Similarity threshold": None if threshold is None else _number_text(threshold),
+        **{REQUEST_FIELDS[name].label: _field_text(result, name) for name in _BY_TABLE},
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,
         "Micro conditioning": result.micro_conditioning,
@@ -243,9 +244,15 @@ def _num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
-def _default_eta(sampler: str) -> float:
-    """Return the default eta of ``sampler``, which is not written to the text."""
-    return (SAMPLERS[sampler].default_eta or 0.0) if sampler in SAMPLERS else 0.0
+def _field_text(result: ImageResult, name: str) -> str | None:
+    """Return the text of a recorded field, or None for its default, which is not written."""
+    value = getattr(result, name)
+    default = None if name == "strength" else REQUEST_FIELDS[name].default
+    if name == "eta":
+        default = (SAMPLERS[result.sampler].default_eta or 0.0) if result.sampler in SAMPLERS else 0.0
+    if value is None or value == default:
+        return None
+    return _number_text(*(value if isinstance(value, tuple) else (value,)))
 
 
 def _number_text(*values: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.fields import REQUEST_FIELDS
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.media.infotext import RNG_LABELS, SCHEDULE_LABELS, Infotext, parse_infotext
 from schedulers import SPACINGS
@@ -18,18 +19,6 @@ DASH: Final = re.compile(r"(?<![eE])-")
 """Dash between two numbers, but not in an exponent, as in "1e-05-0.5"."""
 
 SIZE: Final = re.compile(r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}")
-
-
-class RequestField(NamedTuple):
-    """Field of a request to ``/v1/images/generations`` that repeats a recorded value.
-
-    Attributes:
-        name: Name of the field.
-        read: Parses the text of the value. Returns None for an unknown value and raises ValueError for a malformed one.
-    """
-
-    name: str
-    read: Callable[[str], Any]
 
 
 def _number(text: str) -> float:
@@ -69,28 +58,22 @@ def _spacing(text: str) -> str | None:
     return text.strip() if text.strip() in SPACINGS else None
 
 
-REQUEST_FIELDS: Final[dict[str, RequestField]] = {
-    "Steps": RequestField("num_inference_steps", int),
-    "Sampler": RequestField("sampler", str.strip),
-    "Schedule type": RequestField("sigma_schedule", _schedule),
-    "CFG scale": RequestField("guidance_scale", _number),
-    "Seed": RequestField("seed", int),
-    "Size": RequestField("size", _size),
-    "Variation seed": RequestField("variation_seed", int),
-    "Variation seed strength": RequestField("variation_strength", _number),
-    "Denoising strength": RequestField("strength", _number),
-    "Eta": RequestField("eta", _number),
-    "Guidance interval": RequestField("guidance_interval", _interval),
-    "Clip skip": RequestField("clip_skip", int),
-    "CFG rescale phi": RequestField("guidance_rescale", _number),
-    "Cache interval": RequestField("cache_interval", int),
-    "Similarity threshold": RequestField("similarity_threshold", _number),
-    "Micro conditioning": RequestField("micro_conditioning", _sizes),
-    "Refiner switch at": RequestField("switch_at", _number),
-    "RNG": RequestField("noise_source", _noise_source),
-    "Spacing": RequestField("spacing", _spacing),
+_READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "sampler": str.strip,
+    "sigma_schedule": _schedule,
+    "size": _size,
+    "micro_conditioning": _sizes,
+    "noise_source": _noise_source,
+    "spacing": _spacing,
 }
-"""Request field by infotext key, for all values that a request can repeat. A test compares the keys with the writer."""
+_READERS_BY_TYPE: Final[dict[Any, Callable[[str], Any]]] = {
+    int: int,
+    float: _number,
+    tuple[float, float]: _interval,
+}
+
+KEYS: Final = {name: field.label for name, field in REQUEST_FIELDS.items() if field.label}
+"""Infotext key by request field, for all values that a request can repeat. A test compares the keys with the writer."""
 
 NOT_REPEATED: Final = frozenset(
     {
@@ -100,8 +83,16 @@ NOT_REPEATED: Final = frozenset(
 )
 """Infotext keys that no request field repeats. LoRAs are tags in the prompt."""
 
-KEYS: Final = {field.name: key for key, field in REQUEST_FIELDS.items()}
-"""Infotext key by request field."""
+
+def read_value(name: str, text: str) -> Any:
+    """Return the value of the request field ``name`` that ``text`` records; None for an unknown name.
+
+    Raises:
+        ValueError: The text is malformed.
+        InvalidRequest: The text is malformed.
+    """
+    reader = _READERS.get(name) or _READERS_BY_TYPE[REQUEST_FIELDS[name].type]
+    return reader(text)
 
 
 class Recorded(NamedTuple):
@@ -147,24 +138,24 @@ def request_of(
     """
     fields: dict[str, Any] = {"prompt": read.prompt, "negative_prompt": read.negative_prompt}
     warnings = [*read.warnings]
-    for key, field in REQUEST_FIELDS.items():
-        if key not in read.fields or (field.name == "similarity_threshold" and "Similarity" not in read.fields):
+    for name, key in KEYS.items():
+        if key not in read.fields or (name == "similarity_threshold" and "Similarity" not in read.fields):
             continue
         text = read.fields[key]
-        if field.name == "strength" and not has_start:
+        if name == "strength" and not has_start:
             if not is_enlarged(read):
                 warnings.append("The picture began from another one, which is not in its parameters.")
             continue
         try:
-            value = field.read(text)
+            value = read_value(name, text)
         except (InvalidRequest, ValueError):
             message = f"a value in the infotext cannot be used: {key} is {text[:40]!r}; correct it, or leave it out."
             raise InvalidRequest(message, param="infotext") from None
-        if value is None or field.name in refused:
+        if value is None or name in refused:
             reason = "is not known here" if value is None else "is not taken by this model"
             warnings.append(f"The parameters have {key}: {text[:40]}, which {reason}; it was left out.")
         else:
-            fields[field.name] = value
+            fields[name] = value
     model = read.fields.get("Model", "")
     if model in models:
         fields["model"] = model
@@ -184,7 +175,7 @@ def request_of(
 
 
 def _is_known(key: str) -> bool:
-    return key in REQUEST_FIELDS or key in NOT_REPEATED or key.startswith("Hires ")
+    return key in KEYS.values() or key in NOT_REPEATED or key.startswith("Hires ")
 
 
 def is_enlarged(read: Infotext) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diffserve.api.errors import ConfigError
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
-from diffserve.api.types import MAX_SEED
 from diffserve.rewriting.style import Style
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.language.chat import fold_system

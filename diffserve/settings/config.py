@@ -15,8 +15,9 @@ import msgspec
 
 from diffserve.api.bounds import Between, check_bounds
 from diffserve.api.errors import ConfigError
+from diffserve.api.fields import NoiseSource
 from diffserve.api.text_types import TextConfig
-from diffserve.api.types import ModelProfile, NoiseSource, UNetPath
+from diffserve.api.types import ModelProfile, UNetPath
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static")
 VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")

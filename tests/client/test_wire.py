@@ -20,6 +20,8 @@ from diffserve.api.errors import (
     EngineUnavailable,
     InvalidRequest,
     ModelNotFound,
+    ModerationBlocked,
+    NumericalError,
     QueueFull,
 )
 from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
@@ -53,7 +55,8 @@ def test_an_incomplete_event_is_not_returned() -> None:
         (ErrorObject("x", "server_error", None, "engine_unavailable"), EngineUnavailable),
         (ErrorObject("x", "server_error", None, "deadline_exceeded"), DeadlineExceeded),
         (ErrorObject("x", "invalid_request_error", None, "cancelled"), RequestCancelled),
-        (ErrorObject("x", "server_error", None, "numerical_error"), DiffserveError),
+        (ErrorObject("x", "server_error", None, "numerical_error"), NumericalError),
+        (ErrorObject("x", "image_generation_user_error", None, "moderation_blocked"), ModerationBlocked),
         (ErrorObject("x"), DiffserveError),
     ],
 )

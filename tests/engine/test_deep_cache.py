@@ -200,7 +200,7 @@ def test_a_unet_that_cannot_be_split_is_told_so() -> None:
         admission().admit(request(cache_interval=3), 0.0)
     assert refused.value.param == "cache_interval"
     for value in (0, -1, 10**9):
-        with pytest.raises(InvalidRequest, match=f"cache_interval is {value}; give a whole number"):
+        with pytest.raises(InvalidRequest, match=f"cache_interval is {value}; it must lie between 1 and 1000"):
             request(cache_interval=value)
 
 

@@ -125,7 +125,7 @@ def test_who_cannot_begin_from_others_is_told_so(make_engine: MakeEngine) -> Non
             engine.generate(request)
         assert refused.value.param == "similarity_threshold"
     for value in (0.0, -1.0, 1.5, float("nan")):
-        with pytest.raises(InvalidRequest, match=r"similarity_threshold is .*; give a number above 0"):
+        with pytest.raises(InvalidRequest, match=r"similarity_threshold is .*; it must be above 0 and at most 1"):
             wanted(similarity_threshold=value)
 
 

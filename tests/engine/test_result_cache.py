@@ -44,7 +44,7 @@ OTHER: dict[str, object] = {
     "request_id": "another", "model": "another", "encodings": Encodings(base={}),
     "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
     "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
-    "token_merging": 0.5, "similarity_threshold": 0.9, "noise_source": "device",
+    "token_merging": 0.5, "sigma_min": 0.1, "sigma_max": 9.0, "similarity_threshold": 0.9, "noise_source": "device",
     "variation_seed": 4, "variation_strength": 0.5,
     "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import MAX_SEED, DiffusionParams, GenerationRequest, ImageResult, Picture
+from diffserve.api.fields import MAX_SEED
+from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult, Picture
 from diffserve.engine.image.state import slerp
 from diffserve.media.infotext import parse_infotext, write_infotext
 from tests.engine.conftest import MakeEngine

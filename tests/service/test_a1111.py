@@ -309,7 +309,7 @@ def test_infotext_fills_what_a_request_leaves_out() -> None:
     body = ask(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
     assert (body.prompt, body.negative_prompt, body.num_inference_steps) == ("a fox", "dog", 4)
     assert (body.sampler, body.scheduler, body.seed, body.width, body.height) == ("Euler a", "Karras", 3, 64, 96)
-    assert body.clip_skip == 2
+    assert body.model_dump()["clip_skip"] == 2
 
 
 @pytest.mark.parametrize(
@@ -355,3 +355,13 @@ def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch
     with pytest.raises(InvalidRequest, match="the mask leaves nothing to repaint"):
         asking.start_of(nothing, 64, 64)
     assert len(asked_px) == 1, "refused before anything is filled"
+
+
+def test_settings_of_a1111_bound_the_noise_levels_and_0_stands_for_the_default() -> None:
+    settings = {"sigma_min": 0.1, "sigma_max": 0}
+    body = ask(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, []).model_dump(exclude_none=True)
+    assert body["sigma_min"] == 0.1
+    assert "sigma_max" not in body
+    with pytest.raises(InvalidRequest, match='sigma_min is "low"; give a number above 0') as refused:
+        ask(Txt2ImgBody(prompt="a fox", override_settings={"sigma_min": "low"}), {}, [])
+    assert refused.value.param == "override_settings.sigma_min"

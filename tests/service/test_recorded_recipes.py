@@ -21,7 +21,7 @@ from diffserve.cli import main
 from diffserve.client import ImageCapabilities
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.infotext import parse_infotext, write_infotext
-from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, REQUEST_FIELDS, request_of
+from diffserve.media.infotext_recipe import KEYS, NOT_REPEATED, request_of
 from diffserve.service.images.schemas import GenerateBody
 from schedulers import SAMPLERS, SPACINGS
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
@@ -43,6 +43,8 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "guidance_rescale": share.filter(bool),
     "cache_interval": st.integers(2, 100),
     "similarity_threshold": st.floats(0.01, 1.0),
+    "sigma_min": st.floats(0.001, 1.0),
+    "sigma_max": st.floats(2.0, 200.0),
     "micro_conditioning": st.builds(
         MicroConditioning, original_size=st.tuples(st.integers(1, 4000), st.integers(1, 4000))
     ),
@@ -78,11 +80,11 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         similarity=0.9, similarity_threshold=0.8, skipped_steps=2, lora_digests={"ink": "12"}, word_digests={"x": "34"},
         refiner="sdxl", score=1.0, interrupted_after=3, original_prompt="fox", strength=0.5, switch_at=0.8,
         variation_seed=1, variation_strength=0.5, eta=0.5, guidance_interval=(0.2, 0.8), clip_skip=2, cache_interval=2,
-        guidance_rescale=0.5, sigma_schedule="karras",
+        guidance_rescale=0.5, sigma_schedule="karras", sigma_min=0.03, sigma_max=9.0,
         micro_conditioning=MicroConditioning(original_size=(640, 480)),
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
-    assert set(written) == set(REQUEST_FIELDS) | NOT_REPEATED - {"ControlNet 0"}, "the writer has a new key"
+    assert set(written) == set(KEYS.values()) | NOT_REPEATED - {"ControlNet 0"}, "the writer has a new key"
     assert set(KEYS) - {"strength"} <= set(GenerateBody.model_fields)
 
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.api.fields import MAX_SEED
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.models.controlnets import Control
 from tests.ui.capabilities import MODEL
 from ui.create.layout import Fields

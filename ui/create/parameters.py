@@ -10,17 +10,18 @@ from typing import Any, Final, Literal, cast
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.fields import MAX_GUIDANCE, NoiseSource
 from diffserve.api.sizes import parse_size
-from diffserve.api.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import ImageCapabilities, StreamedImageFields
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.infotext import parse_infotext
-from diffserve.media.infotext_recipe import KEYS, REQUEST_FIELDS, is_enlarged
+from diffserve.media.infotext_recipe import KEYS, is_enlarged, read_value
 from diffserve.models.controlnets import MAX_SCALE, PASSED_THROUGH, Control
 from diffserve.models.folder_names import names_for
 from diffserve.models.loras import read_list
-from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_interval, read_number, read_seed
+from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_interval, read_number, read_seed, read_typed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
@@ -155,7 +156,7 @@ def order_of(
         "controlnets": _controls(form, image, control_picture) or None,
         "seed": read_seed(form.seed),
         "model": (form.model or "").strip() or None,
-        **{name: one.read(form.typed.get(name), name, image) for name, one in TYPED.items()},
+        **{name: read_typed(name, form.typed.get(name), image) for name in TYPED},
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
@@ -266,7 +267,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         spacing=_spacing(fields),
         strength=None if is_enlarged(read) else fields.get("Denoising strength"),
         typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in unsaid},
-        noise_source=REQUEST_FIELDS["RNG"].read(fields.get("RNG", "")),
+        noise_source=read_value("noise_source", fields.get("RNG", "")),
     )
 
 
@@ -322,7 +323,7 @@ def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:
-    spacing: str | None = REQUEST_FIELDS["Spacing"].read(fields.get("Spacing", ""))
+    spacing: str | None = read_value("spacing", fields.get("Spacing", ""))
     return spacing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +28,11 @@ from diffserve.cli.options import (
     complete_sampler,
     model_extra_flags,
     placement_flags,
+    with_shared_fields,
 )
 
 
+@with_shared_fields
 def generate(
     context: typer.Context,
     prompt: Annotated[
@@ -77,35 +79,10 @@ def generate(
             "-n", help="Number of images. Image i uses seed + i, or variation seed + i for variations.", metavar="N"
         ),
     ] = 1,
-    eta: Annotated[float | None, typer.Option("--eta", help="Noise added by ddim, euler_a and tcd, 0 to 1.")] = None,
-    guidance_interval: Annotated[
-        tuple[float, float],
-        typer.Option("--guidance-interval", help="Apply guidance only in this part of the steps.", metavar="FROM TO"),
-    ] = (0.0, 1.0),
     prompt_syntax: Annotated[
         str, typer.Option("--prompt-syntax", help="a1111: brackets weight words; plain: brackets are literal.")
     ] = "a1111",
-    clip_skip: Annotated[
-        int, typer.Option("--clip-skip", help="Use the N-th last text encoder layer; 1: the last.", metavar="N")
-    ] = 1,
-    guidance_rescale: Annotated[
-        float,
-        typer.Option(
-            "--guidance-rescale",
-            help="Rescale the guided output to the unguided standard deviation, 0 to 1.",
-            metavar="SHARE",
-        ),
-    ] = 0.0,
-    cache_interval: Annotated[
-        int,
-        typer.Option(
-            "--cache-interval", help="Run the full UNet only every N-th evaluation (DeepCache); 1: always.", metavar="N"
-        ),
-    ] = 1,
-    token_merging: Annotated[
-        float,
-        typer.Option("--token-merging", hidden=True, help="No effect; removed in 0.2."),
-    ] = 0.0,
+    shared: dict[str, Any] = {},  # noqa: B006 # replaced by options
     sizes: Annotated[
         str | None,
         typer.Option(
@@ -114,28 +91,6 @@ def generate(
             metavar="SIZES",
         ),
     ] = None,
-    similarity_threshold: Annotated[
-        float | None,
-        typer.Option(
-            "--similarity-threshold",
-            help="Start from cached latents of a prompt with at least this similarity, up to 1.",
-            metavar="COSINE",
-        ),
-    ] = None,
-    noise_source: Annotated[
-        str | None,
-        typer.Option(
-            "--noise-source", help="Noise source: cpu, or device for CUDA noise (A1111: NV).", metavar="SOURCE"
-        ),
-    ] = None,
-    variation_strength: Annotated[
-        float,
-        typer.Option(
-            "--variation-strength",
-            help="Amount of variation noise mixed into the start noise, 0 to 1.",
-            metavar="SHARE",
-        ),
-    ] = 0.0,
     variation_seed: Annotated[
         int | None,
         typer.Option(
@@ -211,11 +166,7 @@ def generate(
         negative=in_a1111(negative, prompt_syntax), size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
         further={
-            "eta": eta, "guidance_interval": guidance_interval, "guidance_rescale": guidance_rescale,
-            "clip_skip": clip_skip,
-            "cache_interval": cache_interval,
-            "token_merging": token_merging, "similarity_threshold": similarity_threshold, "noise_source": noise_source,
-            "variation_strength": variation_strength,
+            **shared,
             "variation_seed": None if variation_seed == -1 else variation_seed,
             "loras": tuple(map(Lora.read, lora or ())),
             "micro_conditioning": MicroConditioning.read(sizes) if sizes else None,

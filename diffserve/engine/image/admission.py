@@ -20,17 +20,10 @@ from numpy.typing import NDArray
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
+from diffserve.api.fields import FULL_INTERVAL, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
-from diffserve.api.types import (
-    AUTO_SPACING,
-    FULL_INTERVAL,
-    DiffusionParams,
-    GenerationRequest,
-    ModelInfo,
-    NoiseSource,
-    Picture,
-)
+from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.models.controlnets import PARAM, Control
@@ -41,6 +34,7 @@ from schedulers import (
     SAMPLERS,
     BadEta,
     BadNumSteps,
+    BadSigmaRange,
     BadStrength,
     NoiseSchedule,
     ScheduleError,
@@ -62,6 +56,7 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
     BadNumSteps: ("num_inference_steps", "invalid_value"),
     BadStrength: ("strength", "invalid_value"),
     BadEta: ("eta", "invalid_value"),
+    BadSigmaRange: ("sigma_min", "invalid_value"),
 }
 """The request field and the code for each way a table cannot be compiled."""
 
@@ -186,6 +181,8 @@ class ImageAdmission:
             clip_skip=params.clip_skip,
             guidance_rescale=params.guidance_rescale,
             cache_interval=params.cache_interval,
+            sigma_min=params.sigma_min,
+            sigma_max=params.sigma_max,
             similarity_threshold=params.similarity_threshold,
             noise_source=params.noise_source or self._noise_source,
             variation_seed=_variation_seed(request),
@@ -294,6 +291,7 @@ class ImageAdmission:
                 params.spacing or (None if self.info.default_spacing == AUTO_SPACING else self.info.default_spacing),
                 params.sigma_schedule or own.sigma_schedule,
                 own.eta if params.eta is None else params.eta,
+                (params.sigma_min, params.sigma_max),
                 strength,
                 restart,
             )
@@ -308,6 +306,7 @@ class ImageAdmission:
         spacing: str | None,
         sigma_schedule: str | None,
         eta: float | None,
+        sigma_range: tuple[float | None, float | None],
         strength: float,
         restart: int | None,
     ) -> StepTable:
@@ -315,7 +314,9 @@ class ImageAdmission:
         options = replace(
             options, spacing=spacing or options.spacing, sigma_schedule=sigma_schedule or options.sigma_schedule
         )
-        return options.compile(self.schedule, num_steps, eta=eta, strength=strength, restart=restart)
+        return options.compile(
+            self.schedule, num_steps, eta=eta, strength=strength, restart=restart, sigma_range=sigma_range
+        )
 
     def _options(self, sampler: str) -> TableOptions:
         """Options of ``sampler`` as diffusers' pipeline of the model's family reads the scheduler's configuration."""

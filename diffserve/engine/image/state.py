@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.api.types import NoiseSource
+from diffserve.api.fields import NoiseSource
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
 from diffserve.runtime.text.conditioning import AnyConditioning

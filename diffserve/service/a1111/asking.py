@@ -13,7 +13,8 @@ from PIL import Image, ImageFilter
 from pydantic import PrivateAttr, TypeAdapter, ValidationError
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.types import MAX_IMAGES, MAX_SEED, Picture
+from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
+from diffserve.api.types import MAX_IMAGES, Picture
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import resize, stretch
@@ -22,7 +23,7 @@ from diffserve.media.infotext_recipe import Recorded, is_enlarged, parse_sent, r
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
-from diffserve.service.a1111.ignored import FILL, ignored
+from diffserve.service.a1111.ignored import FILL, has_effect, ignored
 from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
@@ -30,7 +31,7 @@ from diffserve.service.http.errors import HttpError
 from diffserve.service.images.painting import Start
 from diffserve.service.images.parameters import SCHEDULE_TYPES
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.images.schemas import GenerateBody, Seed
+from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
 
 USUAL_STEPS: Final = 20
 """Where a body says nothing, to tell how far something is."""
@@ -70,15 +71,7 @@ _FILL_RADII: Final = (64, 32, 16, 8, 4, 2, 1)
 _BODY_FIELDS: Final = {
     "prompt": "prompt",
     "negative_prompt": "negative_prompt",
-    "num_inference_steps": "steps",
-    "sampler": "sampler_name",
-    "guidance_scale": "cfg_scale",
-    "seed": "seed",
-    "variation_seed": "subseed",
-    "variation_strength": "subseed_strength",
-    "strength": "denoising_strength",
-    "clip_skip": "clip_skip",
-    "eta": "eta",
+    **{name: field.a1111 for name, field in REQUEST_FIELDS.items() if field.a1111},
 }
 """A1111's names of recorded fields; it has none for the others."""
 
@@ -189,6 +182,7 @@ def ask(
         "eta": body.eta,
         "clip_skip": skip if isinstance(skip, int) and not isinstance(skip, bool) and skip > 1 else None,
     }
+    values |= _fields_of_settings(settings)
     values |= {name: value for name, value in recorded.fields.items() if values.get(name) is None}
     if body.subseed_strength:
         values |= {"variation_seed": _subseed(body.subseed), "variation_strength": body.subseed_strength}
@@ -215,6 +209,25 @@ def warnings_of(body: Txt2ImgBody) -> list[str]:
     is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
     sentence = f"hr_upscaler {show(upscaler)} is not here; the picture was enlarged by {LANCZOS}."
     return [*ignored(body), *ignored_in_units(body), *[sentence] * is_replaced]
+
+
+def _fields_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request fields that A1111 has as settings; 0 stands for the default.
+
+    Raises:
+        InvalidRequest: A value is out of range.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in REQUEST_FIELDS.items():
+        value = settings.get(field.a1111_setting) if field.a1111_setting else None
+        if not has_effect(value, (0,)):
+            continue
+        try:
+            fields[name] = TypeAdapter(annotation_of(field)).validate_python(value)
+        except ValidationError:
+            message = f"{field.a1111_setting} is {show(value)}; give a number above {field.minimum:g}, or 0 for none."
+            raise InvalidRequest(message, param=f"override_settings.{field.a1111_setting}") from None
+    return fields
 
 
 def _subseed(value: object) -> int | None:

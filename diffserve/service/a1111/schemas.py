@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
 
-from diffserve.api.types import MAX_CLIP_SKIP, MAX_IMAGES, MAX_PROMPT_CHARS, Priority
+from diffserve.api.fields import MAX_CLIP_SKIP
+from diffserve.api.types import MAX_IMAGES, MAX_PROMPT_CHARS, Priority
 from diffserve.models.controlnets import MAX_RESOLUTION, MAX_THRESHOLD
 from diffserve.service.http.bodies import MAX_DEADLINE_S, Body
 from diffserve.service.images.edit_schemas import MAX_PICTURES

@@ -17,6 +17,7 @@ import msgspec
 from starlette.responses import Response
 
 from diffserve.api.errors import (
+    ANSWER_TYPES,
     DeadlineExceeded,
     DeadlineUnreachable,
     DiffserveError,
@@ -24,7 +25,6 @@ from diffserve.api.errors import (
     InsufficientMemory,
     InvalidRequest,
     ModelLoadError,
-    ModelNotFound,
     ModerationBlocked,
     QueueFull,
 )
@@ -46,8 +46,7 @@ ABOUT_SERVER: Final[dict[str, type[DiffserveError]]] = {
 }
 """By their codes, errors of the engine that are not about what was asked for."""
 
-BLOCKED: Final = "image_generation_user_error"
-_KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+BLOCKED: Final = ModerationBlocked.answer_type
 
 
 class HttpError(DiffserveError):
@@ -103,9 +102,8 @@ def reply_to(error: Exception) -> ErrorReply:
         headers["Connection"] = "close"
     body: dict[str, Any] = {
         "message": error.message,
-        "type": BLOCKED
-        if isinstance(error, ModerationBlocked)
-        else _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
+        "type": error.answer_type
+        or ANSWER_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": error.param,
         "code": error.code,
     }
@@ -174,18 +172,7 @@ def reply_for(path: str, error: Exception) -> ErrorReply:
 
 def status_of(error: DiffserveError) -> int:
     """The HTTP status of ``error``."""
-    if isinstance(error, HttpError):
-        return error.status
-    statuses: tuple[tuple[type[DiffserveError], int], ...] = (
-        (InvalidRequest, 400),
-        (ModelNotFound, 404),
-        (QueueFull, 429),
-        (DeadlineUnreachable, 429),
-        (EngineUnavailable, 503),
-        (DeadlineExceeded, 504),
-        (InsufficientMemory, 507),
-    )
-    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+    return error.status
 
 
 def error_of(event: Failed) -> DiffserveError:

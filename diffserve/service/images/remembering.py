@@ -17,7 +17,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from diffserve.api.types import FULL_INTERVAL, GenerationRequest, ImageResult
+from diffserve.api.fields import FULL_INTERVAL
+from diffserve.api.types import GenerationRequest, ImageResult
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.kept_pictures import KeptPicture, KeptPictures
 from diffserve.service.stored.owners import Owners

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Literal
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
+from diffserve.api.fields import MAX_GUIDANCE, MAX_SEED, SHARED_FIELDS, RequestField
 from diffserve.api.micro_conditioning import MAX_SIDE
 from diffserve.api.prompt_syntax import PromptSyntax
-from diffserve.api.types import (
-    MAX_CACHE_INTERVAL,
-    MAX_CLIP_SKIP,
-    MAX_GUIDANCE,
-    MAX_IMAGES,
-    MAX_MERGING,
-    MAX_PROMPT_CHARS,
-    MAX_SEED,
-    SWITCH_AT,
-    NoiseSource,
-)
+from diffserve.api.types import MAX_IMAGES, MAX_PROMPT_CHARS, SWITCH_AT
 from diffserve.media.infotext import MAX_BYTES
 from diffserve.models.controlnets import (
     CANNY_THRESHOLDS,
@@ -55,28 +47,6 @@ Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Threshold = Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
-Interval = Annotated[
-    tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")
-]
-Every = Annotated[
-    int,
-    Field(
-        ge=1,
-        le=MAX_CACHE_INTERVAL,
-        description="DeepCache: the whole UNet at every so many-th evaluation; omitted: at each.",
-    ),
-]
-Merging = Annotated[
-    float,
-    Field(ge=0.0, le=MAX_MERGING, description="Without effect: it was removed in 0.2."),
-]
-Similarity = Annotated[
-    float,
-    Field(gt=0.0, le=1.0, description="Begin from a kept picture of so similar a prompt; omitted: always from noise."),
-]
-Noise = Annotated[
-    NoiseSource, Field(description="A CPU generator for each picture, or CUDA's numbers; omitted: the server's own.")
-]
 Syntax = Annotated[
     PromptSyntax, Field(description="Whether brackets weigh words; a wish that is rewritten first is read as it is.")
 ]
@@ -146,8 +116,28 @@ class SizesChoice(BaseModel):
     negative_target_size: SizePair | None = None
 
 
-class GenerateBody(WorkBody):
-    """OpenAI's fields, and beside them the ones that self-hosted servers agree on."""
+def annotation_of(field: RequestField) -> Any:
+    """Return the pydantic annotation of an optional field, with the bounds and the help text of the field table."""
+    low = "gt" if field.is_minimum_excluded else "ge"
+    bounds: dict[str, Any] = {} if field.minimum is None else {low: field.minimum, "le": field.maximum}
+    if field.type == tuple[float, float]:
+        part = Annotated[float, Field(**bounds)]
+        return Annotated[GenericAlias(tuple, (part, part)), Field(description=field.help)] | None
+    return Annotated[field.type, Field(**bounds, description=field.help)] | None
+
+
+if TYPE_CHECKING:
+    SharedBody = WorkBody
+else:
+    SharedBody = create_model(
+        "SharedBody",
+        __base__=WorkBody,
+        **{name: (annotation_of(field), None) for name, field in SHARED_FIELDS.items()},
+    )
+
+
+class GenerateBody(SharedBody):
+    """Body of an image generation: OpenAI's fields, those of other servers, and the shared ones of the field table."""
 
     model_config = ConfigDict(title="CreateImageRequest")
     hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
@@ -186,20 +176,7 @@ class GenerateBody(WorkBody):
     sigma_schedule: Name | None = None
     spacing: Name | None = None
     seed: Seed | None = None
-    eta: Fraction | None = None
-    guidance_interval: Interval | None = None
-    clip_skip: (
-        Annotated[int, Field(ge=1, le=MAX_CLIP_SKIP, description="Layers from the text encoders' end.")] | None
-    ) = None
-    guidance_rescale: Annotated[Fraction, Field(description="Towards the unguided spread.")] | None = None
-    cache_interval: Every | None = None
-    token_merging: Merging | None = None
-    similarity_threshold: Similarity | None = None
-    noise_source: Noise | None = None
     variation_seed: Seed | None = None
-    variation_strength: (
-        Annotated[Fraction, Field(description="Towards variation_seed's noise; image i adds i to that.")] | None
-    ) = None
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE
 from diffserve.api.text_types import MAX_MESSAGES, MAX_TEXT_CHARS
-from diffserve.api.types import MAX_SEED
 from diffserve.service.http.bodies import CHANGES_NOTHING, Ignored, IgnoredObject, WorkBody
 from diffserve.service.texts.schemas import ChatTokens, Seed, Strict
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.sampling_params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
 from diffserve.api.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
-from diffserve.api.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.service.http.bodies import Ignored, IgnoredFlag, IgnoredObject, WorkBody
 from diffserve.settings.layers import configs_dir
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from diffserve.api.errors import ConfigError
+from diffserve.api.fields import MAX_SEED
 from diffserve.api.rewrite_types import RewriteRequest
-from diffserve.api.types import MAX_SEED, RewriteOptions
+from diffserve.api.types import RewriteOptions
 from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.style import load_style
 from diffserve.rewriting.window import TextWindow
