@@ -16,15 +16,13 @@ from diffserve.api.types import ServedModel
 from diffserve.media.images import MEDIA_TYPES
 from diffserve.service.endpoint import Asks
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body
+from diffserve.service.http.openapi import REFS
 from diffserve.service.models import ALIASES, model_entry, told_of
 from diffserve.service.texts.schemas import SamplingBody
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.quality import QUALITIES
 from diffserve.version import __version__
 from schedulers import SPACINGS
-
-REFS: Final = "#/components/schemas/{model}"
-"""Where ``/openapi.json`` keeps what a field refers to."""
 
 OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "min_size_px", "max_size_px")
 """Settings that a client should know of."""

@@ -9,6 +9,7 @@ the configuration gives them, reasons and codes by lists that are kept here.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,8 @@ from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageR
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.tracing import Traces
+from diffserve.store.batches import Batches
+from diffserve.store.database import Database
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -283,6 +286,35 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
         async with turns:  # a hundred readers take their turns, and whatever else there is comes between
             await asyncio.sleep(0)
             return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
+    """Have ``metrics`` tell of ``database`` and ``batches`` at each scrape, and of every commit."""
+    database.tell_commit = metrics.observe_commit
+    said = "Of the log of writes beside the database."
+    metrics.watch("db_wal_bytes", said, lambda: {(): float(database.wal_bytes)})
+
+    def by_status() -> dict[tuple[str, ...], float]:
+        try:
+            return {(status,): float(count) for status, count in batches.backlog().by_status.items()}
+        except sqlite3.Error:
+            return {}
+
+    def lines_left() -> dict[tuple[str, ...], float]:
+        try:
+            return {(): float(batches.backlog().lines_left)}
+        except sqlite3.Error:
+            return {}
+
+    def oldest_age_s() -> dict[tuple[str, ...], float]:
+        try:
+            return {(): batches.backlog().oldest_age_s}
+        except sqlite3.Error:
+            return {}
+
+    metrics.watch("batches", "Batches that are not over.", by_status, "status")
+    metrics.watch("batch_lines_left", "Lines of batches that are not done.", lines_left)
+    metrics.watch("oldest_batch_age_seconds", "Of the oldest batch that is not over, 0 without one.", oldest_age_s)
 
 
 class _Watched(Collector):

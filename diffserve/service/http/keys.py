@@ -16,11 +16,11 @@ import math
 import secrets
 import sqlite3
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
+from cachetools import LRUCache
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -160,7 +160,7 @@ class RateLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: LRUCache[str, tuple[float, float]] = LRUCache(MAX_BUCKETS)
 
     def take(self, key: Key) -> dict[str, str]:
         """Count one request; the headers that tell how many are left. RateLimited where there is none."""
@@ -168,13 +168,11 @@ class RateLimits:
         if most is None:
             return {}
         now_s = self._clock()
-        left, seen_s = self._buckets.pop(key.id, (float(most), now_s))
-        left = min(float(most), left + (now_s - seen_s) * most / 60.0)
+        left, updated_s = self._buckets.get(key.id, (float(most), now_s))
+        left = min(float(most), left + (now_s - updated_s) * most / 60.0)
         has_room = left >= 1.0
         left -= has_room
         self._buckets[key.id] = (left, now_s)
-        while len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
         if not has_room:
             again_s = (1.0 - left) * 60.0 / most
             said = f"this key may ask {most} times a minute; try again in {again_s:.1f} s."

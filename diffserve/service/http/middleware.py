@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Sequence
 from typing import Final
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -28,10 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.api.errors import DiffserveError
 from diffserve.api.types import new_request_id
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
-from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback, origin_of
+from diffserve.service.http.hosts import AUTHORITY, NOT_OURS, HostNames, hostname, is_loopback, origin_of
 from diffserve.service.http.keys import LOGIN, key_in, session_in
 from diffserve.service.http.public_path import public_address
-from diffserve.service.http.targets import take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 
@@ -56,6 +56,7 @@ FILES: Final = "/files"
 FILE_BYTES: Final = 200_000_000
 """Of a file that is uploaded to be kept."""
 
+_ABSOLUTE: Final = re.compile(rf"https?://({AUTHORITY.pattern})(/.*)?".encode(), re.IGNORECASE | re.DOTALL)
 _HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
 _NAMES_BELOW = (b"/v1/models/", b"/gradio_api/file=")  # where what follows is one name, whatever it holds
 
@@ -131,6 +132,57 @@ def endpoint_of(scope: Scope) -> str:
         return "page"
     path: str | None = getattr(scope.get("route"), "path", None)
     return "none" if path is None else path.rstrip("/") or "/"
+
+
+def take_origin_form(scope: Scope) -> None:
+    """Have a target in absolute form be read as if it were in origin form (RFC 9112 3.2.2): its path is the path, and
+    its authority the Host, whatever the header says. Anything else stays as it is.
+    """
+    whole = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
+    if whole is None:
+        return
+    authority, path = whole.groups()
+    scope["raw_path"] = path or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    scope["headers"] = [(b"host", authority), *(one for one in scope["headers"] if one[0].lower() != b"host")]
+
+
+class HeadAsGet:
+    """Has everything below it see a GET where HEAD is asked, and sends the head of its answer alone.
+
+    The answer is complete with its head: of a file or a stream nothing more is read, as when a client hangs up.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_allowing(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 405:
+                headers = MutableHeaders(scope=message)
+                allowed = {method.strip() for method in headers.get("allow", "").split(",")}
+                if "GET" in allowed:
+                    headers["allow"] = ", ".join(sorted(allowed | {"HEAD"}))
+            await send(message)
+
+        if scope["method"] != "HEAD":
+            await self.app(scope, receive, send_allowing)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        scope["method"] = "GET"  # in place: whoever stands above reads from it which route it was
+        try:
+            await self.app(scope, receive, send_head)
+        finally:
+            scope["method"] = "HEAD"
 
 
 class OriginGuard:

@@ -10,24 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from diffserve.api.errors import DeadlineExceeded, DiffserveError
 from diffserve.service.http.errors import expected_error, log_failure, reply_to
 from diffserve.service.lifecycle import Interruption, first_of, hung_up
+from diffserve.service.threads import FILES
 
 KEEP_ALIVE_S = 15.0
 HEAD_PATIENCE_S = 1.0  # so long the status line waits for the first event
 GOODBYE_S = 5.0  # so long the last words may take to be sent
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
+CHUNK_BYTES: Final = 256 * 1024
+FILE_HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; sandbox"}
 HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[bytes, None]
@@ -176,3 +179,15 @@ async def _send(send: Send, chunk: bytes, *, is_last: bool = False) -> None:
 async def _ended(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def send_file(file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str, str]) -> Response:
+    """The open ``file``, which is closed then."""
+    headers = {"Content-Length": str(num_bytes), **FILE_HEADERS, **headers}
+    return StreamingResponse(_chunks(file), headers=headers, media_type=media_type)
+
+
+async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while chunk := await FILES.run(file.read, CHUNK_BYTES):
+            yield chunk

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,15 +15,16 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.processes.client_places import ClientPlaces
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses
+from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.lifecycle import read_body
 from diffserve.service.stored.batch_runner import BatchRunner
-from diffserve.service.stored.files import listed, no_file
+from diffserve.service.stored.files import list_response, no_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, LISTINGS
 from diffserve.store.batch_input import InputCheck, path_of
 from diffserve.store.batches import Batch, Batches
 from diffserve.store.files import File, Files
+from diffserve.store.pages import PageAsked
 
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_METADATA: Final = 16
@@ -72,12 +73,10 @@ class BatchRoutes:
         self._runner = runner
         self._endpoints = endpoints
         self._checks = ClientPlaces(MAX_CHECKS)
-        told: dict[str, Any] = {"summary": "The batches", "openapi_extra": query(*PAGE_PARAMETERS)}
-        named(app, "/v1/batches", ["GET"], responses=responses(400), **told)(self.list)
-        one: dict[str, Any] = {"responses": responses(404)}
-        named(app, "/v1/batches/{batch_id}", ["GET"], summary="One batch", **one)(self.retrieve)
-        one = {"responses": responses(404, 409)}
-        named(app, "/v1/batches/{batch_id}/cancel", ["POST"], summary="Stop a batch", **one)(self.cancel)
+        app.get("/v1/batches", summary="List batches")(self.list_batches)
+        app.get("/v1/batches/{batch_id}", summary="Describe a batch")(self.retrieve)
+        cancel = app.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=error_responses(409))
+        cancel(self.cancel)
 
     async def create(self, request: Request) -> Response:
         """Begin a batch.
@@ -101,17 +100,22 @@ class BatchRoutes:
         about = (owner, endpoint, file.id, check.num_lines, body.metadata or {}, check.problems)
         batch = await LISTINGS.run(self._batches.add, *about)
         self._runner.wake()
-        return JSONResponse(told_batch(batch))
+        return JSONResponse(batch_object(batch))
 
-    async def list(self, request: Request) -> Response:
-        """A page of them."""
-        owner, asked = self._owners.of(request), page_asked(request, most=100, usual=20)
-        found = await LISTINGS.run(self._batches.page, owner, asked)
-        return listed(None if found is None else ([told_batch(one) for one in found[0]], found[1]))
+    async def list_batches(
+        self,
+        request: Request,
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+    ) -> Response:
+        """List the batches of the key, page by page."""
+        page = await LISTINGS.run(self._batches.page, self._owners.of(request), PageAsked(limit, after, order))
+        return list_response(None if page is None else ([batch_object(batch) for batch in page[0]], page[1]))
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
         """How far one is."""
-        return JSONResponse(told_batch(await self._found(request, batch_id)))
+        return JSONResponse(batch_object(await self._found(request, batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Stop one; what was done of it by then is in its files. Again is no mistake."""
@@ -121,7 +125,7 @@ class BatchRoutes:
             said = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
             raise HttpError(409, said, code="batch_over")
         self._runner.stop(batch.id)
-        return JSONResponse(told_batch(moved))
+        return JSONResponse(batch_object(moved))
 
     async def _found(self, request: Request, name: str) -> Batch:
         owner = self._owners.of(request)
@@ -145,7 +149,7 @@ class BatchRoutes:
         return check
 
 
-def told_batch(batch: Batch) -> dict[str, Any]:
+def batch_object(batch: Batch) -> dict[str, Any]:
     """``batch`` in OpenAI's words."""
     errors = {"object": "list", "data": [msgspec.structs.asdict(problem) for problem in batch.problems]}
     has_output, has_errors = (batch.is_over and num_bytes > 0 for num_bytes in (batch.output_bytes, batch.error_bytes))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,15 +16,18 @@ from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MEDIA_TYPE, is_form, open_form
 from diffserve.service.http.middleware import FILE_BYTES
-from diffserve.service.http.named import PAGE_PARAMETERS, choice_asked, named, page_asked, query, responses
-from diffserve.service.http.sending import send_file
+from diffserve.service.http.routing import After, Order, error_responses
+from diffserve.service.http.streams import send_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batches import Batches
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
+from diffserve.store.pages import PageAsked
 
 PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
-"""Taken from clients; only a batch is of use here."""
+"""Purposes that clients may give; only batch has an effect."""
+
+ListedPurpose = Literal["", "batch", "user_data", "vision", "assistants", "evals", "fine-tune", "batch_output"]
 
 SHORTEST_S: Final = 3600
 MAX_NAME_CHARS: Final = 255
@@ -52,20 +55,14 @@ class FileRoutes:
         self._owners = owners
         self._uploads = ClientPlaces(MAX_UPLOADS)
         body = {"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": UPLOAD}}}}
-        told: dict[str, Any] = {"summary": "Keep a file", "openapi_extra": body}
-        named(app, "/v1/files", ["POST"], responses=responses(400, 413, 415, 507), **told)(self.upload)
-        purpose = ("purpose", {"type": "string"}, "Only files of that purpose.")
-        told = {"summary": "The files kept", "openapi_extra": query(*PAGE_PARAMETERS, purpose)}
-        named(app, "/v1/files", ["GET"], responses=responses(400), **told)(self.list)
-        one: dict[str, Any] = {"responses": responses(404)}
-        named(app, "/v1/files/{file_id}", ["GET"], summary="One file", **one)(self.retrieve)
-        bytes_alone: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "Its bytes."}
-        told = {"summary": "What is in a file", "response_class": Response}
-        named(app, "/v1/files/{file_id}/content", ["GET"], responses=responses(404) | {200: bytes_alone}, **told)(
-            self.content
-        )
-        one = {"responses": responses(404, 409)}
-        named(app, "/v1/files/{file_id}", ["DELETE"], summary="Forget a file", **one)(self.delete)
+        app.post("/v1/files", summary="Upload a file", openapi_extra=body, responses=error_responses(507))(self.upload)
+        app.get("/v1/files", summary="List files")(self.list_files)
+        app.get("/v1/files/{file_id}", summary="Describe a file")(self.retrieve)
+        content: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "The file."}
+        app.get(
+            "/v1/files/{file_id}/content", summary="Download a file", responses={200: content}, response_class=Response
+        )(self.content)
+        app.delete("/v1/files/{file_id}", summary="Delete a file", responses=error_responses(409))(self.delete)
 
     async def upload(self, request: Request) -> Response:
         """Keep a file. A name that a client gives it is told again, and nothing else is done with it."""
@@ -87,18 +84,24 @@ class FileRoutes:
                 file = await FILES.run(
                     self._files.add, owner, purpose, name, source, max_bytes=FILE_BYTES, kept_s=kept_s
                 )
-        return JSONResponse(told_file(file))
+        return JSONResponse(file_object(file))
 
-    async def list(self, request: Request) -> Response:
-        """A page of them."""
-        owner, asked = self._owners.of(request), page_asked(request, most=10_000, usual=MAX_FILES)
-        purpose = choice_asked(request, "purpose", (*PURPOSES, "batch_output"), "")
-        found = await LISTINGS.run(self._files.page, owner, asked, purpose)
-        return listed(None if found is None else ([told_file(one) for one in found[0]], found[1]))
+    async def list_files(
+        self,
+        request: Request,
+        purpose: Annotated[ListedPurpose, Query(description="Only files with this purpose.")] = "",
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = MAX_FILES,
+        order: Order = "desc",
+    ) -> Response:
+        """List the files of the key, page by page."""
+        selection = PageAsked(limit, after, order)
+        page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
+        return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """What is known of one."""
-        return JSONResponse(told_file(await self._found(request, file_id)))
+        return JSONResponse(file_object(await self._found(request, file_id)))
 
     async def content(self, request: Request, file_id: str) -> Response:
         """Its bytes, of no kind that a browser would show."""
@@ -125,7 +128,7 @@ class FileRoutes:
         return file
 
 
-def told_file(file: File) -> dict[str, Any]:
+def file_object(file: File) -> dict[str, Any]:
     """``file`` in OpenAI's words."""
     return {
         "id": file.id,
@@ -139,7 +142,7 @@ def told_file(file: File) -> dict[str, Any]:
     }
 
 
-def listed(found: tuple[list[dict[str, Any]], bool] | None) -> Response:
+def list_response(found: tuple[list[dict[str, Any]], bool] | None) -> Response:
     """A page of a list in OpenAI's words; ``None``: it was to go on from an entry that there is not."""
     if found is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")

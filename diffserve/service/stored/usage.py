@@ -7,21 +7,20 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.named import named, number_asked, query, responses
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import LISTINGS
 from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
 
 TOGETHER_S: Final = 0.05
-USUAL_DAYS: Final = 30
-DAYS: Final = ("days", {"type": "integer", "minimum": 1, "maximum": MAX_DAYS}, "How many, with today.")
+DEFAULT_DAYS: Final = 30
+Days = Annotated[int, Query(ge=1, le=MAX_DAYS, description="Number of days, including today.")]
 
 log = logging.getLogger("diffserve.http")
 
@@ -78,22 +77,20 @@ class UsageRoutes:
         self._usage = usage
         self._book = book
         self._owners = owners
-        told: dict[str, Any] = {"openapi_extra": query(DAYS), "responses": responses(400)}
-        named(app, "/v1/usage", ["GET"], summary="What the key that asks has used, by day", **told)(self.own)
-        named(app, "/v1/usage/keys", ["GET"], summary="What every key has used, by day", **told)(self.everybodys)
+        app.get("/v1/usage", summary="Usage of the key by day")(self.usage_of_key)
+        app.get("/v1/usage/keys", summary="Usage of all keys by day")(self.usage_of_all)
 
-    async def own(self, request: Request) -> Response:
-        """Of whoever asks."""
-        return await self._told(request, self._owners.of(request))
+    async def usage_of_key(self, request: Request, days: Days = DEFAULT_DAYS) -> Response:
+        """Return the usage of the request's key by day."""
+        return await self._usage_by_day(days, self._owners.of(request))
 
-    async def everybodys(self, request: Request) -> Response:
-        """Of all; ``key_id`` is "" where there was no key."""
+    async def usage_of_all(self, request: Request, days: Days = DEFAULT_DAYS) -> Response:
+        """Return the usage of all keys by day; ``key_id`` is empty for requests without a key."""
         if not self._owners.is_admin(request):
             raise HttpError(403, "only a key with the scope admin may see this.", code="insufficient_permissions")
-        return await self._told(request, None)
+        return await self._usage_by_day(days, None)
 
-    async def _told(self, request: Request, owner: str | None) -> Response:
-        num_days = number_asked(request, "days", range(1, MAX_DAYS + 1), USUAL_DAYS)
+    async def _usage_by_day(self, num_days: int, owner: str | None) -> Response:
         await self._book.settle()
         found = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
         total = Used()
