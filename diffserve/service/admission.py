@@ -58,15 +58,15 @@ from diffserve.settings.config import Settings
 from diffserve.store.usage import Used
 from schedulers import SAMPLERS, resolve_sampler
 
-PLACES_PER_FREE_PLACE: Final = 7
-BATCH_KEPT_PART: Final = 4
+WAITING_PER_FREE_PLACE: Final = 7
+BATCH_RESERVED_DIVISOR: Final = 4
 """One place of so many is not for batch work."""
 
 LONGEST_RETRY_S: Final = 50.0
 JITTER: Final = 0.2
 """Of the time after which to come back, up or down, so that those who were refused together do not return together."""
 
-MOST_KEYS: Final = 8
+MAX_KEYS_PER_ADDRESS: Final = 8
 BATCH: Final = "batch/"
 """What the names of batches' clients begin with: what is to be done for a batch keeps none of its key's own requests
 out."""
@@ -94,24 +94,24 @@ class Admission:
         self.clients = Clients(settings.serve.trusted_proxies)
         most_s = settings.serve.max_backlog_s
         waiting = settings.text.max_waiting
-        told: dict[str, Any] = {"count": count, "num_engines": num_engines}
-        self.images = Backlog("image", settings.engine.max_waiting, most_s, metrics, **told)
-        self.texts = Backlog("text", waiting, most_s, metrics, **told)
-        self.embeddings = Backlog("embedding", waiting, most_s, metrics, **told)
+        options: dict[str, Any] = {"count": count, "num_engines": num_engines}
+        self.images = Backlog("image", settings.engine.max_waiting, most_s, metrics, **options)
+        self.texts = Backlog("text", waiting, most_s, metrics, **options)
+        self.embeddings = Backlog("embedding", waiting, most_s, metrics, **options)
         each = (self.images, self.texts, self.embeddings)
-        said = "What is still to do of what was let in: UNet rows of the native size, texts."
-        metrics.watch("queue_cost", said, lambda: {(one.kind,): one.cost_left for one in each}, "kind")
-        said = (
+        message = "What is still to do of what was let in: UNet rows of the native size, texts."
+        metrics.watch("queue_cost", message, lambda: {(one.kind,): one.cost_left for one in each}, "kind")
+        message = (
             "As much of it as one client may have here, its largest aside, at the pace of late; absent while unknown."
         )
         metrics.watch(
             "admission_cost_limit",
-            said,
+            message,
             lambda: {(one.kind,): limit for one in each if (limit := one.cost_limit) is not None},
             "kind",
         )
-        said = "For how long the one has waited that waits longest, nothing being done for it; 0: nobody waits."
-        metrics.watch("queue_age_seconds", said, lambda: {(one.kind,): one.age_s for one in each}, "kind")
+        message = "For how long the one has waited that waits longest, nothing being done for it; 0: nobody waits."
+        metrics.watch("queue_age_seconds", message, lambda: {(one.kind,): one.age_s for one in each}, "kind")
 
     @property
     def has_waiting(self) -> bool:
@@ -152,14 +152,14 @@ class Ticket:
             self.has_begun = True
             left = self._part_cost * (1.0 - share)
             done, self._left[part] = max(0.0, self._left[part] - left), left
-            self._sum_up(done)
+            self._update_cost(done)
 
     def give_up(self, part: int | None = None) -> None:
         """No more is to be done for ``part``, or for any."""
         for gone in list(self._left) if part is None else [part]:
             self._left.pop(gone, None)
         self.has_begun = self.has_begun or not self._left
-        self._sum_up(0.0)
+        self._update_cost(0.0)
 
     def count(self, event: object) -> None:
         """Write down what was used, as far as ``event`` tells."""
@@ -202,7 +202,7 @@ class Ticket:
     def _used(self, used: Used) -> None:
         self._count(_key_of(self.client), used)
 
-    def _sum_up(self, done: float) -> None:
+    def _update_cost(self, done: float) -> None:
         self.cost_left = sum(self._left.values())
         self._tell(done)
 
@@ -279,15 +279,15 @@ class Backlog:
     ) -> Iterator[Ticket]:
         """A ticket for the length of the block. QueueFull where there is no room."""
         self.check(client, priority)
-        ticket = Ticket(client, cost, num_parts, num_places, self._worked, self._count, priority)
+        ticket = Ticket(client, cost, num_parts, num_places, self._record_work, self._count, priority)
         self._count(_key_of(client), Used(requests=1))
         self._tickets[ticket] = self._clock()
-        self._worked(0.0)
+        self._record_work(0.0)
         try:
             yield ticket
         finally:
             self._tickets.pop(ticket, None)
-            self._worked(0.0)
+            self._record_work(0.0)
 
     def check(self, client: str, priority: Priority = "interactive") -> None:
         """QueueFull where a request of ``client`` would not be let in now."""
@@ -327,20 +327,20 @@ class Backlog:
         own = sum(one.num_places for one in waiting if (one.client, one.priority) == (client, priority))
         num_waiting = self.num_waiting
         most = self.max_waiting
-        num_free = most - num_waiting - (most // BATCH_KEPT_PART if priority == "batch" else 0)
+        num_free = most - num_waiting - (most // BATCH_RESERVED_DIVISOR if priority == "batch" else 0)
         wait_s = self.wait_s(client, priority)
-        if own >= PLACES_PER_FREE_PLACE * num_free:
-            said = f"{num_waiting} requests are waiting, which is all this server holds"
+        if own >= WAITING_PER_FREE_PLACE * num_free:
+            message = f"{num_waiting} requests are waiting, which is all this server holds"
             if num_free > 0:
-                said = f"{own} of your requests are waiting, and the {num_free} places left are for others"
-            return _full(said, self.pace.seconds(self.cost_left, self.num_engines))
+                message = f"{own} of your requests are waiting, and the {num_free} places left are for others"
+            return _queue_full(message, self.pace.seconds(self.cost_left, self.num_engines))
         if wait_s is not None and wait_s >= self.max_backlog_s:
             most_s = f"at most {self.max_backlog_s:g} s may wait"
-            said = f"your requests here, the largest aside, are {wait_s:.0f} s of work, and {most_s}"
-            return _full(said, wait_s)
+            message = f"your requests here, the largest aside, are {wait_s:.0f} s of work, and {most_s}"
+            return _queue_full(message, wait_s)
         return None
 
-    def _worked(self, cost: float) -> None:
+    def _record_work(self, cost: float) -> None:
         self.pace.did(cost)
         num_busy = sum(ticket.cost_left > 0.0 for ticket in self._tickets)
         if num_busy:
@@ -378,10 +378,10 @@ def _size_of_row(info: ModelInfo) -> float:
     return max(1, info.num_parameters) * width_px * height_px / info.vae_factor**2
 
 
-def _full(said: str, seconds: float | None) -> QueueFull:
+def _queue_full(message: str, seconds: float | None) -> QueueFull:
     share = random.uniform(1.0 - JITTER, 1.0 + JITTER)
     retry_after_s = max(1.0, min(seconds or 1.0, LONGEST_RETRY_S) * share)
-    return QueueFull(f"{said}; try again in about {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
+    return QueueFull(f"{message}; try again in about {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
 
 
 def share_of(request: Request) -> float:
@@ -409,7 +409,7 @@ class Clients:
         address = self._digest(_network(self._address(request, asker)))
         key = self._digest(asker.key if asker else request.headers.get("authorization", ""))
         keys = self._keys.setdefault(address, Counter())
-        if key not in keys and len(keys) >= MOST_KEYS:
+        if key not in keys and len(keys) >= MAX_KEYS_PER_ADDRESS:
             key = "others"
         keys[key] += 1
         try:
@@ -424,11 +424,11 @@ class Clients:
     def _address(self, request: Request, asker: Asker | None) -> str:
         """The nearest address that is not one of ours."""
         address = request.client.host if request.client is not None else ""
-        told = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
+        options = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
         if asker is not None:
-            *told, address = (one.strip() for one in asker.addresses.split(","))
-        while address in self._trusted and told and told[-1].strip():
-            address = told.pop().strip()[:64]
+            *options, address = (one.strip() for one in asker.addresses.split(","))
+        while address in self._trusted and options and options[-1].strip():
+            address = options.pop().strip()[:64]
         return address
 
     def _digest(self, text: str) -> str:

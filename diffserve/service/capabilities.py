@@ -43,12 +43,12 @@ def capabilities(
     config: ServeConfig,
 ) -> dict[str, Any]:
     """All of it. ``offers``: by path."""
-    told = models_told(offers, models, language, config)
+    models_by_name = models_told(offers, models, language, config)
     price = config.price
     return {
         "object": "capabilities",
         "version": __version__,
-        "models": [model_entry(name, created, one) for name, one in told.items()],
+        "models": [model_entry(name, created, one) for name, one in models_by_name.items()],
         "aliases": list(ALIASES),
         "endpoints": {path: {"asks": offer.asks, "fields": fields_of(offer.body)} for path, offer in offers.items()},
         "output_formats": list(MEDIA_TYPES),

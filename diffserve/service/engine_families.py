@@ -99,10 +99,10 @@ def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
     yield from (loaded, slots, loras, lora_bytes, painted, rows, steps, busy, seconds, batches)
 
 
-def _add_steps(told: HistogramMetricFamily, model: str, steps: StepStats) -> None:
+def _add_steps(histogram: HistogramMetricFamily, model: str, steps: StepStats) -> None:
     for most_rows, counts, seconds in zip((*BATCH_ROWS, BEYOND), steps.counts, steps.seconds, strict=True):
         if any(counts):
-            told.add_metric((model, str(most_rows)), _buckets(STEP_S, counts), seconds)
+            histogram.add_metric((model, str(most_rows)), _buckets(STEP_S, counts), seconds)
 
 
 def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:
@@ -111,16 +111,16 @@ def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, 
 
 
 def _caches(images: ImageStats) -> Iterator[Metric]:
-    asked = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
-    kept = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
+    requests = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
+    bytes_ = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
     evicted = family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
     for name, stats in (("image", images.results), ("latent", images.latents)):
-        asked.add_metric((name, "hit"), stats.num_hits)
-        asked.add_metric((name, "miss"), stats.num_misses)
-        kept.add_metric((name,), stats.num_bytes)
+        requests.add_metric((name, "hit"), stats.num_hits)
+        requests.add_metric((name, "miss"), stats.num_misses)
+        bytes_.add_metric((name,), stats.num_bytes)
         evicted.add_metric((name,), stats.num_evicted)
-    asked.add_metric(("image", "shared"), images.results.num_shared)
-    yield from (asked, kept, evicted)
+    requests.add_metric(("image", "shared"), images.results.num_shared)
+    yield from (requests, bytes_, evicted)
 
 
 def _texts(texts: TextStats) -> Iterator[Metric]:
@@ -142,18 +142,18 @@ def _pages(pages: PageStats) -> Iterator[Metric]:
     yield gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
     held_pages = sum(one.held_pages for one in pages.tenants)
     yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
-    held = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
+    in_use = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
     evicted = family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
-    asked = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
+    requests = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
     ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
     for one in pages.tenants:
-        held.add_metric((one.tenant, "held"), one.held_pages)
-        held.add_metric((one.tenant, "idle"), one.idle_pages)
+        in_use.add_metric((one.tenant, "held"), one.held_pages)
+        in_use.add_metric((one.tenant, "idle"), one.idle_pages)
         evicted.add_metric((one.tenant,), one.evicted_pages)
-        asked.add_metric((one.tenant, "asked"), one.asked_tokens)
-        asked.add_metric((one.tenant, "found"), one.found_tokens)
+        requests.add_metric((one.tenant, "asked"), one.asked_tokens)
+        requests.add_metric((one.tenant, "found"), one.found_tokens)
         ratio.add_metric((one.tenant,), one.hit_rate)
-    yield from (held, evicted, asked, ratio)
+    yield from (in_use, evicted, requests, ratio)
 
 
 def family(kind: type[Family], name: str, text: str, *labels: str) -> Family:

@@ -88,12 +88,12 @@ class Metrics:
         of_texts = "llm_time_per_output_token_seconds", "Mean time of each later token of an answer."
         self._tpot_s = self._histogram(*of_texts, TPOT_S, "kind")
         self._late_s = self._histogram("event_loop_lag_seconds", "How late the event loop came to a timer.", LAG_S)
-        said = "The same, without the time for which it had no core."
-        self._blocked_s = self._histogram("event_loop_blocked_seconds", said, LAG_S)
-        said = "Mean entropy of the tokens of an answer."
-        self._entropy = self._histogram("llm_entropy_nats", said, ENTROPY_NATS, "kind")
-        said = "A stage that stands apart, from hand-over to answer."
-        self._stage_s = self._histogram("stage_seconds", said, SECONDS, "stage")
+        description = "The same, without the time for which it had no core."
+        self._blocked_s = self._histogram("event_loop_blocked_seconds", description, LAG_S)
+        description = "Mean entropy of the tokens of an answer."
+        self._entropy = self._histogram("llm_entropy_nats", description, ENTROPY_NATS, "kind")
+        description = "A stage that stands apart, from hand-over to answer."
+        self._stage_s = self._histogram("stage_seconds", description, SECONDS, "stage")
         self._stage_bytes = self._counter(
             "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
         )
@@ -120,9 +120,13 @@ class Metrics:
             case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
                 self._requests.labels(kind, "finished").inc()
             case TextFinished(results=results):
-                self._said(kind, event.timings, [result.mean_entropy for result in results], event.usage.output_tokens)
+                self._finish_text(
+                    kind, event.timings, [result.mean_entropy for result in results], event.usage.output_tokens
+                )
             case RewriteFinished(rewrites=rewrites):
-                self._said(kind, event.timings, [one.mean_entropy for one in rewrites], event.usage.output_tokens)
+                self._finish_text(
+                    kind, event.timings, [one.mean_entropy for one in rewrites], event.usage.output_tokens
+                )
                 for one in rewrites:
                     if one.fallback is not None:
                         self._fallbacks.labels(one.fallback).inc()
@@ -217,14 +221,14 @@ class Metrics:
     def _add_images(self) -> None:
         self._pixels = self._counter("pixels", "Of the pictures painted.", "model")
         self._queue_s = self._histogram("queue_wait_seconds", "From submit until work on it begins.", SECONDS, "model")
-        said = "From submit to the first preview of a request that wants some."
-        self._preview_s = self._histogram("time_to_first_preview_seconds", said, SECONDS)
+        description = "From submit to the first preview of a request that wants some."
+        self._preview_s = self._histogram("time_to_first_preview_seconds", description, SECONDS)
         self._encode_s = self._histogram("text_encode_seconds", "Reading a picture's texts.", SECONDS, "model")
         self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
         self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
         self._oom = self._counter("oom", "Pictures given up for want of memory.")
-        said = "Steps of pictures that nobody got; what equal requests share counts for each."
-        self._wasted = self._counter("steps_wasted", said, "reason")
+        description = "Steps of pictures that nobody got; what equal requests share counts for each."
+        self._wasted = self._counter("steps_wasted", description, "reason")
         self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
         for reason in WASTES:
             self._wasted.labels(reason)
@@ -232,8 +236,8 @@ class Metrics:
             for decision in ("allowed", "blocked", "unavailable"):
                 self._safety.labels(stage, decision)
         self._commit_s = self._histogram("db_commit_seconds", "What the store's commits took.", COMMIT_S)
-        said = "Pictures and texts given up since numbers were not finite, by where that was seen."
-        self._nonfinite = self._counter("nonfinite", said, "stage")
+        description = "Pictures and texts given up since numbers were not finite, by where that was seen."
+        self._nonfinite = self._counter("nonfinite", description, "stage")
         for stage in (*NOT_FINITE, "text"):
             self._nonfinite.labels(stage)
         self._image_encode_s = self._histogram(
@@ -254,10 +258,10 @@ class Metrics:
         if failed.code == InsufficientMemory.default_code:
             self._oom.inc()
         elif failed.code == NumericalError.default_code:
-            stages = (stage for stage, said in NOT_FINITE.items() if failed.message.startswith(said))
+            stages = (stage for stage, description in NOT_FINITE.items() if failed.message.startswith(description))
             self._nonfinite.labels(next(stages, "denoise")).inc()
 
-    def _said(self, kind: str, timings: TextTimings, entropies: list[float], output_tokens: int) -> None:
+    def _finish_text(self, kind: str, timings: TextTimings, entropies: list[float], output_tokens: int) -> None:
         self._requests.labels(kind, "finished").inc()
         self._ttft_s.labels(kind).observe(timings.ttft_s)
         if output_tokens > len(entropies):  # else there was no later token
@@ -291,8 +295,8 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
 def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
     """Have ``metrics`` tell of ``database`` and ``batches`` at each scrape, and of every commit."""
     database.tell_commit = metrics.observe_commit
-    said = "Of the log of writes beside the database."
-    metrics.watch("db_wal_bytes", said, lambda: {(): float(database.wal_bytes)})
+    description = "Of the log of writes beside the database."
+    metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
 
     def by_status() -> dict[tuple[str, ...], float]:
         try:
@@ -326,10 +330,10 @@ class _Watched(Collector):
     def collect(self) -> Iterator[Metric]:
         """As Prometheus' client asks for them."""
         for name, (text, labels, look) in self.looks.items():
-            told = family(GaugeMetricFamily, name, text, *labels)
+            family_ = family(GaugeMetricFamily, name, text, *labels)
             for values, number in look().items():
-                told.add_metric(values, number)
-            yield told
+                family_.add_metric(values, number)
+            yield family_
 
 
 @cache

@@ -72,8 +72,8 @@ def find_model(
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     own = {model.name: model for model in models}
     is_first = name is None or (name not in own and is_alias(name, kind))
-    found = models[0] if is_first else own.get(name or "")
-    if found is None:
+    entries = models[0] if is_first else own.get(name or "")
+    if entries is None:
         several, writes = len(models) > 1, language is not None and name == language.model_id
         names = ", ".join(own)
         raise ModelNotFound(
@@ -83,9 +83,9 @@ def find_model(
             f"GET /v1/models lists {'all' if several else 'its'} names.",
             param="model",
         )
-    if found.info is None:
-        raise ModelLoadError(found.problem, param="model")
-    return found.info
+    if entries.info is None:
+        raise ModelLoadError(entries.problem, param="model")
+    return entries.info
 
 
 def check_language_model(
@@ -129,16 +129,16 @@ def told_of(
     """By the name of each model, the first image model first and the language model last: what it can do, whether it is
     loaded, and why it cannot be.
     """
-    found: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
+    entries: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
     for model in models:
-        found[model.name] |= {"problem": model.problem} if model.problem else {}
+        entries[model.name] |= {"problem": model.problem} if model.problem else {}
         if model.unet_paths or model.records_graphs:
-            found[model.name]["unet_calls"] = unet_calls(model)
+            entries[model.name]["unet_calls"] = unet_calls(model)
     if language is not None:
-        found.setdefault(language.model_id, {"loaded": True})
+        entries.setdefault(language.model_id, {"loaded": True})
     for name, capabilities in capabilities_of(models, language, config).items():
-        found[name]["capabilities"] = capabilities
-    return found
+        entries[name]["capabilities"] = capabilities
+    return entries
 
 
 def unet_calls(model: ServedModel) -> dict[str, Any]:
@@ -161,14 +161,14 @@ def capabilities_of(
     models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
     """By the name of each model, ``{"image": ...}`` or ``{"language": ...}``."""
-    found = {
+    entries = {
         model.name: {"image": image_capabilities(model.info, config, keeps_latents=model.keeps_latents)}
         for model in models
         if model.info is not None
     }
     if language is not None:
-        found.setdefault(language.model_id, {})["language"] = language_capabilities(language)
-    return found
+        entries.setdefault(language.model_id, {})["language"] = language_capabilities(language)
+    return entries
 
 
 def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: bool = False) -> dict[str, Any]:

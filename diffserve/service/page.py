@@ -221,10 +221,10 @@ async def _checked(scope: Scope, receive: Receive) -> Receive:
         return receive
     data = await read_json(request)
     await in_thread_if_long(data, check_strict, data)
-    rest = iter([{"type": "http.request", "body": data, "more_body": False}])
+    messages = iter([{"type": "http.request", "body": data, "more_body": False}])
 
     async def again() -> Message:
-        for message in rest:
+        for message in messages:
             return message
         return await receive()
 

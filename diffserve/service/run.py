@@ -54,8 +54,8 @@ def serve(
     the model cannot be loaded; returns 1 where the engine is lost again and again.
     """
     database, ring = open_store(settings.serve)
-    held = contextlib.nullcontext() if database is None else database.held()
-    with json_logs(settings.serve.log_level), bind(settings.serve) as listener, held:
+    lock = contextlib.nullcontext() if database is None else database.held()
+    with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
         checks = PictureChecks.of(settings)
         try:
             return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
@@ -97,8 +97,10 @@ def open_ring(database: Database | None) -> KeyRing | None:
     """The keys in ``database`` and the environment. Raises ConfigError where they cannot be read."""
     own = os.environ.get(ENV_KEY, "")
     if own and len(own) < SHORTEST_KEY:
-        said = f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
-        raise ConfigError(said, param="api_key")
+        message = (
+            f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
+        )
+        raise ConfigError(message, param="api_key")
     return None if database is None else KeyRing(database, own)
 
 
@@ -175,8 +177,8 @@ class _Server:
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if told := told_of_devices(self._settings):
-            self._say(told)
+        if devices := told_of_devices(self._settings):
+            self._say(devices)
         is_closed = self._ring is not None and self._ring.is_closed
         if not is_closed and not is_loopback(self._settings.serve.host):
             self._say("anybody who reaches this address may paint: there are no keys")
@@ -266,18 +268,18 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _num_connections(wanted: int) -> int:
+def _num_connections(configured: int) -> int:
     """``wanted``, or as many as the system lets this process have; its soft limit is raised to what is needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE_FILES
+    needed = configured + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return configured
     soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    possible = max(1, min(wanted, files - SPARE_FILES))
-    if possible < wanted:
+    possible = max(1, min(configured, files - SPARE_FILES))
+    if possible < configured:
         log.warning("fewer connections than configured", extra={"at_most": possible, "reason": f"ulimit -n is {files}"})
     return possible
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 ANY: Final = "*"
 AUTHORITY: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-_]+)(?::[0-9]*)?")
 """A host and perhaps a port; userinfo (RFC 9112 4.2.4) is none of ours."""
-NOT_OURS: Final = (
+HOST_NOT_ALLOWED: Final = (
     "this server does not answer to that name; use its address, or have the name listed in "
     "[serve] allowed_hosts of its configuration."
 )
@@ -33,8 +33,8 @@ class HostNames:
         self._is_any = ANY in allowed
         self._takes_addresses = not allowed and not is_loopback(bound_host)
         if self._takes_addresses:
-            own = socket.gethostname().lower()
-            self._names |= {own, f"{own}.local"}
+            machine_name = socket.gethostname().lower()
+            self._names |= {machine_name, f"{machine_name}.local"}
 
     def __contains__(self, host: str | None) -> bool:
         """Whether ``host`` (in lower case, without brackets and port; ``None``: it could not be read) is ours."""

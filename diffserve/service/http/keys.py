@@ -164,28 +164,28 @@ class RateLimits:
 
     def take(self, key: Key) -> dict[str, str]:
         """Count one request; the headers that tell how many are left. RateLimited where there is none."""
-        most = key.requests_per_minute
-        if most is None:
+        limit = key.requests_per_minute
+        if limit is None:
             return {}
         now_s = self._clock()
-        left, updated_s = self._buckets.get(key.id, (float(most), now_s))
-        left = min(float(most), left + (now_s - updated_s) * most / 60.0)
+        left, updated_s = self._buckets.get(key.id, (float(limit), now_s))
+        left = min(float(limit), left + (now_s - updated_s) * limit / 60.0)
         has_room = left >= 1.0
         left -= has_room
         self._buckets[key.id] = (left, now_s)
         if not has_room:
-            again_s = (1.0 - left) * 60.0 / most
-            said = f"this key may ask {most} times a minute; try again in {again_s:.1f} s."
-            raise RateLimited(said, retry_after_s=again_s, headers=_told(most, left))
-        return _told(most, left)
+            again_s = (1.0 - left) * 60.0 / limit
+            said = f"this key may ask {limit} times a minute; try again in {again_s:.1f} s."
+            raise RateLimited(said, retry_after_s=again_s, headers=_limit_headers(limit, left))
+        return _limit_headers(limit, left)
 
 
-def _told(most: int, left: float) -> dict[str, str]:
+def _limit_headers(limit: int, left: float) -> dict[str, str]:
     """OpenAI's headers of a limit of ``most`` a minute, of which so many are ``left``."""
     return {
-        "x-ratelimit-limit-requests": str(most),
+        "x-ratelimit-limit-requests": str(limit),
         "x-ratelimit-remaining-requests": str(int(left)),
-        "x-ratelimit-reset-requests": f"{(most - left) * 60.0 / most:.1f}s",
+        "x-ratelimit-reset-requests": f"{(limit - left) * 60.0 / limit:.1f}s",
     }
 
 
@@ -212,16 +212,16 @@ class KeyGuard:
             return
         headers = Headers(scope=scope)
         try:
-            told = self._enter(scope, headers)
+            told = self._authorize(scope, headers)
         except (HttpError, RateLimited) as error:
             scope.setdefault("state", {})["error_code"] = error.code
             if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
                 await RedirectResponse(f"{prefix_of(scope)}{LOGIN}", status_code=303)(scope, receive, send)
                 return
-            send = _telling(send, error.headers) if isinstance(error, RateLimited) else send
+            send = _adding_headers(send, error.headers) if isinstance(error, RateLimited) else send
             await reply_for(scope["path"], error).response(scope, receive, send)
             return
-        send = _telling(send, told) if told else send
+        send = _adding_headers(send, told) if told else send
         key_id = scope["state"]["key_id"]
         if key_id in ("", OF_PAGE.id):
             await self.app(scope, receive, send)
@@ -231,19 +231,19 @@ class KeyGuard:
             await self.app(scope, request.receive, request.send)
             await request.finish()
 
-    def _enter(self, scope: Scope, headers: Headers) -> dict[str, str]:
+    def _authorize(self, scope: Scope, headers: Headers) -> dict[str, str]:
         """Note whose request it is; the headers that its answer gets. Raises HttpError or RateLimited."""
-        asker = asker_in(headers.get(HEADER))
-        if asker is not None:  # the page of this very process: its visitor has come in by a key
-            scope.setdefault("state", {})["key_id"] = asker.key_id
-            key = self.ring.by_id(asker.key_id)
+        visitor = asker_in(headers.get(HEADER))
+        if visitor is not None:  # the page of this very process: its visitor has come in by a key
+            scope.setdefault("state", {})["key_id"] = visitor.key_id
+            key = self.ring.by_id(visitor.key_id)
             scope["state"]["key_share"] = 1.0 if key is None else key.share
             return {} if key is None or scope["method"] != "POST" else self.limits.take(key)
         key = self._key(headers)
-        wanted = scope_of(scope["path"])
-        if not key.allows(wanted):
+        needed = scope_of(scope["path"])
+        if not key.allows(needed):
             raise HttpError(
-                403, f"this key may not do that; it lacks the scope {wanted}.", code="insufficient_permissions"
+                403, f"this key may not do that; it lacks the scope {needed}.", code="insufficient_permissions"
             )
         scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
         is_work = scope["method"] == "POST" and not scope["path"].startswith(PAGE)  # the page asks for its work itself
@@ -305,7 +305,7 @@ def is_visit(scope: Scope, headers: Headers) -> bool:
     return scope["path"] == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
 
 
-def _telling(send: Send, told: dict[str, str]) -> Send:
+def _adding_headers(send: Send, told: dict[str, str]) -> Send:
     async def send_telling(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(told)

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.api.errors import DiffserveError
 from diffserve.api.types import new_request_id
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
-from diffserve.service.http.hosts import AUTHORITY, NOT_OURS, HostNames, hostname, is_loopback, origin_of
+from diffserve.service.http.hosts import AUTHORITY, HOST_NOT_ALLOWED, HostNames, hostname, is_loopback, origin_of
 from diffserve.service.http.keys import LOGIN, key_in, session_in
 from diffserve.service.http.public_path import public_address
 from diffserve.service.lifecycle import hung_up
@@ -109,7 +109,7 @@ class Outermost:
             self.metrics.answered(endpoint_of(scope), status, code, seconds)
             if traces is not None:
                 traces.end(request_id, endpoint_of(scope), status, code)
-            facts = {
+            fields = {
                 "request_id": request_id,
                 "method": scope["method"][:16],
                 "endpoint": getattr(scope.get("route"), "path", ""),
@@ -117,13 +117,13 @@ class Outermost:
                 "duration_ms": round(seconds * 1000),
             }
             if key_id := scope["state"].get("key_id"):
-                facts["key_id"] = key_id
+                fields["key_id"] = key_id
             if code:
-                facts["error"] = code
+                fields["error"] = code
             if trace_id:
-                facts["trace_id"] = trace_id
-            is_quiet = facts["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
-            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
+                fields["trace_id"] = trace_id
+            is_quiet = fields["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=fields)
 
 
 def endpoint_of(scope: Scope) -> str:
@@ -138,10 +138,10 @@ def take_origin_form(scope: Scope) -> None:
     """Have a target in absolute form be read as if it were in origin form (RFC 9112 3.2.2): its path is the path, and
     its authority the Host, whatever the header says. Anything else stays as it is.
     """
-    whole = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
-    if whole is None:
+    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
+    if match is None:
         return
-    authority, path = whole.groups()
+    authority, path = match.groups()
     scope["raw_path"] = path or b"/"
     scope["path"] = unquote(scope["raw_path"].decode("ascii"))
     scope["headers"] = [(b"host", authority), *(one for one in scope["headers"] if one[0].lower() != b"host")]
@@ -216,12 +216,12 @@ class OriginGuard:
         elif origin is None or not self._is_accepted(origin, scope):
             await self.app(scope, receive, send)
         else:
-            await self.app(scope, receive, _allowing(send, origin))
+            await self.app(scope, receive, _adding_cors(send, origin))
 
     def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> HttpError | None:
-        named = headers.get("host", "")
-        if named and hostname(named) not in self.hosts:
-            return HttpError(403, NOT_OURS, code="host_not_allowed")
+        host = headers.get("host", "")
+        if host and hostname(host) not in self.hosts:
+            return HttpError(403, HOST_NOT_ALLOWED, code="host_not_allowed")
         method = scope["method"]
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
@@ -358,13 +358,13 @@ def _preflight(headers: Headers, origin: str | None) -> dict[str, str]:
     }
 
 
-def _allowing(send: Send, origin: str) -> Send:
+def _adding_cors(send: Send, origin: str) -> Send:
     async def send_allowing(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
-            told = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
-            headers["Access-Control-Expose-Headers"] = told
+            exposed = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
+            headers["Access-Control-Expose-Headers"] = exposed
             headers.add_vary_header("Origin")
         await send(message)
 

@@ -59,9 +59,9 @@ class StrictLines(ReceiveBuffer):
         if self._data.startswith(b"\r\n"):
             self._extract(2)
             return []
-        seen = max(0, self._multiple_lines_search - 3)
-        end = self._data.find(b"\r\n\r\n", seen)
-        if _LOOSE_LINE.search(self._data, seen, len(self._data) if end < 0 else end):
+        search_start = max(0, self._multiple_lines_search - 3)
+        end = self._data.find(b"\r\n\r\n", search_start)
+        if _LOOSE_LINE.search(self._data, search_start, len(self._data) if end < 0 else end):
             raise h11.LocalProtocolError("a line does not end in CRLF, or goes on in the next")
         if end < 0:
             self._multiple_lines_search = len(self._data)

@@ -84,7 +84,7 @@ class EventStreamResponse(Response):
         self._ending = ending
         self._keep_alive_s = keep_alive_s
         self._error_code = ""
-        self._told_s = 0.0
+        self._sent_s = 0.0
         self._first = asyncio.create_task(self._pull())
 
     async def opened(self) -> EventStreamResponse:
@@ -108,46 +108,46 @@ class EventStreamResponse(Response):
             if writing.done():
                 writing.result()
             else:
-                await _ended(writing)
+                await _cancel(writing)
                 await self._close()
-                await self._say_why(send)
+                await self._send_error(send)
         finally:
-            await _ended(writing)
+            await _cancel(writing)
             await self._close()
             if self._error_code:
                 scope.setdefault("state", {})["error_code"] = self._error_code  # the status line was 200, long ago
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._told_s = time.monotonic()
-        filling = asyncio.create_task(self._fill_silence(send))
+        self._sent_s = time.monotonic()
+        filling = asyncio.create_task(self._keep_alive(send))
         try:
             chunk = await self._first
             while chunk is not None:
-                self._told_s = time.monotonic()
+                self._sent_s = time.monotonic()
                 await _send(send, chunk)
                 chunk = await self._pull()
         except Exception as error:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "stream failed", error)
-            await _send(send, self._told(error))
+            await _send(send, self._error_event(error))
         finally:
             filling.cancel()
         await _send(send, self._ending, is_last=True)
 
-    async def _fill_silence(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         """A comment whenever nothing was told for a while."""
         while True:
-            due_s = self._told_s + self._keep_alive_s - time.monotonic()
+            due_s = self._sent_s + self._keep_alive_s - time.monotonic()
             if due_s <= 0.0:
-                self._told_s = time.monotonic()
+                self._sent_s = time.monotonic()
                 await _send(send, KEEP_ALIVE)
             await asyncio.sleep(max(due_s, 0.0))
 
     async def _pull(self) -> bytes | None:
         return await anext(self._events, None)
 
-    async def _say_why(self, send: Send) -> None:
+    async def _send_error(self, send: Send) -> None:
         """The last words of an answer that was interrupted, if anybody listens."""
         error: DiffserveError = DeadlineExceeded("the engine does not answer; please try again later.")
         if self._interrupted.done():
@@ -157,17 +157,17 @@ class EventStreamResponse(Response):
             return
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await _send(send, self._told(error) + self._ending, is_last=True)
+                await _send(send, self._error_event(error) + self._ending, is_last=True)
         except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
             log.warning("the end of a stream was not read")
 
-    def _told(self, error: Exception) -> bytes:
+    def _error_event(self, error: Exception) -> bytes:
         """``error`` as an event: the same object as in the body of an error's answer."""
         self._error_code = getattr(expected_error(error), "code", DiffserveError.default_code)
         return b"data: " + reply_to(error).body + b"\n\n"
 
     async def _close(self) -> None:
-        await _ended(self._first)
+        await _cancel(self._first)
         await self._events.aclose()
         self._until.close()
 
@@ -176,7 +176,7 @@ async def _send(send: Send, chunk: bytes, *, is_last: bool = False) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

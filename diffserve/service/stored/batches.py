@@ -86,17 +86,17 @@ class BatchRoutes:
         """
         owner = self._owners.of(request)
         body = await read_body(request, BatchBody)
-        endpoint, known = path_of(body.endpoint), self._endpoints()
-        if endpoint not in known:
-            said = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(known)}."
-            raise InvalidRequest(said, param="endpoint")
+        endpoint, allowed = path_of(body.endpoint), self._endpoints()
+        if endpoint not in allowed:
+            message = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(allowed)}."
+            raise InvalidRequest(message, param="endpoint")
         file = await LISTINGS.run(self._files.get, owner, body.input_file_id)
         if file is None:
             raise no_file(body.input_file_id)
         if file.purpose != "batch":
-            said = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
-            raise InvalidRequest(said, param="input_file_id")
-        check = await self._checked(file, endpoint)
+            message = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
+            raise InvalidRequest(message, param="input_file_id")
+        check = await self._check_input(file, endpoint)
         about = (owner, endpoint, file.id, check.num_lines, body.metadata or {}, check.problems)
         batch = await LISTINGS.run(self._batches.add, *about)
         self._runner.wake()
@@ -115,26 +115,26 @@ class BatchRoutes:
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
         """How far one is."""
-        return JSONResponse(batch_object(await self._found(request, batch_id)))
+        return JSONResponse(batch_object(await self._batch_of(request, batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Stop one; what was done of it by then is in its files. Again is no mistake."""
-        batch = await self._found(request, batch_id)
+        batch = await self._batch_of(request, batch_id)
         moved = await LISTINGS.run(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
         if moved is None or moved.status not in ("cancelling", "cancelled"):
-            said = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
-            raise HttpError(409, said, code="batch_over")
+            message = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
+            raise HttpError(409, message, code="batch_over")
         self._runner.stop(batch.id)
         return JSONResponse(batch_object(moved))
 
-    async def _found(self, request: Request, name: str) -> Batch:
+    async def _batch_of(self, request: Request, name: str) -> Batch:
         owner = self._owners.of(request)
         batch = await LISTINGS.run(self._batches.get, name)
         if batch is None or batch.owner != owner:
             raise HttpError(404, f"there is no batch {show(name)} of yours.", code="batch_not_found")
         return batch
 
-    async def _checked(self, file: File, endpoint: str) -> InputCheck:
+    async def _check_input(self, file: File, endpoint: str) -> InputCheck:
         """Check the input ``file`` in slices, one file of each client at a time; return the finished check."""
         async with self._checks.taken(file.owner):
             await LISTINGS.run(self._files.require_share, file.owner)

@@ -72,11 +72,11 @@ class FileRoutes:
         async with open_form(request, max_files=1) as form:
             purpose, uploads = form.fields.get("purpose"), form.files.get("file")
             if not isinstance(purpose, str) or purpose not in PURPOSES:
-                said = "is missing" if purpose is None else f"is {show(purpose)}"
-                raise InvalidRequest(f"purpose {said}; give one of {', '.join(PURPOSES)}.", param="purpose")
+                message = "is missing" if purpose is None else f"is {show(purpose)}"
+                raise InvalidRequest(f"purpose {message}; give one of {', '.join(PURPOSES)}.", param="purpose")
             if not uploads:
-                said = "file is missing; upload one in a part of that name."
-                raise InvalidRequest(said, param="file", code="missing_required_parameter")
+                message = "file is missing; upload one in a part of that name."
+                raise InvalidRequest(message, param="file", code="missing_required_parameter")
             kept_s = _kept_s(form.fields.get("expires_after[seconds]"))
             name = shown_name(uploads[0].filename or "")
             source = uploads[0].file
@@ -101,11 +101,11 @@ class FileRoutes:
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """What is known of one."""
-        return JSONResponse(file_object(await self._found(request, file_id)))
+        return JSONResponse(file_object(await self._file_of(request, file_id)))
 
     async def content(self, request: Request, file_id: str) -> Response:
         """Its bytes, of no kind that a browser would show."""
-        file = await self._found(request, file_id)
+        file = await self._file_of(request, file_id)
         try:
             opened = await FILES.run(self._files.open, file)
         except FileNotFoundError:
@@ -115,13 +115,13 @@ class FileRoutes:
 
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget one, unless a batch is at it."""
-        file = await self._found(request, file_id)
+        file = await self._file_of(request, file_id)
         if file.id in await LISTINGS.run(self._batches.files_in_use):
             raise HttpError(409, f"{file.id} is the input of a batch; cancel that first.", code="file_in_use")
         await LISTINGS.run(self._files.delete, file)
         return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
-    async def _found(self, request: Request, name: str) -> File:
+    async def _file_of(self, request: Request, name: str) -> File:
         file = await LISTINGS.run(self._files.get, self._owners.of(request), name)
         if file is None:
             raise no_file(name)
@@ -142,11 +142,11 @@ def file_object(file: File) -> dict[str, Any]:
     }
 
 
-def list_response(found: tuple[list[dict[str, Any]], bool] | None) -> Response:
+def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
     """A page of a list in OpenAI's words; ``None``: it was to go on from an entry that there is not."""
-    if found is None:
+    if page is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
-    data, has_more = found
+    data, has_more = page
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
@@ -166,6 +166,8 @@ def _kept_s(text: Any) -> float:
     if text in (None, ""):
         return KEPT_S
     if not (isinstance(text, str) and text.isascii() and text.isdigit() and SHORTEST_S <= int(text[:12]) <= KEPT_S):
-        said = f"expires_after[seconds] is {show(text)}; it must be a whole number from {SHORTEST_S} to {KEPT_S:.0f}."
-        raise InvalidRequest(said, param="expires_after[seconds]")
+        message = (
+            f"expires_after[seconds] is {show(text)}; it must be a whole number from {SHORTEST_S} to {KEPT_S:.0f}."
+        )
+        raise InvalidRequest(message, param="expires_after[seconds]")
     return float(text)

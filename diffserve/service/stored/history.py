@@ -77,25 +77,25 @@ class HistoryRoutes:
 
     async def retrieve(self, request: Request, history_id: str) -> Response:
         """One entry."""
-        return JSONResponse(entry_object(await self._found(request, history_id)))
+        return JSONResponse(entry_object(await self._entry_of(request, history_id)))
 
     async def content(self, request: Request, history_id: str) -> Response:
         """Its file."""
-        entry = await self._found(request, history_id)
+        entry = await self._entry_of(request, history_id)
         picture = await self._history.do(self._history.open, entry)
         suffix = f".{entry.file.rpartition('.')[2]}"
         return send_file(picture.file, picture.num_bytes, MEDIA_TYPES[SUFFIXES[suffix]], _headers(entry, suffix))
 
     async def thumbnail(self, request: Request, history_id: str) -> Response:
         """Its file in small, made anew each time."""
-        entry = await self._found(request, history_id)
+        entry = await self._entry_of(request, history_id)
         with (await self._history.do(self._history.open, entry)).file as file:
             small = await ANSWERS.run(lambda: thumbnail(file.read(), THUMBNAIL_PX))
         return Response(small, media_type="image/webp", headers=_headers(entry, ".webp"))
 
     async def forget(self, request: Request, history_id: str) -> Response:
         """Remove one."""
-        entry = await self._found(request, history_id)
+        entry = await self._entry_of(request, history_id)
         await self._history.do(self._history.forget, [entry.file])
         return JSONResponse({"id": entry.id, "object": "history.entry", "deleted": True})
 
@@ -105,7 +105,7 @@ class HistoryRoutes:
         await self._history.do(self._history.forget, files)
         return JSONResponse({"object": "history", "deleted": True, "num_deleted": len(files)})
 
-    async def _found(self, request: Request, name: str) -> Entry:
+    async def _entry_of(self, request: Request, name: str) -> Entry:
         entry = await self._history.do(self._history.rows.get, self._owners.of(request), name)
         if entry is None:
             raise HttpError(404, f"there is no entry {show(name)} in your history.", code="history_not_found")

@@ -59,7 +59,7 @@ class Idempotency:
         self._owners = owners
         self._running: dict[bytes, tuple[bytes, asyncio.Future[Reply | None]]] = {}
         self._lasting: dict[bytes, Lasting] = {}
-        self._behind: set[asyncio.Task[Response]] = set()
+        self._tasks: set[asyncio.Task[Response]] = set()
 
     async def answer(self, request: Request, endpoint: Answer) -> Response:
         """What ``endpoint`` answers, or answered before."""
@@ -79,15 +79,15 @@ class Idempotency:
         over = asyncio.get_running_loop().create_future()
         self._running[name] = digest, over
         try:
-            kept = await LISTINGS.run(self._replies.get, name)
-            if kept is not None:
-                _require_same(kept.request, digest)
-                self._end(name, kept)
-                return _replayed(kept)
-            held = _Lingering(request)
-            response = await endpoint(Request(request.scope, held.receive))
+            stored = await LISTINGS.run(self._replies.get, name)
+            if stored is not None:
+                _require_same(stored.request, digest)
+                self._end(name, stored)
+                return _replayed(stored)
+            lingering = _Lingering(request)
+            response = await endpoint(Request(request.scope, lingering.receive))
             if isinstance(response, EventStreamResponse):
-                held.may_hang_up.set()
+                lingering.may_hang_up.set()
                 if response.lasting is not None:
                     self._outlive(name, digest, response, response.lasting)
                     return response
@@ -105,8 +105,8 @@ class Idempotency:
 
         self._lasting[name] = lasting
         task = asyncio.create_task(keep(), name="answer of lasting work")
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> Response:
         """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
@@ -213,28 +213,28 @@ def _checked(keys: list[str]) -> str:
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
     [key] = keys
     if not 0 < len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
-        said = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
+        message = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
         if 0 < len(key) <= MAX_KEY_CHARS:
-            said = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
-        raise InvalidRequest(f"{said}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
+            message = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
+        raise InvalidRequest(f"{message}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
     return key
 
 
 def _require_same(digest: bytes, other: bytes) -> None:
     if digest != other:
-        said = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
-        raise HttpError(422, said, code="idempotency_key_reused")
+        message = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
+        raise HttpError(422, message, code="idempotency_key_reused")
 
 
 def _warned(reply: Reply) -> Reply:
     """``reply`` with what is to be known of it, in its header and among the warnings of its body, where it has any."""
-    body, told = reply.body, reply.headers.get(WARNINGS)
+    body, warnings_header = reply.body, reply.headers.get(WARNINGS)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        said = msgspec.json.decode(fields["warnings"], type=list[str]) if "warnings" in fields else None
-        if said is not None:
-            body = msgspec.json.encode(fields | {"warnings": [*said, UNKEPT]})
-    headers = reply.headers | warning_headers([UNKEPT, *([] if told is None else [told])])
+        message = msgspec.json.decode(fields["warnings"], type=list[str]) if "warnings" in fields else None
+        if message is not None:
+            body = msgspec.json.encode(fields | {"warnings": [*message, UNKEPT]})
+    headers = reply.headers | warning_headers([UNKEPT, *([] if warnings_header is None else [warnings_header])])
     return reply._replace(headers=headers, body=body)
 
 

@@ -25,8 +25,10 @@ class Owners:
         """Whose ``request`` is. HttpError for those that nothing is kept for."""
         owner = self.known(request)
         if owner is None:
-            said = "this server asks nobody for a key, and so keeps nothing for anybody; diffserve keys add makes one."
-            raise HttpError(403, said, code="keys_needed")
+            message = (
+                "this server asks nobody for a key, and so keeps nothing for anybody; diffserve keys add makes one."
+            )
+            raise HttpError(403, message, code="keys_needed")
         return owner
 
     def known(self, request: Request) -> str | None:

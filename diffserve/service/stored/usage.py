@@ -18,7 +18,7 @@ from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import LISTINGS
 from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
 
-TOGETHER_S: Final = 0.05
+WRITE_DELAY_S: Final = 0.05
 DEFAULT_DAYS: Final = 30
 Days = Annotated[int, Query(ge=1, le=MAX_DAYS, description="Number of days, including today.")]
 
@@ -33,34 +33,34 @@ class UsageBook:
     def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
         self._usage = usage
         self._clock = clock
-        self._left: dict[tuple[str, str], Used] = {}
+        self._unsaved: dict[tuple[str, str], Used] = {}
         self._writing: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def count(self, owner: str, used: Used) -> None:
         """``owner`` has used that."""
-        whose = owner, day_of(self._clock())
-        self._left[whose] = self._left.get(whose, Used()).plus(used)
+        key = owner, day_of(self._clock())
+        self._unsaved[key] = self._unsaved.get(key, Used()).plus(used)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def _write(self) -> None:
         try:
-            while self._left:
-                await asyncio.sleep(TOGETHER_S)
+            while self._unsaved:
+                await asyncio.sleep(WRITE_DELAY_S)
                 await self.settle()
         finally:
-            if self._left:
-                self._add(self._taken())
+            if self._unsaved:
+                self._add(self._take())
 
     async def settle(self) -> None:
         """Write down all that was used so far."""
-        async with self._turn:
-            if self._left:
-                await LISTINGS.run(self._add, self._taken())
+        async with self._lock:
+            if self._unsaved:
+                await LISTINGS.run(self._add, self._take())
 
-    def _taken(self) -> dict[tuple[str, str], Used]:
-        left, self._left = self._left, {}
+    def _take(self) -> dict[tuple[str, str], Used]:
+        left, self._unsaved = self._unsaved, {}
         return left
 
     def _add(self, used: dict[tuple[str, str], Used]) -> None:
@@ -92,9 +92,9 @@ class UsageRoutes:
 
     async def _usage_by_day(self, num_days: int, owner: str | None) -> Response:
         await self._book.settle()
-        found = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
+        rows = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
         total = Used()
-        for _, _, used in found:
+        for _, _, used in rows:
             total = total.plus(used)
-        data = [{"object": "usage.day", "key_id": whose, "day": day, **used._asdict()} for whose, day, used in found]
+        data = [{"object": "usage.day", "key_id": key, "day": day, **used._asdict()} for key, day, used in rows]
         return JSONResponse({"object": "list", "data": data, "total": total._asdict()})

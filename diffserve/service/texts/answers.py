@@ -105,16 +105,16 @@ class CompletionAnswers:
     ) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
-        said = spoken(plan, tokens, reason)
+        shown = spoken(plan, tokens, reason)
         offsets, offset = [], self._offsets.get(index, 0)
-        for token in said:
+        for token in shown:
             offsets.append(offset)
             offset += len(token.text)
         self._offsets[index] = offset
         return {
-            "tokens": [token.text for token in said],
-            "token_logprobs": [bounded(token.logprob) for token in said],
-            "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in said],
+            "tokens": [token.text for token in shown],
+            "token_logprobs": [bounded(token.logprob) for token in shown],
+            "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in shown],
             "text_offset": offsets,
         }
 
@@ -125,8 +125,8 @@ Dialect = ChatAnswers | CompletionAnswers
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
     """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
-    told = {"usage": usage} if plan.has_usage_chunk else {}
-    return {**_head(plan, kind), "choices": choices, **told}
+    fields = {"usage": usage} if plan.has_usage_chunk else {}
+    return {**_head(plan, kind), "choices": choices, **fields}
 
 
 def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
@@ -159,8 +159,8 @@ def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequen
 
 
 def _head(plan: CheckedTexts, kind: str) -> Json:
-    told = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
-    return told | {"system_fingerprint": plan.fingerprint}
+    fields = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
+    return fields | {"system_fingerprint": plan.fingerprint}
 
 
 def timings_of(finished: Sequence[TextFinished]) -> Json:
@@ -180,5 +180,5 @@ def bounded(logprob: float) -> float:
 
 def _token(text: str, logprob: float) -> Json:
     """``bytes`` is null where the token is a part of a character."""
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if whole else None}
+    is_complete = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if is_complete else None}

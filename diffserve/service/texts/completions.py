@@ -34,7 +34,7 @@ from diffserve.service.threads import ANSWERS
 from diffserve.settings.config import ServeConfig
 
 SamplingT = TypeVar("SamplingT", bound=SamplingBody)
-Said = asyncio.Queue[tuple[int, TextEvent | Exception]]
+EventQueue = asyncio.Queue[tuple[int, TextEvent | Exception]]
 Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CheckedTexts]
 
 
@@ -48,57 +48,57 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share, num = share_of(request), len(plan.requests)
-        asked = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
-        work, priority = sum(one.num_texts for one in asked), asked[0].priority
+        requests = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
+        work, priority = sum(one.num_texts for one in requests), requests[0].priority
         place = self._backlog.entered(client, work, num, num, priority=priority)
-        return msgspec.structs.replace(plan, requests=asked), place
+        return msgspec.structs.replace(plan, requests=requests), place
 
     async def _answer(self, plan: CheckedTexts, ticket: Ticket) -> Response:
         finished: dict[int, TextFinished] = {}
-        async for index, told in self._told(plan, ticket):
-            if isinstance(told, TextFinished):
-                finished[index] = told
+        async for index, event_of_prompt in self._collect_events(plan, ticket):
+            if isinstance(event_of_prompt, TextFinished):
+                finished[index] = event_of_prompt
         in_order = [finished[index] for index in range(len(plan.requests))]
         return json_response(msgspec.json.encode(self.dialect().answer(plan, in_order)), plan.warnings)
 
     async def _events(self, plan: CheckedTexts, ticket: Ticket) -> Events:
         dialect, used = self.dialect(), list[TextUsage]()
-        async for index, told in self._told(plan, ticket):
+        async for index, event_of_prompt in self._collect_events(plan, ticket):
             first_index = index * plan.requests[0].num_texts
-            match told:
+            match event_of_prompt:
                 case TextAccepted():
-                    for one in dialect.opening(plan, first_index, told.num_texts):
+                    for one in dialect.opening(plan, first_index, event_of_prompt.num_texts):
                         yield event(one)
                 case TextDelta():
-                    for one in dialect.delta(plan, first_index, told):
+                    for one in dialect.delta(plan, first_index, event_of_prompt):
                         yield event(one)
                 case TextFinished():
-                    used.append(told.usage)
+                    used.append(event_of_prompt.usage)
         if plan.has_usage_chunk:
             yield event(chunk(plan, dialect.chunk_kind, [], usage(plan, used)))
 
-    async def _told(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
+    async def _collect_events(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
         """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
-        said: Said = asyncio.Queue()
+        queue: EventQueue = asyncio.Queue()
 
         async def listen(index: int, request: TextRequest) -> None:
             try:
                 watch, is_whole = partial(ticket.watch_texts, index), not plan.is_stream
                 async with self._engine.submit(request, watch, is_whole=is_whole) as job:
-                    async for told in job:
-                        said.put_nowait((index, told))
+                    async for event_of_prompt in job:
+                        queue.put_nowait((index, event_of_prompt))
             except Exception as error:
-                said.put_nowait((index, error))
+                queue.put_nowait((index, error))
 
         listening = [asyncio.create_task(listen(index, request)) for index, request in enumerate(plan.requests)]
         try:
             num_left = len(listening)
             while num_left:
-                index, told = await said.get()
-                if isinstance(told, Exception):
-                    raise told
-                yield index, told
-                num_left -= isinstance(told, TextFinished)
+                index, event_of_prompt = await queue.get()
+                if isinstance(event_of_prompt, Exception):
+                    raise event_of_prompt
+                yield index, event_of_prompt
+                num_left -= isinstance(event_of_prompt, TextFinished)
         finally:
             for task in listening:
                 task.cancel()

@@ -76,15 +76,15 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     async def _check(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, Place]:
         info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
         plan = plan_embedding(body, info, self._config, request.state.request_id)
-        asked, num_inputs = plan.request, plan.request.num_inputs
-        self._backlog.check_deadline(num_inputs, asked.deadline_s, asked.priority)
-        return plan, self._backlog.entered(client, num_inputs, priority=asked.priority)
+        request_, num_inputs = plan.request, plan.request.num_inputs
+        self._backlog.check_deadline(num_inputs, request_.deadline_s, request_.priority)
+        return plan, self._backlog.entered(client, num_inputs, priority=request_.priority)
 
     async def _answer(self, plan: EmbeddingPlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:
-            async for told in job:
-                if isinstance(told, Embedded):
-                    return json_response(await ANSWERS.run(answer_of, plan, told), plan.warnings)
+            async for result in job:
+                if isinstance(result, Embedded):
+                    return json_response(await ANSWERS.run(answer_of, plan, result), plan.warnings)
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, checked: EmbeddingPlan, ticket: Ticket) -> Events:
@@ -93,10 +93,10 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
-    given = [body.input] if isinstance(body.input, str) else body.input
-    texts = tuple(one for one in given if isinstance(one, str))
-    ids = tuple(one for one in given if isinstance(one, int))
-    lists = tuple(tuple(one) for one in given if isinstance(one, list))
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    texts = tuple(one for one in inputs if isinstance(one, str))
+    ids = tuple(one for one in inputs if isinstance(one, int))
+    lists = tuple(tuple(one) for one in inputs if isinstance(one, list))
     return EmbeddingPlan(
         request=EmbeddingRequest(
             texts=texts,
@@ -111,27 +111,27 @@ def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, re
     )
 
 
-def answer_of(plan: EmbeddingPlan, told: Embedded) -> bytes:
+def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
     """The whole answer. InvalidRequest where more dimensions are asked for than there are. Takes a while: call it in a
     thread.
     """
-    vectors = np.frombuffer(told.data, dtype="<f4").reshape(-1, told.dimensions)
+    vectors = np.frombuffer(result.data, dtype="<f4").reshape(-1, result.dimensions)
     if plan.dimensions is not None:
         vectors = cut(vectors, plan.dimensions)
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, plan.is_base64)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, plan.is_base64)}
         for index, vector in enumerate(vectors)
     ]
-    used = {"prompt_tokens": told.num_tokens, "total_tokens": told.num_tokens}
-    answer: dict[str, Any] = {"object": "list", "data": data, "model": told.model, "usage": used}
+    used = {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens}
+    answer: dict[str, Any] = {"object": "list", "data": data, "model": result.model, "usage": used}
     return msgspec.json.encode(answer | {"warnings": list(plan.warnings)})
 
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """The first ``dimensions`` numbers of each of ``vectors`` (N, D), at length 1 again. InvalidRequest."""
     if dimensions > vectors.shape[1]:
-        said = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
-        raise InvalidRequest(said, param="dimensions")
+        message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+        raise InvalidRequest(message, param="dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
     shorter = vectors[:, :dimensions]
@@ -139,7 +139,7 @@ def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     return np.asarray(shorter / np.maximum(lengths, np.finfo(np.float32).tiny), dtype="<f4")
 
 
-def _written(vector: NDArray[np.float32], is_base64: bool) -> Any:
+def _encode_vector(vector: NDArray[np.float32], is_base64: bool) -> Any:
     """One by one, so that others get their turn of the interpreter between them."""
     return (
         base64.b64encode(vector.tobytes()).decode() if is_base64 else msgspec.Raw(msgspec.json.encode(vector.tolist()))

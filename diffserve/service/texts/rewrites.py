@@ -46,20 +46,20 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0), is_whole=True) as job:
-            async for told in job:
-                if isinstance(told, RewriteFinished):
-                    return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
+            async for event_ in job:
+                if isinstance(event_, RewriteFinished):
+                    return json_response(msgspec.json.encode(answer_of(plan, event_)), plan.warnings)
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
-            async for told in job:
-                match told:
+            async for event_ in job:
+                match event_:
                     case RewriteDelta():
-                        delta = {"type": DELTA, "id": told.request_id, "index": told.index, "delta": told.text}
+                        delta = {"type": DELTA, "id": event_.request_id, "index": event_.index, "delta": event_.text}
                         yield event(delta, DELTA)
                     case RewriteFinished():
-                        yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
+                        yield event({"type": COMPLETED, **answer_of(plan, event_)}, COMPLETED)
 
 
 def plan_rewrite(
@@ -113,17 +113,17 @@ def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: Rewriter
     return None if mode == "off" else RewriteOptions(force=mode == "force")
 
 
-def options_of(asked: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
+def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
     """What ``asked`` says of the rewriting. InvalidRequest about ``param`` where there is no style of that name."""
-    if asked.style is not None and asked.style not in styles():
+    if choice.style is not None and choice.style not in styles():
         raise InvalidRequest(
-            f"{param} is {show(asked.style)}; it must be one of {', '.join(styles())}, or left out.",
+            f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out.",
             param=param,
             code="unknown_style",
         )
     return RewriteOptions(
-        style=asked.style,
-        seed=None if asked.seed in (None, -1) else asked.seed,
-        system=asked.system,
-        force=bool(asked.force),
+        style=choice.style,
+        seed=None if choice.seed in (None, -1) else choice.seed,
+        system=choice.system,
+        force=bool(choice.force),
     )
