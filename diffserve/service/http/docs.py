@@ -1,4 +1,4 @@
-"""``/docs``: the description of the API as a plain page of this server alone, without scripts or foreign files."""
+"""``/docs``: the API description as an HTML page without scripts or external files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ b { display: inline-block; min-width: 3.5rem }
 
 
 def add_docs(app: FastAPI) -> None:
-    """Offer the page; it tells what ``app`` says of itself by then."""
+    """Add the page and ``/openapi.json`` to ``app``."""
     cache: dict[str, bytes] = {}
     turns = asyncio.Lock()
 
@@ -49,7 +49,7 @@ def add_docs(app: FastAPI) -> None:
 
 
 def render(described: dict[str, Any]) -> str:
-    """The page of a description."""
+    """Render an OpenAPI document as HTML."""
     title = f"{described['info']['title']} {described['info']['version']}"
     parts = described.get("components", {}).get("schemas", {})
     text = "".join(_operation(*one, parts) for one in operations(described))
@@ -97,7 +97,7 @@ def _responses(responses: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def type_of(field: dict[str, Any]) -> str:
-    """What may stand in a field, in words."""
+    """Describe the type of a field in words."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
@@ -122,6 +122,6 @@ def _table(title: str, rows: Any) -> str:
 
 
 def _render_text(text: str) -> str:
-    """Text with `code` in it."""
+    """Render text with `code` in it."""
     pieces = escape(text).split("`")
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""Forms (multipart/form-data): fields and files, bounded, and fields read as if they had stood in JSON."""
+"""Forms (multipart/form-data): bounded fields and files; fields are parsed as in a JSON body."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ MAX_FIELD_BYTES: Final = 1 << 18
 
 
 class MultipartForm(NamedTuple):
-    """``fields``: text by name, lists where a name ends in []; ``files``: what was uploaded, in order, by name without
-    such brackets.
-    """
+    """Fields by name (lists for names that end in []) and uploaded files by name without brackets."""
 
     fields: dict[str, str | list[str]]
     files: dict[str, list[bytes]]
 
 
 def is_form(request: Request) -> bool:
-    """Whether the body says that it is one."""
+    """Return whether the body is declared as a multipart form."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
 
 
 class OpenForm(NamedTuple):
-    """The same, with files that are read when they are wanted."""
+    """Form whose files are read on demand."""
 
     fields: dict[str, str | list[str]]
     files: dict[str, list[UploadFile]]
 
 
 async def complete_body(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body of ``request``, a form. HttpError behind it where the boundary that closes it is missing: so is then the
-    end of the part before it, of which the parser says nothing, and an edit would be made without its mask.
+    """Yield the body of a form.
+
+    Raises:
+        HttpError: The closing boundary is missing. The parser would ignore the truncated last part, and an edit would
+            lose its mask.
     """
     _, options = parse_options_header(request.headers.get("content-type"))
     closing, latest = b"--%b--" % options.get(b"boundary", b""), b""
@@ -103,7 +104,7 @@ class _Parser(MultiPartParser):
 
 
 async def read_form(request: Request, *, max_files: int) -> MultipartForm:
-    """The form in the body of ``request``. Raises InvalidRequest or HttpError for what is none, or holds too much."""
+    """Read a form with all of its files. Raises InvalidRequest or HttpError if it is malformed or too large."""
     async with open_form(request, max_files=max_files) as form:
         files = {name: [await one.read() for one in uploads] for name, uploads in form.files.items()}
     return MultipartForm(form.fields, files)
@@ -111,7 +112,7 @@ async def read_form(request: Request, *, max_files: int) -> MultipartForm:
 
 @asynccontextmanager
 async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenForm]:
-    """The same for the length of the block, in which long files lie on disk."""
+    """Read a form for the length of the block; long files stay on disk."""
     fields: dict[str, str | list[str]] = {}
     files: dict[str, list[UploadFile]] = {}
     limits = {"max_files": max_files, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
@@ -144,9 +145,7 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
 
 
 def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> BodyT:
-    """``fields``, in which numbers arrive as text, as the body that JSON of the same names would be. An empty field is
-    one that was left out. Raises InvalidRequest.
-    """
+    """Parse form fields, whose numbers are text, as a JSON body; empty fields are missing. Raises InvalidRequest."""
     schema = _schema_of(kind)
     properties, parts = schema["properties"], schema.get("$defs", {})
     values = {
@@ -165,7 +164,7 @@ def _schema_of(kind: type[Body]) -> dict[str, Any]:
 
 
 def _parse_value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """``text`` itself where the field takes text, else what it is as JSON."""
+    """Return ``text`` unchanged if the field accepts text, else parsed as JSON."""
     if _accepts_text(described, parts) and not text.lstrip().startswith(("{", "[")):
         return text
     if not described:

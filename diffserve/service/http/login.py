@@ -1,4 +1,4 @@
-"""``/login``: a browser gives its key once, and has a session from then on; ``/logout`` ends that."""
+"""Login page: ``/login`` exchanges a key for a session cookie, ``/logout`` ends the session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ button {{ background: #11766e; color: #fff; border: 0; border-radius: .5rem }}
 
 
 def add_login(app: FastAPI, ring: KeyRing) -> None:
-    """Add both to ``app``."""
+    """Add the login and logout routes to ``app``."""
 
     @app.get(LOGIN, summary="A form for a key", response_class=HTMLResponse)
     async def ask(request: Request) -> Response:

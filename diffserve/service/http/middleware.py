@@ -64,7 +64,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class Outermost:
-    """Gives the request an id, answers for every unexpected error, and writes one log line without any content."""
+    """Assigns the request ID, answers unexpected errors, and writes one log line without any content."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics | None = None) -> None:
         self.app = app
@@ -127,7 +127,7 @@ class Outermost:
 
 
 def endpoint_of(scope: Scope) -> str:
-    """The template of the route that answered; "page" for all of the page's, "none" where there was no route."""
+    """Return the template of the matched route; "page" for the page, "none" without a route."""
     if scope["state"].get("is_page", False):
         return "page"
     path: str | None = getattr(scope.get("route"), "path", None)
@@ -135,9 +135,7 @@ def endpoint_of(scope: Scope) -> str:
 
 
 def take_origin_form(scope: Scope) -> None:
-    """Have a target in absolute form be read as if it were in origin form (RFC 9112 3.2.2): its path is the path, and
-    its authority the Host, whatever the header says. Anything else stays as it is.
-    """
+    """Convert a target in absolute form to origin form (RFC 9112 3.2.2); its authority replaces the Host header."""
     match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
     if match is None:
         return
@@ -148,9 +146,9 @@ def take_origin_form(scope: Scope) -> None:
 
 
 class HeadAsGet:
-    """Has everything below it see a GET where HEAD is asked, and sends the head of its answer alone.
+    """Answers HEAD as GET without the body, and adds HEAD to ``Allow`` wherever GET is.
 
-    The answer is complete with its head: of a file or a stream nothing more is read, as when a client hangs up.
+    The response is complete with its headers; nothing more of a file or a stream is read.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -279,11 +277,11 @@ class FramingGuard:
 
 
 class BodyLimit:
-    """Refuses a body that is too long, by its announced length or as soon as it is, and one that comes too slowly.
+    """Refuses bodies that are too long or arrive too slowly.
 
-    Uploads, and JSON to ``OF_PICTURES``, may have ``max_bytes``, everything else ``TEXT_BODY_BYTES`` at most, or
-    ``PICTURE_BODY_BYTES``. A body may take ``BODY_TIMEOUT_S``, and longer only while its mean rate is at least
-    ``SLOWEST_BYTES_PER_S``.
+    Uploads and JSON to ``OF_PICTURES`` may have ``max_bytes``, other bodies ``TEXT_BODY_BYTES`` or
+    ``PICTURE_BODY_BYTES``. A body may take ``BODY_TIMEOUT_S``, and longer only at a mean rate of at least
+    ``SLOWEST_BYTES_PER_S``. FastAPI has no limit on the rate, so this stays middleware.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
@@ -341,7 +339,7 @@ class BodyLimit:
 
 
 def too_long(max_bytes: int) -> HttpError:
-    """The answer to a body of more than ``max_bytes``."""
+    """Return the error for a body of more than ``max_bytes``."""
     return HttpError(413, f"the body is longer than {max_bytes} bytes.", code="body_too_large")
 
 

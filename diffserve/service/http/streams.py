@@ -1,8 +1,7 @@
-"""Server-sent events: an answer that is told piece by piece.
+"""Streaming responses: server-sent events and files.
 
-The status line waits for the first event, so that what is refused at the door is an ordinary error with its own
-status. After that an error is an event like any other, which OpenAI's clients raise. While nothing happens, comments
-keep proxies from hanging up.
+The status line waits for the first event, so that early errors have their own status; later errors are events, which
+OpenAI's clients raise. Comments keep proxies from closing idle streams.
 """
 
 from __future__ import annotations
@@ -39,26 +38,29 @@ log = logging.getLogger("diffserve.http")
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One event with ``data`` as JSON; ``name`` is for listeners that dispatch on the event's own field."""
+    """Encode one event with ``data`` as JSON and an optional event name."""
     head = b"" if name is None else f"event: {name}\n".encode("ascii")
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Lasting(NamedTuple):
-    """Of a stream whose work goes on without it: how it is followed from its beginning, and what it was, once it is
-    over (``None``: nothing that is worth keeping).
-    """
+    """Work that continues without its stream: how to follow it again, and its whole output (None: not stored)."""
 
     again: Callable[[Request], Awaitable[Response]]
     whole: Callable[[], Awaitable[bytes | None]]
 
 
 class EventStreamResponse(Response):
-    """Sends what ``events`` yields. It owns ``until`` (what is to be left when the answer is over) and the generator.
+    """Response that sends ``events``; it owns the generator and the contexts in ``until``.
 
-    ending   what follows the last event, also after an error
-    limit_s  seconds after which the answer is given up with an error
-    lasting  where hanging up does not end its work
+    Args:
+        events: Encoded events.
+        interrupted: Resolves to the reason for an early end.
+        until: Contexts that are left when the response is over.
+        limit_s: Seconds after which the response ends with an error.
+        ending: Bytes after the last event, also after an error.
+        headers: Further headers.
+        keep_alive_s: Longest silence without a comment.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class EventStreamResponse(Response):
         self._first = asyncio.create_task(self._pull())
 
     async def opened(self) -> EventStreamResponse:
-        """Itself, once there is something to send or it has been quiet for a while; raises what went wrong by then."""
+        """Return this response when it has an event or after ``HEAD_PATIENCE_S``; raises early errors."""
         try:
             await first_of(self._first, self._interrupted, timeout_s=HEAD_PATIENCE_S)
             if self._interrupted.done():
@@ -101,7 +103,7 @@ class EventStreamResponse(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all; whatever happens, the work behind it has ended when this returns."""
+        """Send the stream; its work has ended when this returns."""
         writing = asyncio.create_task(self._write(send))
         try:
             await first_of(writing, self._interrupted, timeout_s=self._limit_s)
@@ -136,7 +138,7 @@ class EventStreamResponse(Response):
         await _send(send, self._ending, is_last=True)
 
     async def _keep_alive(self, send: Send) -> None:
-        """A comment whenever nothing was told for a while."""
+        """Send a comment whenever nothing was sent for a while."""
         while True:
             due_s = self._sent_s + self._keep_alive_s - time.monotonic()
             if due_s <= 0.0:
@@ -148,7 +150,7 @@ class EventStreamResponse(Response):
         return await anext(self._events, None)
 
     async def _send_error(self, send: Send) -> None:
-        """The last words of an answer that was interrupted, if anybody listens."""
+        """Send the reason of an interruption if the client still reads."""
         error: DiffserveError = DeadlineExceeded("the engine does not answer; please try again later.")
         if self._interrupted.done():
             error = self._interrupted.result()
@@ -162,7 +164,7 @@ class EventStreamResponse(Response):
             log.warning("the end of a stream was not read")
 
     def _error_event(self, error: Exception) -> bytes:
-        """``error`` as an event: the same object as in the body of an error's answer."""
+        """Encode ``error`` as an event with the error object."""
         self._error_code = getattr(expected_error(error), "code", DiffserveError.default_code)
         return b"data: " + reply_to(error).body + b"\n\n"
 
@@ -182,7 +184,7 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
 
 
 def send_file(file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str, str]) -> Response:
-    """The open ``file``, which is closed then."""
+    """Return a response that sends the open ``file`` and closes it."""
     headers = {"Content-Length": str(num_bytes), **FILE_HEADERS, **headers}
     return StreamingResponse(_chunks(file), headers=headers, media_type=media_type)
 

@@ -1,7 +1,7 @@
-"""Works on batches: a few lines at a time, through the endpoints that answer everybody, while nobody else waits.
+"""Batch runner: sends a few lines at a time through the normal endpoints while no interactive request waits.
 
-One process of those that share a folder does so, whichever has its lock. What it stops in the middle of, at its end or
-because it was killed, is done anew by the next; what is done is never done again.
+One process per data folder runs batches, selected by a file lock. Lines that were interrupted by the end of a process
+are run again by the next one; finished lines are not.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ log = logging.getLogger("diffserve.batches")
 
 
 class KeyGoneError(Exception):
-    """The key that made a batch is good no more."""
+    """Error of a batch whose key is no longer valid."""
 
 
 class BatchRunner:
-    """Works on ``batches``. ``endpoints``: what answers a line, by its path."""
+    """Runs ``batches``; ``endpoints`` maps paths to handlers of lines."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def wake(self) -> None:
-        """There is something new."""
+        """Look for new batches now."""
         self._wakeup.set()
 
     def stop(self, name: str) -> None:
-        """Batch ``name`` is to be cancelled."""
+        """Cancel the batch with ID ``name``."""
         if name in self._tasks:
             self._tasks[name].cancel()
         self.wake()
 
     async def run_for_ever(self) -> None:
-        """Work on what there is and what comes."""
+        """Run unfinished and new batches until cancelled."""
         lock = await self._locked(self._files.folder.parent / "batches.lock")
         swept_s = -SWEEP_EVERY_S
         try:
@@ -153,7 +153,7 @@ class BatchRunner:
         self.wake()
 
     async def _run(self, batch: Batch) -> None:
-        """Work on one until it is over; where it cannot be gone on with now, it is begun with again later."""
+        """Run a batch to its end; after disk or database errors it is resumed later."""
         facts = {"batch": batch.id, "num_lines": batch.num_lines}
         try:
             await self._advance(batch)
@@ -192,7 +192,7 @@ class BatchRunner:
         await _run_to_end(self._batches.finish, batch.id, "completed")
 
     async def _run_lines(self, batch: Batch) -> None:
-        """Every line that is not done, in order, as many at once as there are places."""
+        """Run all unfinished lines in order, as many at once as there are free slots."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         writing = asyncio.Lock()
         with closing(await BATCHES.run(self._files.path(batch.input_file).open, "rb")) as file:
@@ -207,7 +207,7 @@ class BatchRunner:
                 raise failed.exceptions[0] from None
 
     async def _acquire_slot(self) -> None:
-        """Wait for a place, and until those who wait for an answer have begun."""
+        """Wait for a free slot, then at most ``MAX_YIELD_S`` for waiting interactive requests to begin."""
         await self._slots.acquire()
         try:
             until_s = time.monotonic() + MAX_YIELD_S
@@ -237,7 +237,7 @@ class BatchRunner:
         return line_done(number, line_request.custom_id, answer_of_line)
 
     async def _answer(self, batch: Batch, body: bytes) -> LineAnswer:
-        """The answer to ``body``. Where there is no room or no engine, it is asked for again."""
+        """Return the response to ``body``; full queues and missing engines are retried."""
         num_losses = 0
         while True:
             request = self._request(batch, body)
@@ -259,7 +259,7 @@ class BatchRunner:
                 return error_answer(error, request_id)
 
     def _request(self, batch: Batch, body: bytes) -> Request:
-        """``body`` as its key would ask it itself, but for who waits for it: the one place that says it can wait."""
+        """Build a request with ``body`` on behalf of the batch's key, with the priority batch."""
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Message:
@@ -293,7 +293,7 @@ class BatchRunner:
         return Request(scope, receive)
 
     async def _expire(self, batch: Batch) -> None:
-        """Say of every line that is left that it was too late."""
+        """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
         await _run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
@@ -301,7 +301,7 @@ class BatchRunner:
 
 
 async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-    """``work`` in a thread, which is over when this is, even where it is cancelled."""
+    """Call ``work`` in a thread and wait until it has ended, even when cancelled."""
     task = asyncio.create_task(BATCHES.run(work, *arguments, **keywords))
     try:
         return await asyncio.shield(task)

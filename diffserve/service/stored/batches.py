@@ -1,4 +1,4 @@
-"""``/v1/batches``: many requests in one file, worked on when nobody else waits; as OpenAI has it."""
+"""``/v1/batches``: OpenAI's batch API; many requests in one file that run when no interactive request waits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BatchBody(Body):
 
 
 class BatchRoutes:
-    """The routes of ``batches``, which ``runner`` works on. ``endpoints``: the paths that lines may be for."""
+    """Routes of ``batches``, which ``runner`` runs; ``endpoints`` returns the allowed paths of lines."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class BatchRoutes:
         cancel(self.cancel)
 
     async def create(self, request: Request) -> Response:
-        """Begin a batch.
+        """Create a batch.
 
-        A file that is wrong as a whole is refused. One with lines that are no requests makes a batch that has failed,
-        with ``errors``. What is wrong with the body of a line is in the error file.
+        A file that is invalid as a whole is refused. A file with invalid lines creates a failed batch with
+        ``errors``. Errors in the body of a line are written to the error file.
         """
         owner = self._owners.of(request)
         body = await read_body(request, BatchBody)
@@ -118,7 +118,7 @@ class BatchRoutes:
         return JSONResponse(batch_object(await self._batch_of(request, batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
-        """Stop one; what was done of it by then is in its files. Again is no mistake."""
+        """Cancel a batch; finished lines stay in its files. Repeating the call is allowed."""
         batch = await self._batch_of(request, batch_id)
         moved = await LISTINGS.run(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
         if moved is None or moved.status not in ("cancelling", "cancelled"):
@@ -150,7 +150,7 @@ class BatchRoutes:
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """``batch`` in OpenAI's words."""
+    """Return OpenAI's object for ``batch``."""
     errors = {"object": "list", "data": [msgspec.structs.asdict(problem) for problem in batch.problems]}
     has_output, has_errors = (batch.is_over and num_bytes > 0 for num_bytes in (batch.output_bytes, batch.error_bytes))
     return {

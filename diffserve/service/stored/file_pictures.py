@@ -1,4 +1,4 @@
-"""Pictures that a request names by files of its key (``file_id``), read in before anything else is made of it."""
+"""Images that a request references by ``file_id``, resolved before the request is checked."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ MAX_REQUEST_BYTES: Final = 20 << 20
 
 
 class Reference(Protocol):
-    """A picture within a body: where it lies, or which file it is."""
+    """Image within a body: a URL or a file ID."""
 
     image_url: str | None
     file_id: str | None
 
 
 class FilePictures:
-    """Finds them in ``files``; ``None``: this server keeps none."""
+    """Resolves file IDs; ``files`` is None if the server stores no files."""
 
     def __init__(self, files: Files | None, owners: Owners | None) -> None:
         self._files = files
         self._owners = owners
 
     async def fill(self, request: Request, *bodies: BaseModel) -> None:
-        """Put into ``bodies``, for each ``file_id`` beside an ``image_url``, the picture as a data URL of that.
-
-        Raises InvalidRequest, the same for a file that never was and for another key's.
-        """
+        """Replace each ``file_id`` in ``bodies`` by a data URL in ``image_url``. Raises InvalidRequest."""
         left_bytes = MAX_REQUEST_BYTES
         for holder, name in [place for body in bodies for place in _find_references(body, "")]:
             data = await FILES.run(self._read, request, holder, name, left_bytes)
@@ -70,7 +67,7 @@ class FilePictures:
 
 
 def _find_references(value: object, path: str) -> list[tuple[Reference, str]]:
-    """The models in ``value`` that name a file, with what errors call the field."""
+    """Return the models in ``value`` with a file ID, and the field's name for errors."""
     references: list[tuple[Reference, str]] = []
     if isinstance(value, BaseModel):
         fields, values = type(value).model_fields, value.__dict__

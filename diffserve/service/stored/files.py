@@ -1,4 +1,4 @@
-"""``/v1/files``: files that clients keep here, for batches above all."""
+"""``/v1/files``: files that clients upload, mainly for batches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UPLOAD: Final = {
 
 
 class FileRoutes:
-    """The routes of ``files``. ``batches`` are asked which of them are in use."""
+    """Routes of ``files``; ``batches`` knows which of them are in use."""
 
     def __init__(self, app: FastAPI, files: Files, batches: Batches, owners: Owners) -> None:
         self._files = files
@@ -65,7 +65,7 @@ class FileRoutes:
         app.delete("/v1/files/{file_id}", summary="Delete a file", responses=error_responses(409))(self.delete)
 
     async def upload(self, request: Request) -> Response:
-        """Keep a file. A name that a client gives it is told again, and nothing else is done with it."""
+        """Store an uploaded file. Its name is only shown to clients."""
         owner = self._owners.of(request)
         if not is_form(request):
             raise HttpError(415, f"a file is uploaded as a form ({MEDIA_TYPE}).", code="unsupported_media_type")
@@ -100,11 +100,11 @@ class FileRoutes:
         return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
-        """What is known of one."""
+        """Describe a file."""
         return JSONResponse(file_object(await self._file_of(request, file_id)))
 
     async def content(self, request: Request, file_id: str) -> Response:
-        """Its bytes, of no kind that a browser would show."""
+        """Return a file's bytes with a media type that no browser renders."""
         file = await self._file_of(request, file_id)
         try:
             opened = await FILES.run(self._files.open, file)
@@ -114,7 +114,7 @@ class FileRoutes:
         return send_file(opened, file.num_bytes, "application/octet-stream", disposition)
 
     async def delete(self, request: Request, file_id: str) -> Response:
-        """Forget one, unless a batch is at it."""
+        """Delete a file unless a batch uses it."""
         file = await self._file_of(request, file_id)
         if file.id in await LISTINGS.run(self._batches.files_in_use):
             raise HttpError(409, f"{file.id} is the input of a batch; cancel that first.", code="file_in_use")
@@ -129,7 +129,7 @@ class FileRoutes:
 
 
 def file_object(file: File) -> dict[str, Any]:
-    """``file`` in OpenAI's words."""
+    """Return OpenAI's object for ``file``."""
     return {
         "id": file.id,
         "object": "file",
@@ -143,7 +143,7 @@ def file_object(file: File) -> dict[str, Any]:
 
 
 def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
-    """A page of a list in OpenAI's words; ``None``: it was to go on from an entry that there is not."""
+    """Return a page in OpenAI's list format; None means that the entry ``after`` does not exist."""
     if page is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
     data, has_more = page
@@ -152,12 +152,12 @@ def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
 
 
 def no_file(name: str) -> HttpError:
-    """The same for one that never was, is over, or is another's."""
+    """Return the same error for a missing, an expired and another key's file."""
     return HttpError(404, f"there is no file {show(name)} of yours.", code="file_not_found")
 
 
 def shown_name(name: str) -> str:
-    """The last part of a client's name for a file, without what does not print."""
+    """Return the last part of a client's file name without unprintable characters."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(c for c in last if unicodedata.category(c)[0] != "C")[:MAX_NAME_CHARS] or "file"
 

@@ -1,4 +1,4 @@
-"""``/v1/history``: what was painted for a key, to be looked for, asked for again, and forgotten."""
+"""``/v1/history``: search, download and deletion of the images that a key generated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Until = Annotated[
 
 
 class HistoryRoutes:
-    """The routes of ``history``."""
+    """Routes of ``history``."""
 
     def __init__(self, app: FastAPI, history: PictureHistory, owners: Owners) -> None:
         self._history = history
@@ -76,31 +76,31 @@ class HistoryRoutes:
         return list_response(None if page is None else ([entry_object(entry) for entry in page[0]], page[1]))
 
     async def retrieve(self, request: Request, history_id: str) -> Response:
-        """One entry."""
+        """Describe an entry."""
         return JSONResponse(entry_object(await self._entry_of(request, history_id)))
 
     async def content(self, request: Request, history_id: str) -> Response:
-        """Its file."""
+        """Return the image file."""
         entry = await self._entry_of(request, history_id)
         picture = await self._history.do(self._history.open, entry)
         suffix = f".{entry.file.rpartition('.')[2]}"
         return send_file(picture.file, picture.num_bytes, MEDIA_TYPES[SUFFIXES[suffix]], _headers(entry, suffix))
 
     async def thumbnail(self, request: Request, history_id: str) -> Response:
-        """Its file in small, made anew each time."""
+        """Return a thumbnail, which is computed for each request."""
         entry = await self._entry_of(request, history_id)
         with (await self._history.do(self._history.open, entry)).file as file:
             small = await ANSWERS.run(lambda: thumbnail(file.read(), THUMBNAIL_PX))
         return Response(small, media_type="image/webp", headers=_headers(entry, ".webp"))
 
     async def forget(self, request: Request, history_id: str) -> Response:
-        """Remove one."""
+        """Delete an entry."""
         entry = await self._entry_of(request, history_id)
         await self._history.do(self._history.forget, [entry.file])
         return JSONResponse({"id": entry.id, "object": "history.entry", "deleted": True})
 
     async def forget_all(self, request: Request) -> Response:
-        """Remove all of whoever asks."""
+        """Delete all entries of the request's key."""
         files = await self._history.do(self._history.rows.files, self._owners.of(request))
         await self._history.do(self._history.forget, files)
         return JSONResponse({"object": "history", "deleted": True, "num_deleted": len(files)})
@@ -113,7 +113,7 @@ class HistoryRoutes:
 
 
 def entry_object(entry: Entry) -> dict[str, Any]:
-    """``entry`` as it is told."""
+    """Return the API's object for ``entry``."""
     path = f"/v1/history/{entry.id}"
     head = {"id": entry.id, "object": "history.entry", "created_at": int(entry.created_s), "model": entry.model}
     return head | entry.recipe | {"content": f"{path}/content", "thumbnail": f"{path}/thumbnail"}

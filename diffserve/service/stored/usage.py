@@ -1,4 +1,4 @@
-"""``/v1/usage``: what a key has used, by day; ``/v1/usage/keys``: what all have."""
+"""``/v1/usage``: usage of a key by day; ``/v1/usage/keys``: usage of all keys."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class UsageBook:
-    """Writes down what is used, ``TOGETHER_S`` after it is at the latest; what comes until then is written together.
-    Cancelled, it writes what it has.
-    """
+    """Collects usage and writes it together, at most ``WRITE_DELAY_S`` later, also when cancelled."""
 
     def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
         self._usage = usage
@@ -38,7 +36,7 @@ class UsageBook:
         self._lock = asyncio.Lock()
 
     def count(self, owner: str, used: Used) -> None:
-        """``owner`` has used that."""
+        """Add usage of the key ``owner``."""
         key = owner, day_of(self._clock())
         self._unsaved[key] = self._unsaved.get(key, Used()).plus(used)
         if self._writing is None or self._writing.done():
@@ -54,7 +52,7 @@ class UsageBook:
                 self._add(self._take())
 
     async def settle(self) -> None:
-        """Write down all that was used so far."""
+        """Write all collected usage."""
         async with self._lock:
             if self._unsaved:
                 await LISTINGS.run(self._add, self._take())

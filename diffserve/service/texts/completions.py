@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``POST /v1/completions``: read, check, ask the language model, deliver."""
+"""``POST /v1/chat/completions`` and ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CheckedTexts]
 
 
 class Completions(Endpoint[SamplingT, CheckedTexts]):
-    """An endpoint of texts: how its body is understood, and the dialect it answers in."""
+    """Base class of text endpoints: how the body is planned and how results are formatted."""
 
     plan: Plan[SamplingT]
     dialect: type[Dialect]
@@ -78,7 +78,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
             yield event(chunk(plan, dialect.chunk_kind, [], usage(plan, used)))
 
     async def _collect_events(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
-        """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
+        """Yield the events of all prompts with the prompt's index; raises if one fails."""
         queue: EventQueue = asyncio.Queue()
 
         async def listen(index: int, request: TextRequest) -> None:
@@ -106,7 +106,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 
 
 class ChatCompletions(Completions[ChatBody]):
-    """The endpoint of conversations. ``painter`` answers those whose body ``wants_picture``."""
+    """Chat endpoint; ``painter`` answers bodies for which ``wants_picture`` is true."""
 
     asks = "chat"
     body, plan, dialect = ChatBody, staticmethod(plan_chat), ChatAnswers
@@ -126,7 +126,7 @@ class ChatCompletions(Completions[ChatBody]):
         self._wants_picture = wants_picture
 
     async def __call__(self, request: Request) -> Response:
-        """See ``Endpoint``."""
+        """Answer a request."""
         if self._wants_picture(await read_json(request)):
             return await self._painter(request)
         return await super().__call__(request)
@@ -138,7 +138,7 @@ class ChatCompletions(Completions[ChatBody]):
 
 
 class TextCompletions(Completions[CompletionBody]):
-    """The endpoint of plain texts."""
+    """Endpoint of text completions."""
 
     asks = "text"
     body, plan, dialect = CompletionBody, staticmethod(plan_completion), CompletionAnswers

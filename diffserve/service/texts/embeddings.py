@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: texts as vectors, by the text encoder of an image model, pooled and of length 1."""
+"""``POST /v1/embeddings``: normalized, pooled outputs of an image model's text encoder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Dimensions = Annotated[
 
 
 class EmbeddingBody(WorkBody):
-    """OpenAI's fields. The answer's model is the image model whose text encoder read the input."""
+    """Body of an embedding request; the response names the image model whose text encoder was used."""
 
     model_config = ConfigDict(title="CreateEmbeddingRequest")
     hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
@@ -57,7 +57,7 @@ class EmbeddingBody(WorkBody):
 
 
 class EmbeddingPlan(Checked, frozen=True, kw_only=True):
-    """A checked body: the engine's request, and how its vectors are to be delivered."""
+    """Checked body: the engine's request and the format of the vectors."""
 
     request: EmbeddingRequest
     is_base64: bool
@@ -65,7 +65,7 @@ class EmbeddingPlan(Checked, frozen=True, kw_only=True):
 
 
 class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
-    """The endpoint."""
+    """Endpoint of embeddings."""
 
     body = EmbeddingBody
 
@@ -92,7 +92,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
 
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to an engine request. Raises InvalidRequest."""
     inputs = [body.input] if isinstance(body.input, str) else body.input
     texts = tuple(one for one in inputs if isinstance(one, str))
     ids = tuple(one for one in inputs if isinstance(one, int))
@@ -112,9 +112,7 @@ def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, re
 
 
 def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
-    """The whole answer. InvalidRequest where more dimensions are asked for than there are. Takes a while: call it in a
-    thread.
-    """
+    """Format the response; slow, so call it in a thread. Raises InvalidRequest if ``dimensions`` is too large."""
     vectors = np.frombuffer(result.data, dtype="<f4").reshape(-1, result.dimensions)
     if plan.dimensions is not None:
         vectors = cut(vectors, plan.dimensions)
@@ -128,7 +126,7 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """The first ``dimensions`` numbers of each of ``vectors`` (N, D), at length 1 again. InvalidRequest."""
+    """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
     if dimensions > vectors.shape[1]:
         message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
         raise InvalidRequest(message, param="dimensions")
@@ -140,7 +138,7 @@ def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
 
 
 def _encode_vector(vector: NDArray[np.float32], is_base64: bool) -> Any:
-    """One by one, so that others get their turn of the interpreter between them."""
+    """Encode one vector; separate calls let other threads run in between."""
     return (
         base64.b64encode(vector.tobytes()).decode() if is_base64 else msgspec.Raw(msgspec.json.encode(vector.tolist()))
     )

@@ -1,4 +1,4 @@
-"""``POST /v1/prompts/rewrite``: a wish in, prompts out, not painted yet; and an image's ``prompt_rewriter``."""
+"""``POST /v1/prompts/rewrite``: prompts for a wish; also the ``prompt_rewriter`` field of image requests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 
 
 class RewritePlan(Checked, frozen=True, kw_only=True):
-    """A checked body: the rewriter's request."""
+    """Checked body: the rewriter's request."""
 
     request: RewriteRequest
 
 
 class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
-    """The endpoint."""
+    """Endpoint of prompt rewriting."""
 
     asks = "chat"
     body = RewriteBody
@@ -65,7 +65,7 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
 def plan_rewrite(
     body: RewriteBody, config: ServeConfig, request_id: str, *, client: str = "", share: float = 1.0
 ) -> RewritePlan:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to an engine request. Raises InvalidRequest."""
     request = RewriteRequest(
         wish=body.prompt,
         num_prompts=body.n or 1,
@@ -80,7 +80,7 @@ def plan_rewrite(
 
 
 def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
-    """The whole answer: one entry for each prompt."""
+    """Format the response, with one entry for each prompt."""
     return {
         "id": finished.request_id,
         "object": "prompt.rewrite",
@@ -95,7 +95,7 @@ def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
 
 
 def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
-    """``revised_prompt`` is null where the wish is to be painted as it stands."""
+    """Format one prompt; ``revised_prompt`` is null if the wish is used unchanged."""
     return {
         "prompt": wish,
         "revised_prompt": None if rewrite.prompt == wish else rewrite.prompt,
@@ -106,7 +106,7 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
 
 
 def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
-    """How the prompt of an image is to be rewritten before it is painted; ``None``: not at all. InvalidRequest."""
+    """Return how an image's prompt is rewritten, or None. Raises InvalidRequest."""
     if isinstance(choice, RewriterChoice):
         return options_of(choice, "prompt_rewriter.style")
     mode = choice or default
@@ -114,7 +114,7 @@ def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: Rewriter
 
 
 def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
-    """What ``asked`` says of the rewriting. InvalidRequest about ``param`` where there is no style of that name."""
+    """Return the rewriting options of ``choice``. Raises InvalidRequest about ``param`` for an unknown style."""
     if choice.style is not None and choice.style not in styles():
         raise InvalidRequest(
             f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out.",

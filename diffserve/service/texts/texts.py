@@ -1,4 +1,4 @@
-"""From the body of a chat or a completion to what the language model is asked for."""
+"""Conversion of chat and completion bodies to requests for the language model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CheckedTexts(Checked, frozen=True, kw_only=True):
 
 
 def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
@@ -74,7 +74,7 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
 def plan_completion(
     body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str
 ) -> CheckedTexts:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     params = _params(body, info, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
     prompts = list(_prompts(body))
@@ -159,9 +159,7 @@ def schema_of(response_format: Format | None, info: LanguageModelInfo, param: st
 
 
 def schema_text(schema: dict[str, Any] | None, place: str) -> str:
-    """``schema``, which stands at ``place``, as the engine is told it; None: any object. InvalidRequest where a text
-    cannot be held to it.
-    """
+    """Return ``schema``, found at ``place``, as JSON; None allows any object. Raises InvalidRequest."""
     if schema is None:
         return ANY_OBJECT
     try:
@@ -173,7 +171,7 @@ def schema_text(schema: dict[str, Any] | None, place: str) -> str:
 
 
 def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """What is given, and the defaults of SamplingParams for the rest."""
+    """Return the body's sampling parameters, with defaults for the missing ones."""
     settings = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     for token_id in body.logit_bias or {}:
@@ -214,5 +212,5 @@ def _prompts(body: CompletionBody) -> Iterator[str | tuple[int, ...]]:
 
 
 def _suffix(request_id: str) -> str:
-    """What two names of the same request have in common."""
+    """Return the part of a request ID that all IDs of the request share."""
     return request_id.rpartition("-")[2]
