@@ -103,13 +103,20 @@ def create_app(
     database: Database | None = None,
     checks: PictureChecks | None = None,
 ) -> FastAPI:
-    """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
+    """Create the application over a running ``engine``; the caller starts and stops the engine and closes ``gate``.
 
-    ``rewriter``: whether prompts are rewritten where an image request says nothing of it. ``page``: what is shown at
-    ``/``; ``None``: nothing. ``pictures``: those kept for their URLs, which the caller sweeps; ``None``: none are.
-    ``ring``: the keys that are asked for, where there are any. ``database``: what keeps things for clients; ``None``:
-    nothing does. ``checks``: what pictures pass; ``None``: as the settings of ``engine`` say. What is to go on beside
-    the answers, for as long as there are any, is told in ``app.state.beside``.
+    Background work of the application is collected in ``app.state.beside``; the caller runs it.
+
+    Args:
+        engine: The engines.
+        config: Settings of the server.
+        gate: Refuses work during shutdown.
+        rewriter: Default of ``prompt_rewriter`` for image requests.
+        page: Route of the page at ``/``, if any.
+        pictures: Store of images with URLs, if any.
+        ring: API keys, if any.
+        database: Store of files, batches and history, if any.
+        checks: Checks of images; by default those of the engine's settings.
     """
     app = FastAPI(
         title="diffserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -332,7 +339,7 @@ def _history(
 def _add_stored(
     app: FastAPI, database: Database, files: Files, owners: Owners, admission: Admission, metrics: Metrics
 ) -> None:
-    """What is kept for clients: files and batches."""
+    """Add the routes of files and batches."""
     batches = Batches(database, files)
     watch_store(metrics, database, batches)
     endpoints = {path: endpoint for path, endpoint in app.state.endpoints.items() if path.startswith("/v1/")}
@@ -354,10 +361,19 @@ def _post(
     uploads: Mapping[str, Any] | None = None,
     needs_engine: bool = True,
 ) -> None:
-    """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves.
+    """Add a POST route for ``endpoint``, which takes the bare request.
 
-    ``uploads``: the files that it takes as a form, whose other fields are the body's. One that takes a body asks for
-    work: while the engine is not ready that is refused before the body is read, where it ``needs_engine``.
+    The body is read and checked by ``http.bodies``, not by FastAPI: limits on size, rate and JSON shape apply before
+    parsing.
+
+    Args:
+        app: The application.
+        path: The path.
+        endpoint: Answers requests.
+        body: Type of the body, if there is one.
+        summary: One line for the API description.
+        uploads: Schemas of files in a multipart form, whose other fields are the body's.
+        needs_engine: Whether requests are refused before their body is read while the engine is not ready.
     """
     is_work = body is not None and needs_engine
 
@@ -396,7 +412,7 @@ async def _reply(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes at the address of ``request``: the router knows those of the first alone."""
+    """Return the methods of all routes that match the path; the router knows only those of the first."""
     there = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in there for method in getattr(route, "methods", None) or ()}))
 
@@ -409,7 +425,7 @@ async def _reply_invalid_query(request: Request, error: Exception) -> Response:
 
 
 async def _reply_http(request: Request, error: Exception) -> Response:
-    """What the router says: no such address, or not with this method."""
+    """Answer the router's errors: unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     allow = _allowed(request) if status == 405 else None
     return await _reply(request, routing_error(status, request.method, request.scope["path"], allow=allow))

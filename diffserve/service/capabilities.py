@@ -1,6 +1,4 @@
-"""``GET /v1/capabilities``: what a server takes, told from what checks it: each endpoint's fields with their bounds,
-the models with the endpoints they answer, what bounds a request as a whole, and the price.
-"""
+"""``GET /v1/capabilities``: fields with bounds, models with endpoints, limits and price, derived from the checks."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "
 
 
 class Offer(NamedTuple):
-    """An endpoint: which kind of model it asks, and what it takes."""
+    """Endpoint: the kind of model that it needs, and its body."""
 
     asks: Asks
     body: type[Body]
@@ -42,7 +40,7 @@ def capabilities(
     language: LanguageModelInfo | None,
     config: ServeConfig,
 ) -> dict[str, Any]:
-    """All of it. ``offers``: by path."""
+    """Return the response; ``offers`` are by path."""
     models_by_name = models_told(offers, models, language, config)
     price = config.price
     return {
@@ -71,7 +69,7 @@ def models_told(
     language: LanguageModelInfo | None,
     config: ServeConfig,
 ) -> dict[str, dict[str, Any]]:
-    """By the name of each model what ``told_of`` says, and the ``endpoints`` that it answers."""
+    """Return what ``told_of`` returns for each model, with the ``endpoints`` that it serves."""
     kinds: dict[str, list[Asks]] = {model.name: ["image"] for model in models}
     if language is not None:
         can: list[Asks] = ["text", "chat"] if language.has_chat_template else ["text"]
@@ -84,7 +82,7 @@ def models_told(
 
 @cache
 def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
-    """Each field of ``body`` as JSON Schema has it, by what the body itself and the sampling parameters are checked."""
+    """Return the JSON Schema of each field of ``body``, including the bounds of the sampling parameters."""
     schema = body.model_json_schema(ref_template=REFS)
     required = schema.get("required", ())
     found = {name: _field(stated) | {"required": name in required} for name, stated in schema["properties"].items()}
@@ -95,7 +93,7 @@ def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
 
 
 def _field(stated: dict[str, Any]) -> dict[str, Any]:
-    """Without what every field has: a title, null as another way to say nothing, and that as the default."""
+    """Return a field's schema without its title, default and null alternative."""
     own = {key: value for key, value in stated.items() if key not in ("title", "default", "anyOf")}
     kinds = [kind for kind in stated.get("anyOf", ()) if kind.get("type") != "null"]
     return own | kinds[0] if len(kinds) == 1 else own | ({"anyOf": kinds} if kinds else {})

@@ -1,4 +1,4 @@
-"""The engine's snapshot (``engine_stats``) as Prometheus' families, by model where it tells models apart."""
+"""Prometheus metric families of the engine's statistics (``engine_stats``), by model where possible."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BEYOND: Final = "+Inf"
 
 
 class Snapshot(Collector):
-    """The engine's numbers as Prometheus' families; counters start anew with every engine."""
+    """Collector of the engine's latest statistics; counters restart with every engine."""
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
         self._is_up = False
 
     def take(self, stats: EngineStats | None) -> None:
-        """Show these from now on; the old ones again when there are none."""
+        """Replace the statistics; None keeps the old ones and reports the engine as down."""
         self._is_up = stats is not None
         self._stats = stats or self._stats
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as Prometheus' client asks for them."""
+        """Yield every metric family."""
         yield gauge("up", "Whether the engine answered this scrape.", float(self._is_up))
         if self._stats is not None:
             yield from _queues(self._stats)
@@ -106,7 +106,7 @@ def _add_steps(histogram: HistogramMetricFamily, model: str, steps: StepStats) -
 
 
 def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:
-    """As Prometheus has them: all up to each bound."""
+    """Return cumulative bucket counts in Prometheus' format."""
     return [(str(bound), float(sum_)) for bound, sum_ in zip((*bounds, BEYOND), accumulate(counts), strict=True)]
 
 
@@ -157,15 +157,15 @@ def _pages(pages: PageStats) -> Iterator[Metric]:
 
 
 def family(kind: type[Family], name: str, text: str, *labels: str) -> Family:
-    """An empty family by its name without "diffserve_"."""
+    """Create an empty metric family; ``name`` is without "diffserve_"."""
     return kind(f"diffserve_{name}", text, labels=labels)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """A single number as it is now."""
+    """Create a gauge with one value."""
     return GaugeMetricFamily(f"diffserve_{name}", text, value=value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """A single number that only grows."""
+    """Create a counter with one value."""
     return CounterMetricFamily(f"diffserve_{name}", text, value=value)

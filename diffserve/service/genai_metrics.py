@@ -1,8 +1,7 @@
-"""Metrics of OpenTelemetry's conventions for generative AI, sent over HTTP to a collector, where its variables ask for
-them: ``OTEL_SEMCONV_STABILITY_OPT_IN`` with ``gen_ai_latest_experimental``, for the conventions are not stable, and an
-endpoint. What Prometheus is told (:mod:`diffserve.service.metrics`) is more, and does not need them.
+"""OpenTelemetry metrics of the GenAI conventions, sent over HTTP if the standard variables enable them.
 
-Durations are from when the engine took a request to its end; ``error.type`` is the code of what it ended with.
+The conventions are experimental, so ``OTEL_SEMCONV_STABILITY_OPT_IN`` must contain ``gen_ai_latest_experimental``.
+Durations are from submission to the end; ``error.type`` is the error code.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class GenAiMetrics:
-    """Four histograms, told of every event of the engine's requests."""
+    """Four histograms that are updated from the engine's events."""
 
     def __init__(self, provider: MeterProvider) -> None:
         self._provider = provider
@@ -56,7 +55,7 @@ class GenAiMetrics:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> GenAiMetrics | None:
-        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
+        """Create the metrics that the standard variables configure; None if they configure none."""
         options = (one.strip() for one in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
         if OPT_IN not in options or not is_asked(env, "METRICS"):
             return None
@@ -70,7 +69,7 @@ class GenAiMetrics:
         return cls(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource(env)))
 
     def observe(self, kind: str, event: Any) -> None:
-        """Something happened to a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         match event:
             case Accepted() | TextAccepted() if len(self._begun) < MOST_INSIDE:
                 self._begun[event.request_id] = time.monotonic(), {}
@@ -107,5 +106,5 @@ class GenAiMetrics:
         }
 
     def close(self) -> None:
-        """Send what is left; takes as long as the exporter's own variables let it."""
+        """Send the remaining metrics; the exporter's variables bound the time."""
         self._provider.shutdown()

@@ -1,9 +1,7 @@
-"""``GET /metrics`` for Prometheus: what the answers showed, and what the engine says of itself when it is asked.
+"""``GET /metrics`` for Prometheus: measurements of responses and statistics of the engine.
 
-Times are taken from the answers, and from the events that end requests; everything else is a snapshot of the engine
-(``engine_families``), asked for at each scrape. An engine that does not answer within ``ASK_S`` is shown as it was last
-seen, with ``..._up`` at 0. No label is ever a word of a client's: routes by their templates, models by the names that
-the configuration gives them, reasons and codes by lists that are kept here.
+The engine's statistics are read at each scrape; an engine that does not answer within ``ASK_S`` keeps its last
+values, with ``..._up`` at 0. Labels never contain text from clients.
 """
 
 from __future__ import annotations
@@ -65,9 +63,11 @@ Look = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 class Metrics:
-    """Counters and histograms of one server. ``observe`` is fed with every event that passes.
+    """Counters and histograms of one server; ``observe`` receives every event.
 
-    traces, genai  told of the events as well, where there are any
+    Attributes:
+        traces: Receives the events too, if set.
+        genai: Receives the events too, if set.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Metrics:
         self.watch("build_info", "Which versions these are; always 1.", _versions, "version", "torch", "diffusers")
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
-        """Take note of an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
         if isinstance(event, Progress):  # most of them, and nothing is counted by it
@@ -136,17 +136,22 @@ class Metrics:
                     self._nonfinite.labels("text").inc()
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
-        """Take note of a look at the event loop (see ``loop_lag``)."""
+        """Record a measurement of event loop lag (see ``loop_lag``)."""
         self._late_s.observe(late_s)
         self._blocked_s.observe(blocked_s)
 
     def observe_first_preview(self, seconds: float) -> None:
-        """A request has got its first preview so long after it was submitted."""
+        """Record the time from submission to a request's first preview."""
         self._preview_s.observe(seconds)
 
     def answered(self, endpoint: str, status: int, code: str, seconds: float) -> None:
-        """An answer is over: of the route with the template ``endpoint``, with ``status`` (0: there was none), and the
-        ``code`` of its error, "" where there is none; one that is told in pieces may fail after its status.
+        """Record a response.
+
+        Args:
+            endpoint: Template of the route.
+            status: HTTP status; 0 if there was no response.
+            code: Error code or ""; a stream may fail after its status was sent.
+            seconds: Duration.
         """
         reason = REJECTED.get(code) if status >= 400 else None
         if status == 499 or code in (HUNG_UP, "cancelled") or status == 0:
@@ -165,45 +170,45 @@ class Metrics:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """For the length of the block, somebody reads events."""
+        """Count a client that reads events for the length of the block."""
         with self._streams.track_inprogress():
             yield
 
     def observe_commit(self, seconds: float) -> None:
-        """The store has committed something, which took so long."""
+        """Record the duration of a commit of the store."""
         self._commit_s.observe(seconds)
 
     def did_stage(self, stage: str, seconds: float, num_bytes: int) -> None:
-        """A stage of a picture that stands apart is over: seconds from hand-over to answer, bytes that it told."""
+        """Record a remote stage of an image: seconds and bytes received."""
         self._stage_s.labels(stage).observe(seconds)
         self._stage_bytes.labels(stage).inc(num_bytes)
 
     def encoded(self, seconds: float) -> None:
-        """A finished picture was written as a file, and signed where we sign, which took so long."""
+        """Record the duration of encoding and signing an image."""
         self._image_encode_s.observe(seconds)
 
     def judged(self, stage: str, decision: str) -> None:
-        """The safety filter was asked about a "prompt" or a "picture": "allowed", "blocked" or "unavailable"."""
+        """Record a decision about a "prompt" or "picture": "allowed", "blocked" or "unavailable"."""
         self._safety.labels(stage, decision).inc()
 
     def wasted(self, reason: str, num_steps: int) -> None:
-        """So many steps led to no picture: "cancelled", "deadline", "failed" or "lost"."""
+        """Record steps that led to no image: "cancelled", "deadline", "failed" or "lost"."""
         self._wasted.labels(reason).inc(num_steps)
 
     def ended(self, kind: str, outcome: str) -> None:
-        """A request of ``kind`` ended without an event: it was "rejected", "cancelled" from here, or "lost"."""
+        """Record a request that ended without an event: "rejected", "cancelled" or "lost"."""
         self._requests.labels(kind, outcome).inc()
 
     def lost_engine(self, kind: str) -> None:
-        """An engine is gone, by ``kind``: "device", "hang", "silence" or "crash"."""
+        """Record the loss of an engine: "device", "hang", "silence" or "crash"."""
         self._restarts.labels(kind).inc()
 
     def watch(self, name: str, text: str, look: Look, *labels: str) -> None:
-        """Tell at each scrape what ``look`` sees: numbers by the values of ``labels``. The last ``look`` counts."""
+        """Report at each scrape what ``look`` returns: numbers by label values. The last ``look`` is used."""
         self._watched.looks[name] = (text, labels, look)
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text that Prometheus reads; ``stats`` are the engine's, None when it did not answer."""
+        """Return the text for Prometheus; ``stats`` is None if the engine did not answer."""
         self._snapshot.take(stats)
         return generate_latest(self._registry)
 
@@ -277,7 +282,7 @@ class Metrics:
 
 
 def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[EngineStats | None]]) -> None:
-    """Offer ``GET /metrics``; ``ask`` raises EngineUnavailable where there is no engine."""
+    """Add ``GET /metrics``; ``ask`` raises EngineUnavailable if there is no engine."""
     turns = asyncio.Lock()
 
     @app.get("/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse)
@@ -293,7 +298,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
 
 
 def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
-    """Have ``metrics`` tell of ``database`` and ``batches`` at each scrape, and of every commit."""
+    """Report commit times, the write-ahead log and unfinished batches."""
     database.tell_commit = metrics.observe_commit
     description = "Of the log of writes beside the database."
     metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
@@ -322,13 +327,13 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
 
 
 class _Watched(Collector):
-    """Numbers that are looked up when they are asked for."""
+    """Collector of numbers that are read at each scrape."""
 
     def __init__(self) -> None:
         self.looks: dict[str, tuple[str, tuple[str, ...], Look]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus' client asks for them."""
+        """Yield every watched metric."""
         for name, (text, labels, look) in self.looks.items():
             family_ = family(GaugeMetricFamily, name, text, *labels)
             for values, number in look().items():

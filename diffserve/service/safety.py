@@ -1,6 +1,4 @@
-"""The safety filter as the front door knows it: a process beside, asked about prompts and pictures before anybody sees
-them. It fails closed: what it did not judge, because it hung, crashed, or is not there, is not delivered.
-"""
+"""Client of the safety filter process. It fails closed: images without a decision are not delivered."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ log = logging.getLogger("diffserve.media.safety")
 
 
 class Safety:
-    """The filter called ``name``. Every call takes a while: make it in a thread, from as many as you like."""
+    """Safety filter in a process; its blocking methods may be called from several threads."""
 
     def __init__(self, name: str, model: str, *, timeout_s: float, startup_s: float) -> None:
         self.name = name
@@ -55,7 +53,7 @@ class Safety:
 
     @classmethod
     def of(cls, settings: Settings) -> Safety | None:
-        """As ``settings`` say, ready to judge; ``None`` for none. Raises ConfigError for one that cannot be loaded."""
+        """Start the configured filter; None if there is none. Raises ConfigError if it cannot be loaded."""
         serve = settings.serve
         if not serve.safety_filter:
             return None
@@ -69,7 +67,7 @@ class Safety:
     @classmethod
     @contextlib.contextmanager
     def running(cls, settings: Settings) -> Iterator[Safety | None]:
-        """The same for the length of the block."""
+        """Run the configured filter for the length of the block."""
         filter_ = cls.of(settings)
         try:
             yield filter_
@@ -78,7 +76,7 @@ class Safety:
                 filter_.stop()
 
     def start(self) -> None:
-        """Load it. Raises ConfigError where that cannot be."""
+        """Load the filter. Raises ConfigError."""
         with self._lock:
             try:
                 self._start_process()
@@ -90,7 +88,7 @@ class Safety:
             self._accept(ready)
 
     def stop(self) -> None:
-        """End its process."""
+        """End the process."""
         with self._lock:
             self._stop_process()
 
@@ -108,7 +106,7 @@ class Safety:
                 raise ModerationBlocked(message, param=field)
 
     def check(self, result: ImageResult) -> None:
-        """Judge a picture, and the prompt where it was rewritten. Raises as ``check_texts`` does."""
+        """Check an image, and its prompt if it was rewritten. Raises as ``check_texts`` does."""
         if result.original_prompt is not None:
             self.check_texts({"prompt": result.prompt})
         if self._judge("picture", SafetyQuestion(result.picture)):
@@ -230,7 +228,7 @@ class Safety:
 
 
 class _LostError(Exception):
-    """The filter gives no answer any more."""
+    """Error of a filter process that no longer answers."""
 
 
 def _unavailable() -> EngineUnavailable:

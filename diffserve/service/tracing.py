@@ -1,9 +1,7 @@
-"""Traces for OpenTelemetry, where its own variables ask for them: a span for every request that asks for work, and
-within it what the events tell: waiting, reading texts, denoising, decoding; waiting and saying, of a language model.
+"""OpenTelemetry traces, if the standard variables enable them: a span per request with spans of its stages.
 
-Nothing is measured for it: a stage's length is what its answer says, its end is when the event came. A caller's
-``traceparent`` is gone on with; one that is malformed is none. What anybody asked for is never in a span. The package
-is the extra ``otel``; ``OTEL_EXPORTER_OTLP_ENDPOINT`` says where traces go, over HTTP.
+Stage durations come from the results and end when the event arrived. A valid ``traceparent`` is continued. Spans
+never contain prompts. Needs the extra ``otel``; ``OTEL_EXPORTER_OTLP_ENDPOINT`` is the target, over HTTP.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class Traces:
-    """Spans of the requests that are inside, by the part of their id that all they ask the engine for has, too."""
+    """Spans of the requests in progress, by the part of the ID that they share with their engine requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -50,7 +48,7 @@ class Traces:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Traces | None:
-        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
+        """Create the exporter that the standard variables configure; None if they configure none."""
         if not is_asked(env, "TRACES"):
             return None
         try:
@@ -65,7 +63,7 @@ class Traces:
         return cls(provider)
 
     def begin(self, request_id: str, scope: Scope) -> str:
-        """A request has come; the id of its trace."""
+        """Start the span of a request and return its trace ID."""
         from opentelemetry.trace import SpanKind
 
         headers = Headers(scope=scope)
@@ -96,7 +94,7 @@ class Traces:
         span.end()
 
     def observe(self, event: Any) -> None:
-        """Something happened to what a request has asked the engine for."""
+        """Record an event of an engine request."""
         request = self._inside.get(key_of(event.request_id))
         if request is None:
             return
@@ -116,13 +114,13 @@ class Traces:
                 )
 
     def beside(self, request_id: str, name: str, started_ns: int, **attributes: int) -> None:
-        """The service itself did something for a request, from then until now."""
+        """Record a span of work in the service from ``started_ns`` until now."""
         request = self._inside.get(key_of(request_id))
         if request is not None:
             self._stage(request, name, started_ns, time.time_ns(), attributes)
 
     def close(self) -> None:
-        """Send what is left; takes as long as the exporter's own variables let it."""
+        """Send the remaining spans; the exporter's variables bound the time."""
         self._provider.shutdown()
 
     def _painted(self, request: _Request, result: ImageResult, now_ns: int) -> None:
@@ -176,7 +174,7 @@ class Traces:
 
 
 class _Request:
-    """The span of one, and when its pictures were at which step."""
+    """Span of a request and the times of its images' steps."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -194,7 +192,7 @@ class _Request:
         return set_span_in_context(self.span)
 
     def progressed(self, event: Progress, now_ns: int) -> None:
-        """Keep what will be told: every tenth step, and the last."""
+        """Keep every tenth step and the last."""
         attributes = self.steps.setdefault(event.image_index, [])
         if attributes and attributes[-1][1] % EVENT_EVERY:
             attributes.pop()
@@ -202,7 +200,7 @@ class _Request:
 
 
 def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool:
-    """Whether the standard variables ask for what can be sent here of that kind; the log has what cannot be."""
+    """Return whether the standard variables enable this kind; unsupported settings are logged."""
     name, exporter = kind.lower(), env.get(f"OTEL_{kind}_EXPORTER", "").strip().lower()
     places = (f"OTEL_EXPORTER_OTLP_{kind}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if exporter not in ("", "otlp", "none"):
@@ -219,7 +217,7 @@ def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool
 
 
 def resource(env: Mapping[str, str]) -> Resource:
-    """Who sends it. The packages are there."""
+    """Return the resource that describes this service; needs the packages."""
     from opentelemetry.sdk.resources import Resource
 
     attributes_ = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
@@ -227,7 +225,7 @@ def resource(env: Mapping[str, str]) -> Resource:
 
 
 def key_of(request_id: str) -> str:
-    """What the id of a request has in common with those of all that it asks the engine for."""
+    """Return the part of a request ID that its engine requests share."""
     return request_id.split("-", 2)[1] if "-" in request_id else request_id
 
 
