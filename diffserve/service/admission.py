@@ -92,23 +92,23 @@ class Admission:
         self.embeddings = Backlog("embedding", waiting, most_s, metrics, **options)
         each = (self.images, self.texts, self.embeddings)
         message = "What is still to do of what was let in: UNet rows of the native size, texts."
-        metrics.watch("queue_cost", message, lambda: {(one.kind,): one.cost_left for one in each}, "kind")
+        metrics.watch("queue_cost", message, lambda: {(item.kind,): item.cost_left for item in each}, "kind")
         message = (
             "As much of it as one client may have here, its largest aside, at the pace of late; absent while unknown."
         )
         metrics.watch(
             "admission_cost_limit",
             message,
-            lambda: {(one.kind,): limit for one in each if (limit := one.cost_limit) is not None},
+            lambda: {(item.kind,): limit for item in each if (limit := item.cost_limit) is not None},
             "kind",
         )
         message = "For how long the one has waited that waits longest, nothing being done for it; 0: nobody waits."
-        metrics.watch("queue_age_seconds", message, lambda: {(one.kind,): one.age_s for one in each}, "kind")
+        metrics.watch("queue_age_seconds", message, lambda: {(item.kind,): item.age_s for item in each}, "kind")
 
     @property
     def has_waiting(self) -> bool:
         """Whether a request that belongs to no batch waits."""
-        return any(one.has_waiting for one in (self.images, self.texts, self.embeddings))
+        return any(item.has_waiting for item in (self.images, self.texts, self.embeddings))
 
 
 class Ticket:
@@ -300,7 +300,7 @@ class Backlog:
         the pace is unknown.
         """
         left: dict[str, float] = {}
-        before = [one for one in self._tickets if one.priority == "interactive" or priority == "batch"]
+        before = [item for item in self._tickets if item.priority == "interactive" or priority == "batch"]
         for ticket in before:
             left[ticket.client] = left.get(ticket.client, 0.0) + ticket.cost_left
         largest = max((ticket.cost_left for ticket in before if ticket.client == client), default=0.0)
@@ -313,15 +313,15 @@ class Backlog:
         Raises:
             DeadlineUnreachable: The predicted time is longer than ``deadline_s``; never while the pace is unknown.
         """
-        before = [one.cost_left for one in self._tickets if one.priority == "interactive" or priority == "batch"]
+        before = [item.cost_left for item in self._tickets if item.priority == "interactive" or priority == "batch"]
         predicted_s = self.pace.seconds(cost + sum(min(cost, left) for left in before))
         if deadline_s is not None and predicted_s is not None and predicted_s > deadline_s:
             self._metrics.ended(self.kind, "rejected")
             raise DeadlineUnreachable.of(deadline_s, predicted_s, self.pace.seconds(cost) or 0.0)
 
     def _refusal(self, client: str, priority: Priority) -> QueueFull | None:
-        waiting = [one for one in self._tickets if not one.has_begun]
-        own = sum(one.num_places for one in waiting if (one.client, one.priority) == (client, priority))
+        waiting = [item for item in self._tickets if not item.has_begun]
+        own = sum(item.num_places for item in waiting if (item.client, item.priority) == (client, priority))
         num_waiting = self.num_waiting
         most = self.max_waiting
         num_free = most - num_waiting - (most // BATCH_RESERVED_DIVISOR if priority == "batch" else 0)
@@ -429,7 +429,7 @@ class Clients:
         address = request.client.host if request.client is not None else ""
         options = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
         if asker is not None:
-            *options, address = (one.strip() for one in asker.addresses.split(","))
+            *options, address = (item.strip() for item in asker.addresses.split(","))
         while address in self._trusted and options and options[-1].strip():
             address = options.pop().strip()[:64]
         return address

@@ -46,7 +46,7 @@ def capabilities(
     return {
         "object": "capabilities",
         "version": __version__,
-        "models": [model_entry(name, created, one) for name, one in models_by_name.items()],
+        "models": [model_entry(name, created, item) for name, item in models_by_name.items()],
         "aliases": list(ALIASES),
         "endpoints": {path: {"asks": offer.asks, "fields": fields_of(offer.body)} for path, offer in offers.items()},
         "output_formats": list(MEDIA_TYPES),
@@ -75,8 +75,8 @@ def models_told(
         can: list[Asks] = ["text", "chat"] if language.has_chat_template else ["text"]
         kinds[language.model_id] = kinds.get(language.model_id, []) + can
     return {
-        name: one | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}
-        for name, one in told_of(models, language, config).items()
+        name: item | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}
+        for name, item in told_of(models, language, config).items()
     }
 
 

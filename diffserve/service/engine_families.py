@@ -82,20 +82,20 @@ def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
         "model", "batch_bucket",
     )  # fmt: skip
     batches = family(HistogramMetricFamily, "batch_size", "Rows of a step.", "model")
-    for one in models:
-        images = one.images
-        loaded.add_metric((one.name,), float(one.is_loaded))
-        slots.add_metric((one.name, "used"), images.num_running)
-        slots.add_metric((one.name, "free"), max(0, images.num_lanes - images.num_running))
-        loras.add_metric((one.name,), images.num_loras)
-        lora_bytes.add_metric((one.name,), images.lora_bytes)
-        painted.add_metric((one.name, "painted"), images.num_painted)
-        painted.add_metric((one.name, "failed"), images.num_failed)
-        rows.add_metric((one.name,), images.num_rows)
-        steps.add_metric((one.name,), images.num_steps)
-        busy.add_metric((one.name,), images.busy_s)
-        batches.add_metric((one.name,), _buckets(BATCH_ROWS, images.steps.num_steps), images.num_rows)
-        _add_steps(seconds, one.name, images.steps)
+    for item in models:
+        images = item.images
+        loaded.add_metric((item.name,), float(item.is_loaded))
+        slots.add_metric((item.name, "used"), images.num_running)
+        slots.add_metric((item.name, "free"), max(0, images.num_lanes - images.num_running))
+        loras.add_metric((item.name,), images.num_loras)
+        lora_bytes.add_metric((item.name,), images.lora_bytes)
+        painted.add_metric((item.name, "painted"), images.num_painted)
+        painted.add_metric((item.name, "failed"), images.num_failed)
+        rows.add_metric((item.name,), images.num_rows)
+        steps.add_metric((item.name,), images.num_steps)
+        busy.add_metric((item.name,), images.busy_s)
+        batches.add_metric((item.name,), _buckets(BATCH_ROWS, images.steps.num_steps), images.num_rows)
+        _add_steps(seconds, item.name, images.steps)
     yield from (loaded, slots, loras, lora_bytes, painted, rows, steps, busy, seconds, batches)
 
 
@@ -140,19 +140,19 @@ def _pages(pages: PageStats) -> Iterator[Metric]:
     yield gauge("pool_pages", "Pages of the pool.", pages.num_pages)
     yield gauge("pool_page_bytes", "Bytes of a page.", pages.page_bytes)
     yield gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
-    held_pages = sum(one.held_pages for one in pages.tenants)
+    held_pages = sum(item.held_pages for item in pages.tenants)
     yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
     in_use = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
     evicted = family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
     requests = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
     ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
-    for one in pages.tenants:
-        in_use.add_metric((one.tenant, "held"), one.held_pages)
-        in_use.add_metric((one.tenant, "idle"), one.idle_pages)
-        evicted.add_metric((one.tenant,), one.evicted_pages)
-        requests.add_metric((one.tenant, "asked"), one.asked_tokens)
-        requests.add_metric((one.tenant, "found"), one.found_tokens)
-        ratio.add_metric((one.tenant,), one.hit_rate)
+    for item in pages.tenants:
+        in_use.add_metric((item.tenant, "held"), item.held_pages)
+        in_use.add_metric((item.tenant, "idle"), item.idle_pages)
+        evicted.add_metric((item.tenant,), item.evicted_pages)
+        requests.add_metric((item.tenant, "asked"), item.asked_tokens)
+        requests.add_metric((item.tenant, "found"), item.found_tokens)
+        ratio.add_metric((item.tenant,), item.hit_rate)
     yield from (in_use, evicted, requests, ratio)
 
 

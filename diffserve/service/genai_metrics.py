@@ -56,7 +56,7 @@ class GenAiMetrics:
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> GenAiMetrics | None:
         """Create the metrics that the standard variables configure; None if they configure none."""
-        options = (one.strip() for one in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
+        options = (item.strip() for item in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
         if OPT_IN not in options or not is_asked(env, "METRICS"):
             return None
         try:

@@ -125,11 +125,11 @@ class Metrics:
                 )
             case RewriteFinished(rewrites=rewrites):
                 self._finish_text(
-                    kind, event.timings, [one.mean_entropy for one in rewrites], event.usage.output_tokens
+                    kind, event.timings, [item.mean_entropy for item in rewrites], event.usage.output_tokens
                 )
-                for one in rewrites:
-                    if one.fallback is not None:
-                        self._fallbacks.labels(one.fallback).inc()
+                for item in rewrites:
+                    if item.fallback is not None:
+                        self._fallbacks.labels(item.fallback).inc()
             case Failed() | Cancelled():
                 self._requests.labels(kind, OUTCOMES[type(event)]).inc()
                 if isinstance(event, Failed) and event.code == NumericalError.default_code:

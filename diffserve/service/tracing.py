@@ -76,7 +76,7 @@ class Traces:
         return format(span.get_span_context().trace_id, "032x")
 
     def end(self, request_id: str, endpoint: str, status: int, code: str) -> None:
-        """It is answered by the route ``endpoint``, or by none; ``code``: of the error, if there was one."""
+        """End the span of a request with its route, status and error code."""
         from opentelemetry.trace import StatusCode
 
         request = self._inside.pop(key_of(request_id), None)

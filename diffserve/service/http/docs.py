@@ -52,7 +52,7 @@ def render(described: dict[str, Any]) -> str:
     """Render an OpenAPI document as HTML."""
     title = f"{described['info']['title']} {described['info']['version']}"
     parts = described.get("components", {}).get("schemas", {})
-    text = "".join(_operation(*one, parts) for one in operations(described))
+    text = "".join(_operation(*item, parts) for item in operations(described))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><main>'
@@ -74,8 +74,12 @@ def _operation(path: str, method: str, operation: dict[str, Any], parts: dict[st
 
 def _parameters(parameters: list[dict[str, Any]]) -> str:
     rows = [
-        (f"<code>{escape(one['name'])}</code>", f"in the {escape(one['in'])}", _render_text(one.get("description", "")))
-        for one in parameters
+        (
+            f"<code>{escape(item['name'])}</code>",
+            f"in the {escape(item['in'])}",
+            _render_text(item.get("description", "")),
+        )
+        for item in parameters
     ]
     return _table("Parameters", rows) if rows else ""
 
@@ -101,7 +105,7 @@ def type_of(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
-        return " or ".join(dict.fromkeys(type_of(one) for one in field["anyOf"] if one.get("type") != "null"))
+        return " or ".join(dict.fromkeys(type_of(item) for item in field["anyOf"] if item.get("type") != "null"))
     if "enum" in field or "const" in field:
         return ", ".join(str(value) for value in field.get("enum", [field.get("const")]))
     kind = str(field.get("type", "anything"))

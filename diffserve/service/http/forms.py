@@ -106,7 +106,7 @@ class _Parser(MultiPartParser):
 async def read_form(request: Request, *, max_files: int) -> MultipartForm:
     """Read a form with all of its files. Raises InvalidRequest or HttpError if it is malformed or too large."""
     async with open_form(request, max_files=max_files) as form:
-        files = {name: [await one.read() for one in uploads] for name, uploads in form.files.items()}
+        files = {name: [await item.read() for item in uploads] for name, uploads in form.files.items()}
     return MultipartForm(form.fields, files)
 
 
@@ -149,7 +149,7 @@ def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> Bo
     schema = _schema_of(kind)
     properties, parts = schema["properties"], schema.get("$defs", {})
     values = {
-        name: [_parse_value(one, properties.get(name, {}), parts) for one in text]
+        name: [_parse_value(item, properties.get(name, {}), parts) for item in text]
         if isinstance(text, list)
         else _parse_value(text, properties.get(name, {}), parts)
         for name, text in fields.items()

@@ -47,13 +47,13 @@ class BeforeProxy:
             if message["type"] == "http.response.start":
                 headers = [(name.lower(), value) for name, value in message["headers"]]
                 is_lost = OURS not in dict(headers) and message["status"] >= 400
-                ids = [one for one in headers if one[0] == ID][:1]
-                message = {**message, "headers": [*(one for one in headers if one[0] != ID), *ids]}
+                ids = [item for item in headers if item[0] == ID][:1]
+                message = {**message, "headers": [*(item for item in headers if item[0] != ID), *ids]}
             if not is_lost:
                 await send(message)
             elif not message.get("more_body", message["type"] == "http.response.start"):
                 error = EngineUnavailable("the front is being started; please try again in a moment.")
                 await reply_to(error).response(scope, receive, send)
 
-        headers = [one for one in scope["headers"] if one[0].lower() not in THEIR_WORDS]
+        headers = [item for item in scope["headers"] if item[0].lower() not in THEIR_WORDS]
         await self._app({**scope, "headers": headers}, receive, send_ours)

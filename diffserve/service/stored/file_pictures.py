@@ -73,12 +73,12 @@ def _find_references(value: object, path: str) -> list[tuple[Reference, str]]:
         fields, values = type(value).model_fields, value.__dict__
         if values.get("file_id") and "file_id" in fields:
             references.append((cast(Reference, value), f"{path}.file_id"))
-        for name, one in values.items():
-            if isinstance(one, (BaseModel, list)) and name in fields:
-                references += _find_references(one, f"{path}.{name}" if path else name)
+        for name, item in values.items():
+            if isinstance(item, (BaseModel, list)) and name in fields:
+                references += _find_references(item, f"{path}.{name}" if path else name)
     elif isinstance(value, list):
-        for place, one in enumerate(value):
-            references += _find_references(one, f"{path}[{place}]")
+        for place, item in enumerate(value):
+            references += _find_references(item, f"{path}[{place}]")
     return references
 
 

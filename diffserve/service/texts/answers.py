@@ -131,14 +131,14 @@ def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None
 
 def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
     """Return token counts in OpenAI's format and device seconds, summed over the prompts of a request."""
-    prompt_tokens = sum(one.prompt_tokens for one in used)
-    output_tokens = sum(one.output_tokens for one in used)
+    prompt_tokens = sum(item.prompt_tokens for item in used)
+    output_tokens = sum(item.output_tokens for item in used)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
-        **plan.spent(sum(one.device_s for one in used)),
+        "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in used)},
+        **plan.spent(sum(item.device_s for item in used)),
     }
 
 
@@ -152,7 +152,7 @@ def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequen
     return {
         **_head(plan, kind),
         "choices": choices,
-        "usage": usage(plan, [one.usage for one in finished]),
+        "usage": usage(plan, [item.usage for item in finished]),
         "timings": timings_of(finished),
         "warnings": list(plan.warnings),
     }
@@ -165,12 +165,12 @@ def _head(plan: CheckedTexts, kind: str) -> Json:
 
 def timings_of(finished: Sequence[TextFinished]) -> Json:
     """Return the timings of the slowest prompt in seconds."""
-    slowest = max((one.timings for one in finished), key=lambda timings: timings.total_s)
+    slowest = max((item.timings for item in finished), key=lambda timings: timings.total_s)
     return {name: round(getattr(slowest, name), 6) for name in slowest.__struct_fields__}
 
 
 def _numbered(finished: Sequence[TextFinished]) -> Iterator[tuple[int, TextResult]]:
-    yield from enumerate(result for one in finished for result in one.results)
+    yield from enumerate(result for item in finished for result in item.results)
 
 
 def bounded(logprob: float) -> float:

@@ -48,8 +48,8 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share, num = share_of(request), len(plan.requests)
-        requests = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
-        work, priority = sum(one.num_texts for one in requests), requests[0].priority
+        requests = tuple(msgspec.structs.replace(item, client=client, share=share) for item in plan.requests)
+        work, priority = sum(item.num_texts for item in requests), requests[0].priority
         place = self._backlog.entered(client, work, num, num, priority=priority)
         return msgspec.structs.replace(plan, requests=requests), place
 
@@ -67,11 +67,11 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
             first_index = index * plan.requests[0].num_texts
             match event_of_prompt:
                 case TextAccepted():
-                    for one in dialect.opening(plan, first_index, event_of_prompt.num_texts):
-                        yield event(one)
+                    for item in dialect.opening(plan, first_index, event_of_prompt.num_texts):
+                        yield event(item)
                 case TextDelta():
-                    for one in dialect.delta(plan, first_index, event_of_prompt):
-                        yield event(one)
+                    for item in dialect.delta(plan, first_index, event_of_prompt):
+                        yield event(item)
                 case TextFinished():
                     used.append(event_of_prompt.usage)
         if plan.has_usage_chunk:

@@ -94,9 +94,9 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
     """Convert ``body`` to an engine request. Raises InvalidRequest."""
     inputs = [body.input] if isinstance(body.input, str) else body.input
-    texts = tuple(one for one in inputs if isinstance(one, str))
-    ids = tuple(one for one in inputs if isinstance(one, int))
-    lists = tuple(tuple(one) for one in inputs if isinstance(one, list))
+    texts = tuple(item for item in inputs if isinstance(item, str))
+    ids = tuple(item for item in inputs if isinstance(item, int))
+    lists = tuple(tuple(item) for item in inputs if isinstance(item, list))
     return EmbeddingPlan(
         request=EmbeddingRequest(
             texts=texts,

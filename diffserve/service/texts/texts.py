@@ -142,7 +142,7 @@ def _refuse_unsupported(body: SamplingBody) -> None:
 
 
 def schema_of(response_format: Format | None, info: LanguageModelInfo, param: str = "response_format") -> str | None:
-    """The JSON Schema that texts are held to; None where any text will do. InvalidRequest for one that cannot be."""
+    """Return the JSON Schema that the output must follow, or None. Raises InvalidRequest."""
     if response_format is None or response_format.type == "text":
         return None
     if not info.speaks_json:
@@ -203,12 +203,12 @@ def _prompts(body: CompletionBody) -> Iterator[str | tuple[int, ...]]:
     if isinstance(prompt, str):
         yield prompt
         return
-    token_ids = tuple(one for one in prompt if isinstance(one, int))
+    token_ids = tuple(item for item in prompt if isinstance(item, int))
     if token_ids or not prompt:  # a list is of one kind
         yield token_ids
-    for one in prompt:
-        if not isinstance(one, int):
-            yield one if isinstance(one, str) else tuple(one)
+    for item in prompt:
+        if not isinstance(item, int):
+            yield item if isinstance(item, str) else tuple(item)
 
 
 def _suffix(request_id: str) -> str:
