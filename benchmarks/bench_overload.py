@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.open_loop import Answer, ask, flood, goodput, quantile, saturate
 from benchmarks.report import RESULTS, ROOT, hardware, versions, write
-from diffserve.service.admission import MOST_KEYS
+from diffserve.service.admission import MAX_KEYS_PER_ADDRESS
 
 LISTENING = re.compile(r"listening on (http://\S+),")
 START_S = 300.0
@@ -173,7 +173,7 @@ async def _saturated(load: Load) -> tuple[float, float]:
     """Pictures a second with every tick full, and for each second the engine computed; a quarter is for beginning.
 
     Every worker is a client of its own, so that none is refused: refusals take the engine's time from what it can do.
-    An address has ``MOST_KEYS`` clients at most.
+    An address has ``MAX_KEYS_PER_ADDRESS`` clients at most.
     """
     started_s = time.perf_counter()
     senders = [load.sender(f"worker {number}") for number in range(load.num_workers)]
@@ -261,8 +261,8 @@ def main(
     backlog_s: Annotated[float, typer.Option(help="serve.max_backlog_s of the server.")] = 4.0,
     num_steps: Annotated[int, typer.Option(help="Steps of every picture.")] = 25,
     num_workers: Annotated[
-        int, typer.Option(min=1, max=MOST_KEYS, help="Requests at once that fill every tick; a key each.")
-    ] = MOST_KEYS,
+        int, typer.Option(min=1, max=MAX_KEYS_PER_ADDRESS, help="Requests at once that fill every tick; a key each.")
+    ] = MAX_KEYS_PER_ADDRESS,
     saturated_s: Annotated[float, typer.Option(help="How long what it can do is measured, twice.")] = 20.0,
     flood_s: Annotated[float, typer.Option(help="How long more is asked of it.")] = 60.0,
     times: Annotated[float, typer.Option(help="How many times what it can do.")] = 10.0,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -20,21 +21,20 @@ from diffserve.service.a1111.images import Img2Img, Txt2Img
 from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
 from diffserve.service.admission import Admission
-from diffserve.service.capabilities import REFS, Offer, capabilities, models_told
+from diffserve.service.capabilities import Offer, capabilities, models_told
 from diffserve.service.endpoint import Endpoint as Asking
 from diffserve.service.engine.engines import Engines, refuse_unready
-from diffserve.service.http.bodies import Body, show
+from diffserve.service.http.bodies import Body, explain, show
 from diffserve.service.http.docs import add_docs
 from diffserve.service.http.errors import A1111, HttpError, reply_for, routing_error
 from diffserve.service.http.forms import MEDIA_TYPE
-from diffserve.service.http.heads import HeadAsGet
 from diffserve.service.http.hosts import HostNames, is_loopback
 from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
-from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
-from diffserve.service.http.named import named
-from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, describe
+from diffserve.service.http.middleware import BodyLimit, FramingGuard, HeadAsGet, OriginGuard, Outermost
+from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describe_api
 from diffserve.service.http.public_path import PublicPath
+from diffserve.service.http.routing import ApiRoute
 from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.edits import Edits, Variations
 from diffserve.service.images.generations import Generations
@@ -45,7 +45,7 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate
-from diffserve.service.metrics import Metrics, add_metrics
+from diffserve.service.metrics import Metrics, add_metrics, watch_store
 from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
 from diffserve.service.responses.chat_pictures import ChatPictures, wants_picture
@@ -62,7 +62,6 @@ from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
 from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
-from diffserve.service.stored.watching import watch_store
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
 from diffserve.service.texts.embeddings import EmbeddingBody, EmbeddingEndpoint
 from diffserve.service.texts.rewrites import RewriteEndpoint
@@ -85,7 +84,7 @@ PAGE_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "after", "schema": {"type": "string"}},
 ]
 """Of lists of items."""
-RETOLD_QUERIES: Final[list[dict[str, Any]]] = [
+REPLAY_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "stream", "schema": {"type": "boolean"}},
     {"in": "query", "name": "starting_after", "schema": {"type": "integer", "minimum": 0}},
 ]
@@ -104,18 +103,27 @@ def create_app(
     database: Database | None = None,
     checks: PictureChecks | None = None,
 ) -> FastAPI:
-    """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
+    """Create the application over a running ``engine``; the caller starts and stops the engine and closes ``gate``.
 
-    ``rewriter``: whether prompts are rewritten where an image request says nothing of it. ``page``: what is shown at
-    ``/``; ``None``: nothing. ``pictures``: those kept for their URLs, which the caller sweeps; ``None``: none are.
-    ``ring``: the keys that are asked for, where there are any. ``database``: what keeps things for clients; ``None``:
-    nothing does. ``checks``: what pictures pass; ``None``: as the settings of ``engine`` say. What is to go on beside
-    the answers, for as long as there are any, is told in ``app.state.beside``.
+    Background work of the application is collected in ``app.state.beside``; the caller runs it.
+
+    Args:
+        engine: The engines.
+        config: Settings of the server.
+        gate: Refuses work during shutdown.
+        rewriter: Default of ``prompt_rewriter`` for image requests.
+        page: Route of the page at ``/``, if any.
+        pictures: Store of images with URLs, if any.
+        ring: API keys, if any.
+        database: Store of files, batches and history, if any.
+        checks: Checks of images; by default those of the engine's settings.
     """
     app = FastAPI(
         title="diffserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
+    app.router.route_class = ApiRoute
     app.state.engine = engine
+    app.state.body_schemas = dict[str, Any]()
     app.state.beside = list[Callable[[], Coroutine[Any, Any, None]]]()
     owners = Owners(config, ring)
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
@@ -189,8 +197,9 @@ def create_app(
     if page is not None:
         app.router.routes.append(page)
     add_docs(app)
-    describe(app)
+    describe_api(app)
     app.add_exception_handler(DiffserveError, _reply)
+    app.add_exception_handler(RequestValidationError, _reply_invalid_query)
     app.add_exception_handler(HTTPException, _reply_http)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if ring is not None:
@@ -249,16 +258,16 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
         require_models()
         return models_told(app.state.offers, engine.models, engine.text_info, config)
 
-    @named(app, "/v1/capabilities", ["GET"], summary="What may be asked: fields with their bounds, models, limits")
+    @app.get("/v1/capabilities", summary="Fields with their bounds, models and limits")
     async def get_capabilities() -> Response:
         require_models()
         return JSONResponse(capabilities(created, app.state.offers, engine.models, engine.text_info, config))
 
-    @named(app, "/v1/models", ["GET"], summary="The models and their names")
+    @app.get("/v1/models", summary="List models and aliases")
     async def list_models() -> Response:
         return JSONResponse(model_list(created, told()))
 
-    @named(app, "/v1/models/{name:path}", ["GET"], summary="One model")
+    @app.get("/v1/models/{name:path}", summary="Describe a model")
     async def get_model(name: str) -> Response:
         known, name = told(), name.rstrip("/")
         if name not in known and not is_alias(name):
@@ -267,37 +276,31 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
 
 
 def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
-    begun = "Begin a conversation that responses go on with"
-    _post(app, "/v1/conversations", conversations.begin, ConversationBody, begun, needs_engine=False)
-    one = {"in": "path", "name": "conversation_id", "required": True, "schema": {"type": "string"}}
-    place, told = "/v1/conversations/{conversation_id}", {"openapi_extra": {"parameters": [one]}}
-    named(app, place, ["GET"], summary="A conversation that is kept", **told)(conversations.get)
-    named(app, place, ["DELETE"], summary="Forget a conversation", **told)(conversations.remove)
-    changed = "Replace the metadata of a conversation"
-    _post(app, place, conversations.update, MetadataBody, changed, needs_engine=False)
-    added = "Add messages to a conversation"
-    _post(app, f"{place}/items", conversations.add_items, ItemsBody, added, needs_engine=False)
-    paged = {"parameters": [one, *PAGE_QUERIES]}
-    said = "What was said and painted in a conversation"
-    named(app, f"{place}/items", ["GET"], summary=said, openapi_extra=paged)(conversations.items)
-    item = {"in": "path", "name": "item_id", "required": True, "schema": {"type": "string"}}
-    both = {"openapi_extra": {"parameters": [one, item]}}
-    named(app, f"{place}/items/{{item_id}}", ["GET"], summary="One item", **both)(conversations.get_item)
-    named(app, f"{place}/items/{{item_id}}", ["DELETE"], summary="Remove an item", **both)(conversations.remove_item)
+    path, item_path = "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items/{item_id}"
+    add = partial(_post, app, needs_engine=False)
+    add("/v1/conversations", conversations.begin, ConversationBody, "Create a conversation for responses")
+    app.get(path, summary="Describe a conversation")(conversations.get)
+    app.delete(path, summary="Delete a conversation")(conversations.remove)
+    add(path, conversations.update, MetadataBody, "Replace the metadata of a conversation")
+    add(f"{path}/items", conversations.add_items, ItemsBody, "Add messages to a conversation")
+    paged = {"parameters": PAGE_QUERIES}
+    app.get(f"{path}/items", summary="List the items of a conversation", openapi_extra=paged)(conversations.items)
+    app.get(item_path, summary="Describe an item")(conversations.get_item)
+    app.delete(item_path, summary="Delete an item")(conversations.remove_item)
 
 
 def _add_responses(app: FastAPI, responses: Responses) -> None:
-    one = {"in": "path", "name": "response_id", "required": True, "schema": {"type": "string"}}
-    place, paged = "/v1/responses/{response_id}", {"parameters": [one, *PAGE_QUERIES]}
-    told = {"openapi_extra": {"parameters": [one]}}
+    path = "/v1/responses/{response_id}"
     events: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
-    again: dict[str, Any] = {"responses": events, "openapi_extra": {"parameters": [one, *RETOLD_QUERIES]}}
-    named(app, place, ["GET"], summary="A response that is kept, or its events", **again)(responses.get)
-    named(app, place, ["DELETE"], summary="Forget a response", **told)(responses.remove)
-    described = "End a response that is made in the background"
-    named(app, f"{place}/cancel", ["POST"], summary=described, **told)(responses.cancel)
-    described = "What a response was asked with"
-    named(app, f"{place}/input_items", ["GET"], summary=described, openapi_extra=paged)(responses.input_items)
+    replay = {"parameters": REPLAY_QUERIES}
+    get = app.get(path, summary="Return a stored response or its events", responses=events, openapi_extra=replay)
+    get(responses.get)
+    app.delete(path, summary="Delete a response")(responses.remove)
+    app.post(f"{path}/cancel", summary="Cancel a background response")(responses.cancel)
+    paged = {"parameters": PAGE_QUERIES}
+    app.get(f"{path}/input_items", summary="List the input items of a response", openapi_extra=paged)(
+        responses.input_items
+    )
 
 
 def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
@@ -306,9 +309,10 @@ def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
 
     files = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": files}}
-    said = "A picture that was asked for as a URL"
-    told: dict[str, Any] = {"summary": said, "responses": answers, "response_class": Response}
-    named(app, f"{ROUTE}/{{name}}", ["GET"], **told)(get_picture)
+    download = app.get(
+        f"{ROUTE}/{{name}}", summary="Download an image by its URL", responses=answers, response_class=Response
+    )
+    download(get_picture)
 
 
 def _history(
@@ -335,7 +339,7 @@ def _history(
 def _add_stored(
     app: FastAPI, database: Database, files: Files, owners: Owners, admission: Admission, metrics: Metrics
 ) -> None:
-    """What is kept for clients: files and batches."""
+    """Add the routes of files and batches."""
     batches = Batches(database, files)
     watch_store(metrics, database, batches)
     endpoints = {path: endpoint for path, endpoint in app.state.endpoints.items() if path.startswith("/v1/")}
@@ -357,10 +361,19 @@ def _post(
     uploads: Mapping[str, Any] | None = None,
     needs_engine: bool = True,
 ) -> None:
-    """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves.
+    """Add a POST route for ``endpoint``, which takes the bare request.
 
-    ``uploads``: the files that it takes as a form, whose other fields are the body's. One that takes a body asks for
-    work: while the engine is not ready that is refused before the body is read, where it ``needs_engine``.
+    The body is read and checked by ``http.bodies``, not by FastAPI: limits on size, rate and JSON shape apply before
+    parsing.
+
+    Args:
+        app: The application.
+        path: The path.
+        endpoint: Answers requests.
+        body: Type of the body, if there is one.
+        summary: One line for the API description.
+        uploads: Schemas of files in a multipart form, whose other fields are the body's.
+        needs_engine: Whether requests are refused before their body is read while the engine is not ready.
     """
     is_work = body is not None and needs_engine
 
@@ -369,7 +382,7 @@ def _post(
             request.app.state.engine.require_ready()
         return await endpoint(request)
 
-    async def once(request: Request) -> Response:
+    async def answer_once(request: Request) -> Response:
         idempotency: Idempotency | None = app.state.idempotency
         if idempotency is None or IDEMPOTENCY_KEY not in request.headers:
             return await answer(request)
@@ -379,33 +392,18 @@ def _post(
         app.state.endpoints[path] = answer
         app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, Asking) else "image", body)
 
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    text = {"in": "path", "required": True, "schema": {"type": "string"}}
-    parameters = [{"name": name, **text} for name in names] + ([] if body is None else [PARAMETER])
-    described: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    described: dict[str, Any] = {}
     if body is not None:
         schema = body.model_json_schema(ref_template=REFS)
-        _describe_parts(app, schema.pop("$defs", {}))
+        app.state.body_schemas |= schema.pop("$defs", {})
         content: dict[str, Any] = {"application/json": {"schema": schema}}
         if uploads is not None:
-            left_out = {*uploads, "infotext"}  # which is taken as JSON alone
-            fields = {name: field for name, field in schema["properties"].items() if name not in left_out}
+            json_only = {*uploads, "infotext"}
+            fields = {name: field for name, field in schema["properties"].items() if name not in json_only}
             form = schema | {"title": f"{schema['title']}Form", "properties": {**uploads, **fields}}
             content[MEDIA_TYPE] = {"schema": form}
-        described |= {"requestBody": {"required": True, "content": content}}
-    named(app, path, ["POST"], summary=summary, openapi_extra=described)(answer if body is None else once)
-
-
-def _describe_parts(app: FastAPI, parts: dict[str, Any]) -> None:
-    """Put what a body's schema refers to where the description of the whole keeps such things."""
-    without = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        described = without()
-        described.setdefault("components", {}).setdefault("schemas", {}).update(parts)
-        return described
-
-    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's own handbook does
+        described = {"parameters": [PARAMETER], "requestBody": {"required": True, "content": content}}
+    app.post(path, summary=summary, openapi_extra=described)(answer if body is None else answer_once)
 
 
 async def _reply(request: Request, error: Exception) -> Response:
@@ -414,13 +412,20 @@ async def _reply(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes at the address of ``request``: the router knows those of the first alone."""
+    """Return the methods of all routes that match the path; the router knows only those of the first."""
     there = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in there for method in getattr(route, "methods", None) or ()}))
 
 
+async def _reply_invalid_query(request: Request, error: Exception) -> Response:
+    """Answer invalid query parameters like invalid bodies: with status 400 and one sentence."""
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # without "query"
+    return await _reply(request, explain(problems, lambda index: problems[index]["input"], {}))
+
+
 async def _reply_http(request: Request, error: Exception) -> Response:
-    """What the router says: no such address, or not with this method."""
+    """Answer the router's errors: unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     allow = _allowed(request) if status == 405 else None
     return await _reply(request, routing_error(status, request.method, request.scope["path"], allow=allow))

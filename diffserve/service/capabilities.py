@@ -1,6 +1,4 @@
-"""``GET /v1/capabilities``: what a server takes, told from what checks it: each endpoint's fields with their bounds,
-the models with the endpoints they answer, what bounds a request as a whole, and the price.
-"""
+"""``GET /v1/capabilities``: fields with bounds, models with endpoints, limits and price, derived from the checks."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from diffserve.api.types import ServedModel
 from diffserve.media.images import MEDIA_TYPES
 from diffserve.service.endpoint import Asks
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body
+from diffserve.service.http.openapi import REFS
 from diffserve.service.models import ALIASES, model_entry, told_of
 from diffserve.service.texts.schemas import SamplingBody
 from diffserve.settings.config import ServeConfig
@@ -23,15 +22,12 @@ from diffserve.settings.quality import QUALITIES
 from diffserve.version import __version__
 from schedulers import SPACINGS
 
-REFS: Final = "#/components/schemas/{model}"
-"""Where ``/openapi.json`` keeps what a field refers to."""
-
 OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "min_size_px", "max_size_px")
 """Settings that a client should know of."""
 
 
 class Offer(NamedTuple):
-    """An endpoint: which kind of model it asks, and what it takes."""
+    """Endpoint: the kind of model that it needs, and its body."""
 
     asks: Asks
     body: type[Body]
@@ -44,13 +40,13 @@ def capabilities(
     language: LanguageModelInfo | None,
     config: ServeConfig,
 ) -> dict[str, Any]:
-    """All of it. ``offers``: by path."""
-    told = models_told(offers, models, language, config)
+    """Return the response; ``offers`` are by path."""
+    models_by_name = models_told(offers, models, language, config)
     price = config.price
     return {
         "object": "capabilities",
         "version": __version__,
-        "models": [model_entry(name, created, one) for name, one in told.items()],
+        "models": [model_entry(name, created, item) for name, item in models_by_name.items()],
         "aliases": list(ALIASES),
         "endpoints": {path: {"asks": offer.asks, "fields": fields_of(offer.body)} for path, offer in offers.items()},
         "output_formats": list(MEDIA_TYPES),
@@ -73,20 +69,20 @@ def models_told(
     language: LanguageModelInfo | None,
     config: ServeConfig,
 ) -> dict[str, dict[str, Any]]:
-    """By the name of each model what ``told_of`` says, and the ``endpoints`` that it answers."""
+    """Return what ``told_of`` returns for each model, with the ``endpoints`` that it serves."""
     kinds: dict[str, list[Asks]] = {model.name: ["image"] for model in models}
     if language is not None:
         can: list[Asks] = ["text", "chat"] if language.has_chat_template else ["text"]
         kinds[language.model_id] = kinds.get(language.model_id, []) + can
     return {
-        name: one | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}
-        for name, one in told_of(models, language, config).items()
+        name: item | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}
+        for name, item in told_of(models, language, config).items()
     }
 
 
 @cache
 def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
-    """Each field of ``body`` as JSON Schema has it, by what the body itself and the sampling parameters are checked."""
+    """Return the JSON Schema of each field of ``body``, including the bounds of the sampling parameters."""
     schema = body.model_json_schema(ref_template=REFS)
     required = schema.get("required", ())
     found = {name: _field(stated) | {"required": name in required} for name, stated in schema["properties"].items()}
@@ -97,7 +93,7 @@ def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
 
 
 def _field(stated: dict[str, Any]) -> dict[str, Any]:
-    """Without what every field has: a title, null as another way to say nothing, and that as the default."""
+    """Return a field's schema without its title, default and null alternative."""
     own = {key: value for key, value in stated.items() if key not in ("title", "default", "anyOf")}
     kinds = [kind for kind in stated.get("anyOf", ()) if kind.get("type") != "null"]
     return own | kinds[0] if len(kinds) == 1 else own | ({"anyOf": kinds} if kinds else {})

@@ -1,4 +1,4 @@
-"""The engine's snapshot (``engine_stats``) as Prometheus' families, by model where it tells models apart."""
+"""Prometheus metric families of the engine's statistics (``engine_stats``), by model where possible."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BEYOND: Final = "+Inf"
 
 
 class Snapshot(Collector):
-    """The engine's numbers as Prometheus' families; counters start anew with every engine."""
+    """Collector of the engine's latest statistics; counters restart with every engine."""
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
         self._is_up = False
 
     def take(self, stats: EngineStats | None) -> None:
-        """Show these from now on; the old ones again when there are none."""
+        """Replace the statistics; None keeps the old ones and reports the engine as down."""
         self._is_up = stats is not None
         self._stats = stats or self._stats
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as Prometheus' client asks for them."""
+        """Yield every metric family."""
         yield gauge("up", "Whether the engine answered this scrape.", float(self._is_up))
         if self._stats is not None:
             yield from _queues(self._stats)
@@ -82,45 +82,45 @@ def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
         "model", "batch_bucket",
     )  # fmt: skip
     batches = family(HistogramMetricFamily, "batch_size", "Rows of a step.", "model")
-    for one in models:
-        images = one.images
-        loaded.add_metric((one.name,), float(one.is_loaded))
-        slots.add_metric((one.name, "used"), images.num_running)
-        slots.add_metric((one.name, "free"), max(0, images.num_lanes - images.num_running))
-        loras.add_metric((one.name,), images.num_loras)
-        lora_bytes.add_metric((one.name,), images.lora_bytes)
-        painted.add_metric((one.name, "painted"), images.num_painted)
-        painted.add_metric((one.name, "failed"), images.num_failed)
-        rows.add_metric((one.name,), images.num_rows)
-        steps.add_metric((one.name,), images.num_steps)
-        busy.add_metric((one.name,), images.busy_s)
-        batches.add_metric((one.name,), _buckets(BATCH_ROWS, images.steps.num_steps), images.num_rows)
-        _add_steps(seconds, one.name, images.steps)
+    for item in models:
+        images = item.images
+        loaded.add_metric((item.name,), float(item.is_loaded))
+        slots.add_metric((item.name, "used"), images.num_running)
+        slots.add_metric((item.name, "free"), max(0, images.num_lanes - images.num_running))
+        loras.add_metric((item.name,), images.num_loras)
+        lora_bytes.add_metric((item.name,), images.lora_bytes)
+        painted.add_metric((item.name, "painted"), images.num_painted)
+        painted.add_metric((item.name, "failed"), images.num_failed)
+        rows.add_metric((item.name,), images.num_rows)
+        steps.add_metric((item.name,), images.num_steps)
+        busy.add_metric((item.name,), images.busy_s)
+        batches.add_metric((item.name,), _buckets(BATCH_ROWS, images.steps.num_steps), images.num_rows)
+        _add_steps(seconds, item.name, images.steps)
     yield from (loaded, slots, loras, lora_bytes, painted, rows, steps, busy, seconds, batches)
 
 
-def _add_steps(told: HistogramMetricFamily, model: str, steps: StepStats) -> None:
+def _add_steps(histogram: HistogramMetricFamily, model: str, steps: StepStats) -> None:
     for most_rows, counts, seconds in zip((*BATCH_ROWS, BEYOND), steps.counts, steps.seconds, strict=True):
         if any(counts):
-            told.add_metric((model, str(most_rows)), _buckets(STEP_S, counts), seconds)
+            histogram.add_metric((model, str(most_rows)), _buckets(STEP_S, counts), seconds)
 
 
 def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:
-    """As Prometheus has them: all up to each bound."""
+    """Return cumulative bucket counts in Prometheus' format."""
     return [(str(bound), float(sum_)) for bound, sum_ in zip((*bounds, BEYOND), accumulate(counts), strict=True)]
 
 
 def _caches(images: ImageStats) -> Iterator[Metric]:
-    asked = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
-    kept = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
+    requests = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
+    bytes_ = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
     evicted = family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
     for name, stats in (("image", images.results), ("latent", images.latents)):
-        asked.add_metric((name, "hit"), stats.num_hits)
-        asked.add_metric((name, "miss"), stats.num_misses)
-        kept.add_metric((name,), stats.num_bytes)
+        requests.add_metric((name, "hit"), stats.num_hits)
+        requests.add_metric((name, "miss"), stats.num_misses)
+        bytes_.add_metric((name,), stats.num_bytes)
         evicted.add_metric((name,), stats.num_evicted)
-    asked.add_metric(("image", "shared"), images.results.num_shared)
-    yield from (asked, kept, evicted)
+    requests.add_metric(("image", "shared"), images.results.num_shared)
+    yield from (requests, bytes_, evicted)
 
 
 def _texts(texts: TextStats) -> Iterator[Metric]:
@@ -140,32 +140,32 @@ def _pages(pages: PageStats) -> Iterator[Metric]:
     yield gauge("pool_pages", "Pages of the pool.", pages.num_pages)
     yield gauge("pool_page_bytes", "Bytes of a page.", pages.page_bytes)
     yield gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
-    held_pages = sum(one.held_pages for one in pages.tenants)
+    held_pages = sum(item.held_pages for item in pages.tenants)
     yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
-    held = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
+    in_use = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
     evicted = family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
-    asked = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
+    requests = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
     ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
-    for one in pages.tenants:
-        held.add_metric((one.tenant, "held"), one.held_pages)
-        held.add_metric((one.tenant, "idle"), one.idle_pages)
-        evicted.add_metric((one.tenant,), one.evicted_pages)
-        asked.add_metric((one.tenant, "asked"), one.asked_tokens)
-        asked.add_metric((one.tenant, "found"), one.found_tokens)
-        ratio.add_metric((one.tenant,), one.hit_rate)
-    yield from (held, evicted, asked, ratio)
+    for item in pages.tenants:
+        in_use.add_metric((item.tenant, "held"), item.held_pages)
+        in_use.add_metric((item.tenant, "idle"), item.idle_pages)
+        evicted.add_metric((item.tenant,), item.evicted_pages)
+        requests.add_metric((item.tenant, "asked"), item.asked_tokens)
+        requests.add_metric((item.tenant, "found"), item.found_tokens)
+        ratio.add_metric((item.tenant,), item.hit_rate)
+    yield from (in_use, evicted, requests, ratio)
 
 
 def family(kind: type[Family], name: str, text: str, *labels: str) -> Family:
-    """An empty family by its name without "diffserve_"."""
+    """Create an empty metric family; ``name`` is without "diffserve_"."""
     return kind(f"diffserve_{name}", text, labels=labels)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """A single number as it is now."""
+    """Create a gauge with one value."""
     return GaugeMetricFamily(f"diffserve_{name}", text, value=value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """A single number that only grows."""
+    """Create a counter with one value."""
     return CounterMetricFamily(f"diffserve_{name}", text, value=value)

@@ -1,4 +1,4 @@
-"""A server but for its socket: what paints, the application over it, and what goes on beside, as one thing."""
+"""Server without its socket: engines, application and background tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from diffserve.store.database import Database
 
 
 class Front:
-    """Made, begun and ended within the loop that answers; ``app`` is what answers, once ``begin`` was called."""
+    """Engines and application of one event loop; ``app`` serves requests after ``begin``."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Front:
         self._beside: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        """Start what paints, and what goes on beside the answers."""
+        """Start the engines and the background tasks."""
         self.engine.start()
         works = (self._pictures.sweep_for_ever(), watch_loop(self.engine.metrics.observe_loop))
         self._beside = [asyncio.create_task(work) for work in (*works, *(each() for each in self.app.state.beside))]
 
     async def stop(self, drained: Coroutine[Any, Any, None]) -> None:
-        """Let nobody in, wait for the work in progress as ``drained`` does, and stop what paints."""
+        """Refuse new work, wait for ``drained``, and stop the engines."""
         for task in self._beside:
             task.cancel()
         self.gate.close()
@@ -72,7 +72,7 @@ class Front:
         await self.engine.stop()
 
     async def close(self) -> None:
-        """When the last is answered: end what went on beside."""
+        """End the background tasks after the last response."""
         await asyncio.gather(*self._beside, return_exceptions=True)
         shared_decoders().close()
         for sent in self._sent:

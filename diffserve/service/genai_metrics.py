@@ -1,8 +1,7 @@
-"""Metrics of OpenTelemetry's conventions for generative AI, sent over HTTP to a collector, where its variables ask for
-them: ``OTEL_SEMCONV_STABILITY_OPT_IN`` with ``gen_ai_latest_experimental``, for the conventions are not stable, and an
-endpoint. What Prometheus is told (:mod:`diffserve.service.metrics`) is more, and does not need them.
+"""OpenTelemetry metrics of the GenAI conventions, sent over HTTP if the standard variables enable them.
 
-Durations are from when the engine took a request to its end; ``error.type`` is the code of what it ended with.
+The conventions are experimental, so ``OTEL_SEMCONV_STABILITY_OPT_IN`` must contain ``gen_ai_latest_experimental``.
+Durations are from submission to the end; ``error.type`` is the error code.
 """
 
 from __future__ import annotations
@@ -35,30 +34,30 @@ log = logging.getLogger("diffserve.http")
 
 
 class GenAiMetrics:
-    """Four histograms, told of every event of the engine's requests."""
+    """Four histograms that are updated from the engine's events."""
 
     def __init__(self, provider: MeterProvider) -> None:
         self._provider = provider
         meter = provider.get_meter("diffserve")
 
-        def histogram(name: str, unit: str, said: str, bounds: tuple[float, ...]) -> Any:
+        def histogram(name: str, unit: str, description: str, bounds: tuple[float, ...]) -> Any:
             return meter.create_histogram(
-                f"gen_ai.{name}", unit, said, explicit_bucket_boundaries_advisory=list(bounds)
+                f"gen_ai.{name}", unit, description, explicit_bucket_boundaries_advisory=list(bounds)
             )
 
         self._duration = histogram("server.request.duration", "s", "Of a request, from queue to end.", DURATIONS_S)
-        said = "From submit to the first token."
-        self._first_token = histogram("server.time_to_first_token", "s", said, FIRST_TOKEN_S)
-        said = "Mean time of each later token."
-        self._a_token = histogram("server.time_per_output_token", "s", said, A_TOKEN_S)
+        description = "From submit to the first token."
+        self._first_token = histogram("server.time_to_first_token", "s", description, FIRST_TOKEN_S)
+        description = "Mean time of each later token."
+        self._a_token = histogram("server.time_per_output_token", "s", description, A_TOKEN_S)
         self._tokens = histogram("client.token.usage", "{token}", "Read, and said, in a request.", TOKENS)
         self._begun: dict[str, tuple[float, dict[str, str]]] = {}
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> GenAiMetrics | None:
-        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
-        wanted = (one.strip() for one in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
-        if OPT_IN not in wanted or not is_asked(env, "METRICS"):
+        """Create the metrics that the standard variables configure; None if they configure none."""
+        options = (item.strip() for item in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
+        if OPT_IN not in options or not is_asked(env, "METRICS"):
             return None
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -70,35 +69,35 @@ class GenAiMetrics:
         return cls(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource(env)))
 
     def observe(self, kind: str, event: Any) -> None:
-        """Something happened to a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         match event:
             case Accepted() | TextAccepted() if len(self._begun) < MOST_INSIDE:
                 self._begun[event.request_id] = time.monotonic(), {}
             case Painted(result=result) if event.request_id in self._begun:
                 self._begun[event.request_id][1]["gen_ai.response.model"] = result.model
             case TextFinished(usage=usage, timings=timings) | RewriteFinished(usage=usage, timings=timings):
-                told = self._told(kind)
+                attributes = self._attributes(kind)
                 self._begun.pop(event.request_id, None)
-                self._duration.record(timings.total_s, told)
-                self._first_token.record(timings.ttft_s, told)
+                self._duration.record(timings.total_s, attributes)
+                self._first_token.record(timings.ttft_s, attributes)
                 if timings.tpot_s:
-                    self._a_token.record(timings.tpot_s, told)
+                    self._a_token.record(timings.tpot_s, attributes)
                 for name, number in (("input", usage.prompt_tokens), ("output", usage.output_tokens)):
-                    self._tokens.record(number, told | {"gen_ai.token.type": name})
+                    self._tokens.record(number, attributes | {"gen_ai.token.type": name})
             case Embedded(num_tokens=num_tokens):
-                self._tokens.record(num_tokens, self._told(kind) | {"gen_ai.token.type": "input"})
+                self._tokens.record(num_tokens, self._attributes(kind) | {"gen_ai.token.type": "input"})
             case Finished() | Failed() | Cancelled():
-                self._ended(kind, event)
+                self._end(kind, event)
 
-    def _ended(self, kind: str, event: Finished | Failed | Cancelled) -> None:
-        begun_s, told = self._begun.pop(event.request_id, (None, {}))
+    def _end(self, kind: str, event: Finished | Failed | Cancelled) -> None:
+        begun_s, attributes = self._begun.pop(event.request_id, (None, {}))
         code = event.code if isinstance(event, Failed) else "cancelled" if isinstance(event, Cancelled) else ""
         if begun_s is not None:
             error = {"error.type": code} if code else {}
-            self._duration.record(time.monotonic() - begun_s, self._told(kind) | told | error)
+            self._duration.record(time.monotonic() - begun_s, self._attributes(kind) | attributes | error)
 
     @staticmethod
-    def _told(kind: str) -> dict[str, str]:
+    def _attributes(kind: str) -> dict[str, str]:
         output = {"gen_ai.output.type": "image"} if kind == "image" else {}
         return {
             "gen_ai.operation.name": OPERATIONS.get(kind, "chat"),
@@ -107,5 +106,5 @@ class GenAiMetrics:
         }
 
     def close(self) -> None:
-        """Send what is left; takes as long as the exporter's own variables let it."""
+        """Send the remaining metrics; the exporter's variables bound the time."""
         self._provider.shutdown()

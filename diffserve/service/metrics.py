@@ -1,14 +1,13 @@
-"""``GET /metrics`` for Prometheus: what the answers showed, and what the engine says of itself when it is asked.
+"""``GET /metrics`` for Prometheus: measurements of responses and statistics of the engine.
 
-Times are taken from the answers, and from the events that end requests; everything else is a snapshot of the engine
-(``engine_families``), asked for at each scrape. An engine that does not answer within ``ASK_S`` is shown as it was last
-seen, with ``..._up`` at 0. No label is ever a word of a client's: routes by their templates, models by the names that
-the configuration gives them, reasons and codes by lists that are kept here.
+The engine's statistics are read at each scrape; an engine that does not answer within ``ASK_S`` keeps its last
+values, with ``..._up`` at 0. Labels never contain text from clients.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +31,8 @@ from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageR
 from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.tracing import Traces
+from diffserve.store.batches import Batches
+from diffserve.store.database import Database
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -62,9 +63,11 @@ Look = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 class Metrics:
-    """Counters and histograms of one server. ``observe`` is fed with every event that passes.
+    """Counters and histograms of one server; ``observe`` receives every event.
 
-    traces, genai  told of the events as well, where there are any
+    Attributes:
+        traces: Receives the events too, if set.
+        genai: Receives the events too, if set.
     """
 
     def __init__(self) -> None:
@@ -85,12 +88,12 @@ class Metrics:
         of_texts = "llm_time_per_output_token_seconds", "Mean time of each later token of an answer."
         self._tpot_s = self._histogram(*of_texts, TPOT_S, "kind")
         self._late_s = self._histogram("event_loop_lag_seconds", "How late the event loop came to a timer.", LAG_S)
-        said = "The same, without the time for which it had no core."
-        self._blocked_s = self._histogram("event_loop_blocked_seconds", said, LAG_S)
-        said = "Mean entropy of the tokens of an answer."
-        self._entropy = self._histogram("llm_entropy_nats", said, ENTROPY_NATS, "kind")
-        said = "A stage that stands apart, from hand-over to answer."
-        self._stage_s = self._histogram("stage_seconds", said, SECONDS, "stage")
+        description = "The same, without the time for which it had no core."
+        self._blocked_s = self._histogram("event_loop_blocked_seconds", description, LAG_S)
+        description = "Mean entropy of the tokens of an answer."
+        self._entropy = self._histogram("llm_entropy_nats", description, ENTROPY_NATS, "kind")
+        description = "A stage that stands apart, from hand-over to answer."
+        self._stage_s = self._histogram("stage_seconds", description, SECONDS, "stage")
         self._stage_bytes = self._counter(
             "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
         )
@@ -102,7 +105,7 @@ class Metrics:
         self.watch("build_info", "Which versions these are; always 1.", _versions, "version", "torch", "diffusers")
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
-        """Take note of an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
         if isinstance(event, Progress):  # most of them, and nothing is counted by it
@@ -117,29 +120,38 @@ class Metrics:
             case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
                 self._requests.labels(kind, "finished").inc()
             case TextFinished(results=results):
-                self._said(kind, event.timings, [result.mean_entropy for result in results], event.usage.output_tokens)
+                self._finish_text(
+                    kind, event.timings, [result.mean_entropy for result in results], event.usage.output_tokens
+                )
             case RewriteFinished(rewrites=rewrites):
-                self._said(kind, event.timings, [one.mean_entropy for one in rewrites], event.usage.output_tokens)
-                for one in rewrites:
-                    if one.fallback is not None:
-                        self._fallbacks.labels(one.fallback).inc()
+                self._finish_text(
+                    kind, event.timings, [item.mean_entropy for item in rewrites], event.usage.output_tokens
+                )
+                for item in rewrites:
+                    if item.fallback is not None:
+                        self._fallbacks.labels(item.fallback).inc()
             case Failed() | Cancelled():
                 self._requests.labels(kind, OUTCOMES[type(event)]).inc()
                 if isinstance(event, Failed) and event.code == NumericalError.default_code:
                     self._nonfinite.labels("text").inc()
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
-        """Take note of a look at the event loop (see ``loop_lag``)."""
+        """Record a measurement of event loop lag (see ``loop_lag``)."""
         self._late_s.observe(late_s)
         self._blocked_s.observe(blocked_s)
 
     def observe_first_preview(self, seconds: float) -> None:
-        """A request has got its first preview so long after it was submitted."""
+        """Record the time from submission to a request's first preview."""
         self._preview_s.observe(seconds)
 
     def answered(self, endpoint: str, status: int, code: str, seconds: float) -> None:
-        """An answer is over: of the route with the template ``endpoint``, with ``status`` (0: there was none), and the
-        ``code`` of its error, "" where there is none; one that is told in pieces may fail after its status.
+        """Record a response.
+
+        Args:
+            endpoint: Template of the route.
+            status: HTTP status; 0 if there was no response.
+            code: Error code or ""; a stream may fail after its status was sent.
+            seconds: Duration.
         """
         reason = REJECTED.get(code) if status >= 400 else None
         if status == 499 or code in (HUNG_UP, "cancelled") or status == 0:
@@ -158,45 +170,45 @@ class Metrics:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """For the length of the block, somebody reads events."""
+        """Count a client that reads events for the length of the block."""
         with self._streams.track_inprogress():
             yield
 
     def observe_commit(self, seconds: float) -> None:
-        """The store has committed something, which took so long."""
+        """Record the duration of a commit of the store."""
         self._commit_s.observe(seconds)
 
     def did_stage(self, stage: str, seconds: float, num_bytes: int) -> None:
-        """A stage of a picture that stands apart is over: seconds from hand-over to answer, bytes that it told."""
+        """Record a remote stage of an image: seconds and bytes received."""
         self._stage_s.labels(stage).observe(seconds)
         self._stage_bytes.labels(stage).inc(num_bytes)
 
     def encoded(self, seconds: float) -> None:
-        """A finished picture was written as a file, and signed where we sign, which took so long."""
+        """Record the duration of encoding and signing an image."""
         self._image_encode_s.observe(seconds)
 
     def judged(self, stage: str, decision: str) -> None:
-        """The safety filter was asked about a "prompt" or a "picture": "allowed", "blocked" or "unavailable"."""
+        """Record a decision about a "prompt" or "picture": "allowed", "blocked" or "unavailable"."""
         self._safety.labels(stage, decision).inc()
 
     def wasted(self, reason: str, num_steps: int) -> None:
-        """So many steps led to no picture: "cancelled", "deadline", "failed" or "lost"."""
+        """Record steps that led to no image: "cancelled", "deadline", "failed" or "lost"."""
         self._wasted.labels(reason).inc(num_steps)
 
     def ended(self, kind: str, outcome: str) -> None:
-        """A request of ``kind`` ended without an event: it was "rejected", "cancelled" from here, or "lost"."""
+        """Record a request that ended without an event: "rejected", "cancelled" or "lost"."""
         self._requests.labels(kind, outcome).inc()
 
     def lost_engine(self, kind: str) -> None:
-        """An engine is gone, by ``kind``: "device", "hang", "silence" or "crash"."""
+        """Record the loss of an engine: "device", "hang", "silence" or "crash"."""
         self._restarts.labels(kind).inc()
 
     def watch(self, name: str, text: str, look: Look, *labels: str) -> None:
-        """Tell at each scrape what ``look`` sees: numbers by the values of ``labels``. The last ``look`` counts."""
+        """Report at each scrape what ``look`` returns: numbers by label values. The last ``look`` is used."""
         self._watched.looks[name] = (text, labels, look)
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text that Prometheus reads; ``stats`` are the engine's, None when it did not answer."""
+        """Return the text for Prometheus; ``stats`` is None if the engine did not answer."""
         self._snapshot.take(stats)
         return generate_latest(self._registry)
 
@@ -214,14 +226,14 @@ class Metrics:
     def _add_images(self) -> None:
         self._pixels = self._counter("pixels", "Of the pictures painted.", "model")
         self._queue_s = self._histogram("queue_wait_seconds", "From submit until work on it begins.", SECONDS, "model")
-        said = "From submit to the first preview of a request that wants some."
-        self._preview_s = self._histogram("time_to_first_preview_seconds", said, SECONDS)
+        description = "From submit to the first preview of a request that wants some."
+        self._preview_s = self._histogram("time_to_first_preview_seconds", description, SECONDS)
         self._encode_s = self._histogram("text_encode_seconds", "Reading a picture's texts.", SECONDS, "model")
         self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
         self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
         self._oom = self._counter("oom", "Pictures given up for want of memory.")
-        said = "Steps of pictures that nobody got; what equal requests share counts for each."
-        self._wasted = self._counter("steps_wasted", said, "reason")
+        description = "Steps of pictures that nobody got; what equal requests share counts for each."
+        self._wasted = self._counter("steps_wasted", description, "reason")
         self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
         for reason in WASTES:
             self._wasted.labels(reason)
@@ -229,8 +241,8 @@ class Metrics:
             for decision in ("allowed", "blocked", "unavailable"):
                 self._safety.labels(stage, decision)
         self._commit_s = self._histogram("db_commit_seconds", "What the store's commits took.", COMMIT_S)
-        said = "Pictures and texts given up since numbers were not finite, by where that was seen."
-        self._nonfinite = self._counter("nonfinite", said, "stage")
+        description = "Pictures and texts given up since numbers were not finite, by where that was seen."
+        self._nonfinite = self._counter("nonfinite", description, "stage")
         for stage in (*NOT_FINITE, "text"):
             self._nonfinite.labels(stage)
         self._image_encode_s = self._histogram(
@@ -251,10 +263,10 @@ class Metrics:
         if failed.code == InsufficientMemory.default_code:
             self._oom.inc()
         elif failed.code == NumericalError.default_code:
-            stages = (stage for stage, said in NOT_FINITE.items() if failed.message.startswith(said))
+            stages = (stage for stage, description in NOT_FINITE.items() if failed.message.startswith(description))
             self._nonfinite.labels(next(stages, "denoise")).inc()
 
-    def _said(self, kind: str, timings: TextTimings, entropies: list[float], output_tokens: int) -> None:
+    def _finish_text(self, kind: str, timings: TextTimings, entropies: list[float], output_tokens: int) -> None:
         self._requests.labels(kind, "finished").inc()
         self._ttft_s.labels(kind).observe(timings.ttft_s)
         if output_tokens > len(entropies):  # else there was no later token
@@ -270,7 +282,7 @@ class Metrics:
 
 
 def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[EngineStats | None]]) -> None:
-    """Offer ``GET /metrics``; ``ask`` raises EngineUnavailable where there is no engine."""
+    """Add ``GET /metrics``; ``ask`` raises EngineUnavailable if there is no engine."""
     turns = asyncio.Lock()
 
     @app.get("/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse)
@@ -285,19 +297,48 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
             return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
+def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
+    """Report commit times, the write-ahead log and unfinished batches."""
+    database.tell_commit = metrics.observe_commit
+    description = "Of the log of writes beside the database."
+    metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
+
+    def by_status() -> dict[tuple[str, ...], float]:
+        try:
+            return {(status,): float(count) for status, count in batches.backlog().by_status.items()}
+        except sqlite3.Error:
+            return {}
+
+    def lines_left() -> dict[tuple[str, ...], float]:
+        try:
+            return {(): float(batches.backlog().lines_left)}
+        except sqlite3.Error:
+            return {}
+
+    def oldest_age_s() -> dict[tuple[str, ...], float]:
+        try:
+            return {(): batches.backlog().oldest_age_s}
+        except sqlite3.Error:
+            return {}
+
+    metrics.watch("batches", "Batches that are not over.", by_status, "status")
+    metrics.watch("batch_lines_left", "Lines of batches that are not done.", lines_left)
+    metrics.watch("oldest_batch_age_seconds", "Of the oldest batch that is not over, 0 without one.", oldest_age_s)
+
+
 class _Watched(Collector):
-    """Numbers that are looked up when they are asked for."""
+    """Collector of numbers that are read at each scrape."""
 
     def __init__(self) -> None:
         self.looks: dict[str, tuple[str, tuple[str, ...], Look]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus' client asks for them."""
+        """Yield every watched metric."""
         for name, (text, labels, look) in self.looks.items():
-            told = family(GaugeMetricFamily, name, text, *labels)
+            family_ = family(GaugeMetricFamily, name, text, *labels)
             for values, number in look().items():
-                told.add_metric(values, number)
-            yield told
+                family_.add_metric(values, number)
+            yield family_
 
 
 @cache

@@ -1,6 +1,4 @@
-"""Model names: the loaded models under their own ids, and those that clients have written into their code; and what the
-models can do, for those who build a page or a tool on the API.
-"""
+"""Model names and aliases, and the capabilities of the loaded models."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ NO_LANGUAGE_MODEL: Final = (
 
 
 def is_alias(name: str, kind: Kind = "image") -> bool:
-    """Whether ``name`` is one that clients have written into their code for whatever does what ``kind`` says."""
+    """Return whether ``name`` is one of OpenAI's names for models of ``kind``."""
     return _FOREIGN[kind].fullmatch(name) is not None
 
 
@@ -64,16 +62,19 @@ def find_model(
     *,
     kind: Literal["image", "embedding"] = "image",
 ) -> ModelInfo:
-    """The image model that ``name`` means: its own, else, for an alias and ``None``, the first of ``models``.
+    """Return the image model with this name; an alias or None means the first one.
 
-    Raises ModelNotFound, ModelLoadError for one whose files cannot be read, EngineUnavailable while there are none.
+    Raises:
+        ModelNotFound: No model has this name.
+        ModelLoadError: The model's files cannot be read.
+        EngineUnavailable: The engine is still loading.
     """
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     own = {model.name: model for model in models}
     is_first = name is None or (name not in own and is_alias(name, kind))
-    found = models[0] if is_first else own.get(name or "")
-    if found is None:
+    entries = models[0] if is_first else own.get(name or "")
+    if entries is None:
         several, writes = len(models) > 1, language is not None and name == language.model_id
         names = ", ".join(own)
         raise ModelNotFound(
@@ -83,18 +84,19 @@ def find_model(
             f"GET /v1/models lists {'all' if several else 'its'} names.",
             param="model",
         )
-    if found.info is None:
-        raise ModelLoadError(found.problem, param="model")
-    return found.info
+    if entries.info is None:
+        raise ModelLoadError(entries.problem, param="model")
+    return entries.info
 
 
 def check_language_model(
     name: str | None, info: LanguageModelInfo | None, models: Sequence[ServedModel]
 ) -> LanguageModelInfo:
-    """The loaded language model, which ``name`` must be; ``None`` and an alias mean whichever is there.
+    """Return the loaded language model if ``name`` is its name, an alias or None.
 
-    Raises ModelNotFound where there is none or it is another, EngineUnavailable while the engine is loading its image
-    ``models``.
+    Raises:
+        ModelNotFound: There is no language model, or ``name`` is another one.
+        EngineUnavailable: The engine is still loading.
     """
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
@@ -113,12 +115,12 @@ def check_language_model(
 
 
 def model_entry(name: str, created: int, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A model as OpenAI describes one, and what there is to be ``told`` of it; ``created`` in seconds since 1970."""
+    """Return OpenAI's object for a model with the additional fields ``told``; ``created`` in seconds since 1970."""
     return {"id": name, "object": "model", "created": created, "owned_by": "diffserve", **(told or {})}
 
 
 def model_list(created: int, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Every name, as OpenAI lists models: the models that are ``told`` of in their order, then the aliases."""
+    """Return OpenAI's list of models: the loaded models in order, then the aliases."""
     names = dict.fromkeys([*told, *ALIASES])
     return {"object": "list", "data": [model_entry(name, created, told.get(name)) for name in names]}
 
@@ -126,23 +128,21 @@ def model_list(created: int, told: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def told_of(
     models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
-    """By the name of each model, the first image model first and the language model last: what it can do, whether it is
-    loaded, and why it cannot be.
-    """
-    found: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
+    """Return, by model name, its capabilities, whether it is loaded, and why it cannot be."""
+    entries: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
     for model in models:
-        found[model.name] |= {"problem": model.problem} if model.problem else {}
+        entries[model.name] |= {"problem": model.problem} if model.problem else {}
         if model.unet_paths or model.records_graphs:
-            found[model.name]["unet_calls"] = unet_calls(model)
+            entries[model.name]["unet_calls"] = unet_calls(model)
     if language is not None:
-        found.setdefault(language.model_id, {"loaded": True})
+        entries.setdefault(language.model_id, {"loaded": True})
     for name, capabilities in capabilities_of(models, language, config).items():
-        found[name]["capabilities"] = capabilities
-    return found
+        entries[name]["capabilities"] = capabilities
+    return entries
 
 
 def unet_calls(model: ServedModel) -> dict[str, Any]:
-    """How the UNet calls of ``model`` are made: per shape the path and the reason, sizes in pixels."""
+    """Describe how the UNet of ``model`` is called: path and reason by shape, sizes in pixels."""
     shapes = [
         {
             "width": path.width_px,
@@ -160,19 +160,19 @@ def unet_calls(model: ServedModel) -> dict[str, Any]:
 def capabilities_of(
     models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
-    """By the name of each model, ``{"image": ...}`` or ``{"language": ...}``."""
-    found = {
+    """Return ``{"image": ...}`` or ``{"language": ...}`` by model name."""
+    entries = {
         model.name: {"image": image_capabilities(model.info, config, keeps_latents=model.keeps_latents)}
         for model in models
         if model.info is not None
     }
     if language is not None:
-        found.setdefault(language.model_id, {})["language"] = language_capabilities(language)
-    return found
+        entries.setdefault(language.model_id, {})["language"] = language_capabilities(language)
+    return entries
 
 
 def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: bool = False) -> dict[str, Any]:
-    """Sizes are [width, height] in pixels, the native one first."""
+    """Describe an image model; sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
     loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
     return {
@@ -206,7 +206,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
 
 
 def refused_fields(info: ModelInfo, *, keeps_latents: bool) -> list[str]:
-    """Fields that a request to this model has to leave out; those whose choices are told, such as adapters, aside."""
+    """Return the fields that requests to this model must leave out."""
     takes = {
         "cache_interval": info.shallow_share is not None,
         "similarity_threshold": keeps_latents and not info.is_inpainting,
@@ -220,7 +220,7 @@ def refused_fields(info: ModelInfo, *, keeps_latents: bool) -> list[str]:
 
 
 def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
-    """A model without a chat template writes texts, but no prompts."""
+    """Describe a language model; one without a chat template cannot rewrite prompts."""
     own = ("architecture", "digest", "device", "dtype", "context_tokens")
     told = {name: getattr(info, name) for name in own}
     formats = get_args(Format.model_fields["type"].annotation) if info.speaks_json else ("text",)

@@ -1,6 +1,4 @@
-"""A page at ``/`` beside the API, built by somebody above while the engine loads. Only its own paths reach it, and only
-JSON that is JSON; what it fails at is a line in the log and an error object.
-"""
+"""Page at ``/``, mounted while the engine loads; it receives valid JSON only, and its errors become error objects."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ log = logging.getLogger("diffserve.page")
 
 
 class Page:
-    """The page's life: ``route`` is added to the application at once, ``open`` builds what it leads to, ``close`` ends
-    it.
-    """
+    """Lifecycle of the page: ``route`` exists at once, ``open`` builds the page, ``close`` ends it."""
 
     def __init__(self, mount: MountPage) -> None:
         self._mount = mount
@@ -71,7 +67,7 @@ class Page:
         self.route = PageRoute(self._shell)
 
     async def open(self, url: str) -> None:
-        """Build the page of the server at ``url`` and let visitors in. Raises nothing: without it the API goes on."""
+        """Build the page of the server at ``url``. Never raises; without the page the API still works."""
         try:
             paths = await ANSWERS.run(self._mount, self._shell, url)
             await self._stack.enter_async_context(self._shell.router.lifespan_context(self._shell))
@@ -82,13 +78,13 @@ class Page:
         self.route.open_for(paths)
 
     async def close(self) -> None:
-        """Let go of the visitors."""
+        """Disconnect the visitors."""
         self.route.close()
         await self._stack.aclose()
 
 
 class PageRoute(BaseRoute):
-    """Leads to ``app`` whatever lies on its paths, and nothing else: the API's own errors stay as they are."""
+    """Route that sends the page's paths to ``app``; other errors remain the API's."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -98,31 +94,31 @@ class PageRoute(BaseRoute):
         self._is_open = False
 
     def open_for(self, paths: tuple[str, ...]) -> None:
-        """From now on ``paths`` lead to the page."""
+        """Route ``paths`` to the page from now on."""
         self._below = tuple(path for path in paths if len(path) > 1 and path.endswith(("/", "=")))
         self._exact = frozenset({"/", *paths} - set(self._below))
         self._is_open = True
 
     def give_up(self) -> None:
-        """There will be no page: its paths are nobody's."""
+        """Route nothing, because there will be no page."""
         self._exact = frozenset()
 
     def close(self) -> None:
-        """From now on visitors are asked to come back later."""
+        """Answer visitors with 503 from now on."""
         self._is_open = False
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Whether the path is one of the page's."""
+        """Return whether the path belongs to the page."""
         path = scope.get("path", "")
         is_ours = scope["type"] == "http" and (path in self._exact or path.startswith(self._below))
         return (Match.FULL, {"endpoint": self.app, "route": self}) if is_ours else (Match.NONE, {})
 
     def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
-        """No name leads here."""
+        """Raise NoMatchFound; the page has no named routes."""
         raise NoMatchFound(name, path_params)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as the page does, or with a word that it is coming."""
+        """Answer with the page, or with a notice that it is starting."""
         scope.setdefault("state", {})["is_page"] = True
         if self._is_open:
             await self._answer(scope, receive, _guarded(send))
@@ -221,10 +217,10 @@ async def _checked(scope: Scope, receive: Receive) -> Receive:
         return receive
     data = await read_json(request)
     await in_thread_if_long(data, check_strict, data)
-    rest = iter([{"type": "http.request", "body": data, "more_body": False}])
+    messages = iter([{"type": "http.request", "body": data, "more_body": False}])
 
     async def again() -> Message:
-        for message in rest:
+        for message in messages:
             return message
         return await receive()
 

@@ -47,15 +47,20 @@ log = logging.getLogger("diffserve.http")
 def serve(
     settings: Settings, *, mount_page: MountPage | None = None, engines: Callable[[Settings], Engines] = open_engines
 ) -> int:
-    """Serve until stopped; 0 after a signal. ``mount_page`` builds the page at ``/``; ``None``: there is none.
-    ``engines`` makes what paints, within the running loop.
+    """Serve until a signal and return the exit status.
 
-    Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
-    the model cannot be loaded; returns 1 where the engine is lost again and again.
+    Args:
+        settings: The settings.
+        mount_page: Builds the page at ``/``; None for no page.
+        engines: Creates the engines within the running loop.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+        DiffserveError: The model cannot be loaded.
     """
     database, ring = open_store(settings.serve)
-    held = contextlib.nullcontext() if database is None else database.held()
-    with json_logs(settings.serve.log_level), bind(settings.serve) as listener, held:
+    lock = contextlib.nullcontext() if database is None else database.held()
+    with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
         checks = PictureChecks.of(settings)
         try:
             return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
@@ -64,7 +69,7 @@ def serve(
 
 
 def open_store(config: ServeConfig) -> tuple[Database | None, KeyRing | None]:
-    """What is kept, and the keys. Raises ConfigError where they cannot be read, or none are and others may come in."""
+    """Open the database and the keys. Raises ConfigError if they cannot be read or open access is not allowed."""
     database = open_database(config)
     ring = open_ring(database)
     check_open(config, ring)
@@ -72,9 +77,7 @@ def open_store(config: ServeConfig) -> tuple[Database | None, KeyRing | None]:
 
 
 def open_database(config: ServeConfig) -> Database | None:
-    """What the server keeps in its folder; ``None`` where there is nothing and nothing could be kept, and no key is
-    given by the environment. Raises ConfigError where it cannot be read.
-    """
+    """Open the server's database; None if nothing can be stored. Raises ConfigError if it cannot be read."""
     folder = Path(config.data_dir).expanduser()
     try:
         return Database(folder)
@@ -86,7 +89,7 @@ def open_database(config: ServeConfig) -> Database | None:
 
 
 def _may_be_there(file: Path) -> bool:
-    """Also where nobody can look: keys that cannot be read must not be taken for none."""
+    """Return whether the file exists or cannot be examined: unreadable keys must not count as none."""
     try:
         return file.exists()
     except OSError:
@@ -94,16 +97,18 @@ def _may_be_there(file: Path) -> bool:
 
 
 def open_ring(database: Database | None) -> KeyRing | None:
-    """The keys in ``database`` and the environment. Raises ConfigError where they cannot be read."""
+    """Load the keys from the database and the environment. Raises ConfigError if they cannot be read."""
     own = os.environ.get(ENV_KEY, "")
     if own and len(own) < SHORTEST_KEY:
-        said = f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
-        raise ConfigError(said, param="api_key")
+        message = (
+            f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
+        )
+        raise ConfigError(message, param="api_key")
     return None if database is None else KeyRing(database, own)
 
 
 def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
-    """ConfigError where other machines could reach the server without a key and nobody has said that they may."""
+    """Raise ConfigError if other machines could connect without a key and ``allow_open`` is not set."""
     is_closed = ring is not None and ring.is_closed
     if not is_closed and not is_loopback(config.host) and not config.allow_open:
         raise ConfigError(
@@ -115,7 +120,7 @@ def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
 
 
 def bind(config: ServeConfig) -> socket.socket:
-    """A listening socket at the configured address; ConfigError where that is not to be had."""
+    """Return a listening socket at the configured address. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=1024)
@@ -156,7 +161,7 @@ class _Server:
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
-        """Live one life, from the first engine to the last answer."""
+        """Run from the first engine to the last response."""
         asyncio.get_running_loop().set_exception_handler(_LoopTrouble())
         engine = self._open_engines(self._settings)
         front = Front(
@@ -175,8 +180,8 @@ class _Server:
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if told := told_of_devices(self._settings):
-            self._say(told)
+        if devices := told_of_devices(self._settings):
+            self._say(devices)
         is_closed = self._ring is not None and self._ring.is_closed
         if not is_closed and not is_loopback(self._settings.serve.host):
             self._say("anybody who reaches this address may paint: there are no keys")
@@ -207,7 +212,7 @@ class _Server:
         (self._stop if self._num_signals == 1 else self._hurry).set()
 
     async def _drain(self, gate: Gate) -> None:
-        """Wait for the work in progress, for as long as is allowed."""
+        """Wait for the work in progress, within the configured time."""
         waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self._hurry.wait())}
         timeout_s = self._settings.serve.shutdown_timeout_s
         _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +232,7 @@ class _Server:
                 self._say(f"{other.name}: {at}")
 
     async def _open_page(self) -> None:
-        """What is loaded stays: to look through it for garbage would keep everybody waiting, now and 0.2 s later on."""
+        """Open the page without garbage collection; loaded objects are frozen, as scanning them takes 0.2 s."""
         gc.disable()
         try:
             if self._page is not None:
@@ -237,7 +242,7 @@ class _Server:
             gc.enable()
 
     async def _close_page(self, opening: asyncio.Task[None]) -> None:
-        """An import that is still going on is not waited for."""
+        """Close the page without waiting for an unfinished import."""
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
         if self._page is not None:
@@ -248,7 +253,7 @@ class _Server:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _own_url(self) -> str:
-        """The address by which this process reaches itself: that of no machine stands for every one of its own."""
+        """Return the address by which this process reaches itself."""
         return self._url().replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
     @staticmethod
@@ -258,34 +263,32 @@ class _Server:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process before the engine is told."""
+    """Uvicorn server without signal handlers, which would end the process before the engine."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to us."""
+        """Install no signal handlers."""
         yield
 
 
-def _num_connections(wanted: int) -> int:
-    """``wanted``, or as many as the system lets this process have; its soft limit is raised to what is needed."""
+def _num_connections(configured: int) -> int:
+    """Return ``configured``, or what the file limit allows; the soft limit is raised if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE_FILES
+    needed = configured + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return configured
     soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    possible = max(1, min(wanted, files - SPARE_FILES))
-    if possible < wanted:
+    possible = max(1, min(configured, files - SPARE_FILES))
+    if possible < configured:
         log.warning("fewer connections than configured", extra={"at_most": possible, "reason": f"ulimit -n is {files}"})
     return possible
 
 
 class _LoopTrouble:
-    """What happens on the loop outside of any request. Connections that no file is left for are told now and then: the
-    loop tells them by the hundred, each with a traceback.
-    """
+    """Exception handler of the event loop that limits how often missing file descriptors are logged."""
 
     def __init__(self) -> None:
         self._told_s = -FULL_TOLD_EVERY_S
@@ -300,7 +303,7 @@ class _LoopTrouble:
 
 
 def uvicorn_config(app: FastAPI, max_connections: int) -> uvicorn.Config:
-    """How ``app`` is served: by our own protocol, quietly, to at most ``max_connections`` at a time."""
+    """Return the configuration for serving ``app`` to at most ``max_connections`` at a time."""
     return uvicorn.Config(
         app,
         http=Http1.limited(max_connections),

@@ -1,6 +1,4 @@
-"""The safety filter as the front door knows it: a process beside, asked about prompts and pictures before anybody sees
-them. It fails closed: what it did not judge, because it hung, crashed, or is not there, is not delivered.
-"""
+"""Client of the safety filter process. It fails closed: images without a decision are not delivered."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ log = logging.getLogger("diffserve.media.safety")
 
 
 class Safety:
-    """The filter called ``name``. Every call takes a while: make it in a thread, from as many as you like."""
+    """Safety filter in a process; its blocking methods may be called from several threads."""
 
     def __init__(self, name: str, model: str, *, timeout_s: float, startup_s: float) -> None:
         self.name = name
@@ -55,7 +53,7 @@ class Safety:
 
     @classmethod
     def of(cls, settings: Settings) -> Safety | None:
-        """As ``settings`` say, ready to judge; ``None`` for none. Raises ConfigError for one that cannot be loaded."""
+        """Start the configured filter; None if there is none. Raises ConfigError if it cannot be loaded."""
         serve = settings.serve
         if not serve.safety_filter:
             return None
@@ -69,7 +67,7 @@ class Safety:
     @classmethod
     @contextlib.contextmanager
     def running(cls, settings: Settings) -> Iterator[Safety | None]:
-        """The same for the length of the block."""
+        """Run the configured filter for the length of the block."""
         filter_ = cls.of(settings)
         try:
             yield filter_
@@ -78,21 +76,21 @@ class Safety:
                 filter_.stop()
 
     def start(self) -> None:
-        """Load it. Raises ConfigError where that cannot be."""
+        """Load the filter. Raises ConfigError."""
         with self._lock:
             try:
-                self._begin()
-                ready = self._hear(time.monotonic() + self._startup_s)
+                self._start_process()
+                ready = self._receive(time.monotonic() + self._startup_s)
             except (OSError, _LostError) as error:
-                self._end()
-                said = f"safety_filter {self.name!r} cannot be used: {error or 'it took too long to load'}"
-                raise ConfigError(said, param="safety_filter") from None
-            self._learn(ready)
+                self._stop_process()
+                message = f"safety_filter {self.name!r} cannot be used: {error or 'it took too long to load'}"
+                raise ConfigError(message, param="safety_filter") from None
+            self._accept(ready)
 
     def stop(self) -> None:
-        """End its process."""
+        """End the process."""
         with self._lock:
-            self._end()
+            self._stop_process()
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
         """Judge the texts that a picture is painted from, by the names of their fields; blank ones are skipped.
@@ -103,18 +101,18 @@ class Safety:
         """
         for field, text in texts.items():
             question = SafetyQuestion(text, is_negative=field.endswith("negative_prompt"))
-            if self.judges_prompts and text.strip() and self._is_told_blocked("prompt", question):
+            if self.judges_prompts and text.strip() and self._judge("prompt", question):
                 message = f"the safety filter does not allow the {field.replace('_', ' ')}; ask for something else."
                 raise ModerationBlocked(message, param=field)
 
     def check(self, result: ImageResult) -> None:
-        """Judge a picture, and the prompt where it was rewritten. Raises as ``check_texts`` does."""
+        """Check an image, and its prompt if it was rewritten. Raises as ``check_texts`` does."""
         if result.original_prompt is not None:
             self.check_texts({"prompt": result.prompt})
-        if self._is_told_blocked("picture", SafetyQuestion(result.picture)):
+        if self._judge("picture", SafetyQuestion(result.picture)):
             raise ModerationBlocked(SAID_OF_PICTURE)
 
-    def _is_told_blocked(self, stage: str, question: SafetyQuestion) -> bool:
+    def _judge(self, stage: str, question: SafetyQuestion) -> bool:
         try:
             is_blocked = self._is_blocked(question)
         except EngineUnavailable:
@@ -125,28 +123,28 @@ class Safety:
 
     def _is_blocked(self, question: SafetyQuestion) -> bool:
         deadline_s = time.monotonic() + self._timeout_s
-        with self._turn():
+        with self._locked():
             try:
                 if self._process is None or self._process.poll() is not None:
-                    self._end()
-                    self._begin()
+                    self._stop_process()
+                    self._start_process()
                 if self._ready is None:
-                    self._learn(self._hear(deadline_s))
+                    self._accept(self._receive(deadline_s))
                 assert self._connection is not None
                 self._send(encode(question), deadline_s)
-                answer = self._hear(deadline_s)
+                answer = self._receive(deadline_s)
                 if not isinstance(answer, Judgement):
                     raise _LostError("it answered something else")
             except (OSError, ValueError, _LostError) as error:
                 is_loading = isinstance(error, TimeoutError) and self._ready is None
                 if not (is_loading and time.monotonic() - self._begun_s < self._startup_s):
-                    self._end()
+                    self._stop_process()
                 log.error("safety filter failed", extra={"reason": reason_of(str(error) or "it took too long")})
                 raise _unavailable() from None
             return answer.is_blocked
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=self._timeout_s):
             raise _unavailable()
         try:
@@ -154,24 +152,24 @@ class Safety:
         finally:
             self._lock.release()
 
-    def _learn(self, ready: Said) -> None:
+    def _accept(self, ready: Said) -> None:
         if not isinstance(ready, FilterReady):
             raise _LostError("it answered something else")
         self._ready, self.judges_prompts = ready, ready.judges_prompts
 
-    def _begin(self) -> None:
-        ours, theirs = socket.socketpair()
-        told = ("--fd", str(theirs.fileno()), "--filter", self.name, "--model", self._model)
-        with theirs:
+    def _start_process(self) -> None:
+        our_end, their_end = socket.socketpair()
+        arguments = ("--fd", str(their_end.fileno()), "--filter", self.name, "--model", self._model)
+        with their_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *told],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-m", MODULE, *arguments],
+                pass_fds=(their_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
             )
-        self._connection, self._ready, self._begun_s = ours, None, time.monotonic()
+        self._connection, self._ready, self._begun_s = our_end, None, time.monotonic()
 
     def _send(self, frame: bytes, deadline_s: float) -> None:
         assert self._connection is not None
@@ -209,18 +207,18 @@ class Safety:
         except psutil.Error:
             return False
 
-    def _hear(self, deadline_s: float) -> Said:
+    def _receive(self, deadline_s: float) -> Said:
         assert self._connection is not None
         self._wait(select.POLLIN, deadline_s)
         self._connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-        said = receive(self._connection)
-        if said is None:
+        message = receive(self._connection)
+        if message is None:
             raise _LostError("its process ended")
-        if isinstance(said, Trouble):
-            raise _LostError(said.reason)
-        return said
+        if isinstance(message, Trouble):
+            raise _LostError(message.reason)
+        return message
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -230,11 +228,11 @@ class Safety:
 
 
 class _LostError(Exception):
-    """The filter gives no answer any more."""
+    """Error of a filter process that no longer answers."""
 
 
 def _unavailable() -> EngineUnavailable:
-    said = "the safety filter gives no answer, and without it nothing is delivered; please try again in a moment."
-    error = EngineUnavailable(said, retry_after_s=RETRY_AFTER_S)
+    message = "the safety filter gives no answer, and without it nothing is delivered; please try again in a moment."
+    error = EngineUnavailable(message, retry_after_s=RETRY_AFTER_S)
     error.code = CODE
     return error

@@ -23,9 +23,9 @@ class Pool:
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
-    async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def run(self, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Return ``work(*arguments, **named)``, called in a thread with the caller's context variables."""
-        call = partial(contextvars.copy_context().run, work, *arguments, **named)
+        call = partial(contextvars.copy_context().run, work, *arguments, **keywords)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 

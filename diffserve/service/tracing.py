@@ -1,9 +1,7 @@
-"""Traces for OpenTelemetry, where its own variables ask for them: a span for every request that asks for work, and
-within it what the events tell: waiting, reading texts, denoising, decoding; waiting and saying, of a language model.
+"""OpenTelemetry traces, if the standard variables enable them: a span per request with spans of its stages.
 
-Nothing is measured for it: a stage's length is what its answer says, its end is when the event came. A caller's
-``traceparent`` is gone on with; one that is malformed is none. What anybody asked for is never in a span. The package
-is the extra ``otel``; ``OTEL_EXPORTER_OTLP_ENDPOINT`` says where traces go, over HTTP.
+Stage durations come from the results and end when the event arrived. A valid ``traceparent`` is continued. Spans
+never contain prompts. Needs the extra ``otel``; ``OTEL_EXPORTER_OTLP_ENDPOINT`` is the target, over HTTP.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class Traces:
-    """Spans of the requests that are inside, by the part of their id that all they ask the engine for has, too."""
+    """Spans of the requests in progress, by the part of the ID that they share with their engine requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -50,7 +48,7 @@ class Traces:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Traces | None:
-        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
+        """Create the exporter that the standard variables configure; None if they configure none."""
         if not is_asked(env, "TRACES"):
             return None
         try:
@@ -65,7 +63,7 @@ class Traces:
         return cls(provider)
 
     def begin(self, request_id: str, scope: Scope) -> str:
-        """A request has come; the id of its trace."""
+        """Start the span of a request and return its trace ID."""
         from opentelemetry.trace import SpanKind
 
         headers = Headers(scope=scope)
@@ -78,7 +76,7 @@ class Traces:
         return format(span.get_span_context().trace_id, "032x")
 
     def end(self, request_id: str, endpoint: str, status: int, code: str) -> None:
-        """It is answered by the route ``endpoint``, or by none; ``code``: of the error, if there was one."""
+        """End the span of a request with its route, status and error code."""
         from opentelemetry.trace import StatusCode
 
         request = self._inside.pop(key_of(request_id), None)
@@ -96,7 +94,7 @@ class Traces:
         span.end()
 
     def observe(self, event: Any) -> None:
-        """Something happened to what a request has asked the engine for."""
+        """Record an event of an engine request."""
         request = self._inside.get(key_of(event.request_id))
         if request is None:
             return
@@ -108,21 +106,21 @@ class Traces:
                 self._painted(request, result, now_ns)
             case TextFinished() | RewriteFinished():
                 is_chat = isinstance(event, TextFinished)
-                self._said(request, "chat" if is_chat else "rewrite", event.timings, now_ns)
+                self._finish_text(request, "chat" if is_chat else "rewrite", event.timings, now_ns)
                 usage = {"gen_ai.usage.input_tokens": event.usage.prompt_tokens}
                 usage["gen_ai.usage.output_tokens"] = event.usage.output_tokens
                 request.span.set_attributes(
                     {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "diffserve", **usage}
                 )
 
-    def beside(self, request_id: str, name: str, started_ns: int, **told: int) -> None:
-        """The service itself did something for a request, from then until now."""
+    def beside(self, request_id: str, name: str, started_ns: int, **attributes: int) -> None:
+        """Record a span of work in the service from ``started_ns`` until now."""
         request = self._inside.get(key_of(request_id))
         if request is not None:
-            self._stage(request, name, started_ns, time.time_ns(), told)
+            self._stage(request, name, started_ns, time.time_ns(), attributes)
 
     def close(self) -> None:
-        """Send what is left; takes as long as the exporter's own variables let it."""
+        """Send the remaining spans; the exporter's variables bound the time."""
         self._provider.shutdown()
 
     def _painted(self, request: _Request, result: ImageResult, now_ns: int) -> None:
@@ -141,25 +139,25 @@ class Traces:
             }
         )
         index, timings = result.image_index, result.timings
-        own = {"diffserve.image_index": index, "gen_ai.request.seed": result.seed}
-        own |= {} if result.variation_seed is None else {"diffserve.variation_seed": result.variation_seed}
+        image_attributes = {"diffserve.image_index": index, "gen_ai.request.seed": result.seed}
+        image_attributes |= {} if result.variation_seed is None else {"diffserve.variation_seed": result.variation_seed}
         if result.cached is not None:
-            request.span.add_event("cached", {**own, "diffserve.cached": result.cached}, now_ns)
+            request.span.add_event("cached", {**image_attributes, "diffserve.cached": result.cached}, now_ns)
             return
-        told = request.steps.pop(index, [])
-        ended_ns = told[-1][0] if told else now_ns - _ns(timings.decode_s)
+        attributes = request.steps.pop(index, [])
+        ended_ns = attributes[-1][0] if attributes else now_ns - _ns(timings.decode_s)
         started_ns = ended_ns - _ns(timings.denoise_s)
         encoded_ns = started_ns - _ns(timings.encode_s)
-        self._stage(request, "queue.wait", encoded_ns - _ns(timings.queue_s), encoded_ns, own)
-        self._stage(request, "text_encode", encoded_ns, started_ns, own)
-        denoise = self._stage(request, "denoise", started_ns, None, own)
-        for at_ns, step in told:
+        self._stage(request, "queue.wait", encoded_ns - _ns(timings.queue_s), encoded_ns, image_attributes)
+        self._stage(request, "text_encode", encoded_ns, started_ns, image_attributes)
+        denoise = self._stage(request, "denoise", started_ns, None, image_attributes)
+        for at_ns, step in attributes:
             if step % EVENT_EVERY == 0:
                 denoise.add_event("step", {"diffserve.step": step}, at_ns)
         denoise.end(ended_ns)
-        self._stage(request, "vae_decode", ended_ns, ended_ns + _ns(timings.decode_s), own)
+        self._stage(request, "vae_decode", ended_ns, ended_ns + _ns(timings.decode_s), image_attributes)
 
-    def _said(self, request: _Request, name: str, timings: TextTimings, now_ns: int) -> None:
+    def _finish_text(self, request: _Request, name: str, timings: TextTimings, now_ns: int) -> None:
         started_ns = now_ns - _ns(timings.total_s)
         self._stage(request, "queue.wait", started_ns, started_ns + _ns(timings.queue_s), {})
         span = self._stage(request, name, started_ns + _ns(timings.queue_s), None, {})
@@ -167,16 +165,16 @@ class Traces:
         span.end(now_ns)
 
     def _stage(
-        self, request: _Request, name: str, start_ns: int, end_ns: int | None, told: Mapping[str, int | str]
+        self, request: _Request, name: str, start_ns: int, end_ns: int | None, attributes: Mapping[str, int | str]
     ) -> Span:
-        span = self._tracer.start_span(name, request.context, attributes=told, start_time=start_ns)
+        span = self._tracer.start_span(name, request.context, attributes=attributes, start_time=start_ns)
         if end_ns is not None:
             span.end(end_ns)
         return span
 
 
 class _Request:
-    """The span of one, and when its pictures were at which step."""
+    """Span of a request and the times of its images' steps."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -194,40 +192,40 @@ class _Request:
         return set_span_in_context(self.span)
 
     def progressed(self, event: Progress, now_ns: int) -> None:
-        """Keep what will be told: every tenth step, and the last."""
-        told = self.steps.setdefault(event.image_index, [])
-        if told and told[-1][1] % EVENT_EVERY:
-            told.pop()
-        told.append((now_ns, event.step_index))
+        """Keep every tenth step and the last."""
+        attributes = self.steps.setdefault(event.image_index, [])
+        if attributes and attributes[-1][1] % EVENT_EVERY:
+            attributes.pop()
+        attributes.append((now_ns, event.step_index))
 
 
 def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool:
-    """Whether the standard variables ask for what can be sent here of that kind; the log has what cannot be."""
-    name, wanted = kind.lower(), env.get(f"OTEL_{kind}_EXPORTER", "").strip().lower()
+    """Return whether the standard variables enable this kind; unsupported settings are logged."""
+    name, exporter = kind.lower(), env.get(f"OTEL_{kind}_EXPORTER", "").strip().lower()
     places = (f"OTEL_EXPORTER_OTLP_{kind}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if wanted not in ("", "otlp", "none"):
-        reason = f"OTEL_{kind}_EXPORTER is {wanted[:40]!r}; otlp is what there is"
+    if exporter not in ("", "otlp", "none"):
+        reason = f"OTEL_{kind}_EXPORTER is {exporter[:40]!r}; otlp is what there is"
         log.warning(f"no {name}", extra={"reason": reason})
-    is_wanted = wanted == "otlp" or (not wanted and any(env.get(place) for place in places))
+    is_wanted = exporter == "otlp" or (not exporter and any(env.get(place) for place in places))
     if not is_wanted or env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     spoken = env.get(f"OTEL_EXPORTER_OTLP_{kind}_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP
     if spoken != OTLP:
-        said = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; {name} are sent as {OTLP}"
-        log.warning(f"{name} go another way", extra={"reason": said})
+        reason_ = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; {name} are sent as {OTLP}"
+        log.warning(f"{name} go another way", extra={"reason": reason_})
     return True
 
 
 def resource(env: Mapping[str, str]) -> Resource:
-    """Who sends it. The packages are there."""
+    """Return the resource that describes this service; needs the packages."""
     from opentelemetry.sdk.resources import Resource
 
-    named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
-    return Resource.create({"service.version": __version__, **named})
+    attributes_ = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
+    return Resource.create({"service.version": __version__, **attributes_})
 
 
 def key_of(request_id: str) -> str:
-    """What the id of a request has in common with those of all that it asks the engine for."""
+    """Return the part of a request ID that its engine requests share."""
     return request_id.split("-", 2)[1] if "-" in request_id else request_id
 
 

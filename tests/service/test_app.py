@@ -94,7 +94,7 @@ def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path
 
     routes, whole = asyncio.run(described())
     paths = whole["paths"]
-    assert len(routes) > 80
+    assert len(routes) > 70
     for path, method in routes - {("/openapi.json", "GET")}:
         named = path.rstrip("/").replace(":path}", "}")
         operation = (paths.get(named) or paths[f"/v1{named}"])[method.lower()]
@@ -199,3 +199,13 @@ def test_other_machines_are_let_in_only_where_somebody_said_so(host: str) -> Non
         check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host}).serve, None)
     check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host, "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}).serve, None)
     check_open(load_settings(env={}).serve, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "/models", "/models/", "/v1/models/x", "/models/x/"])
+def test_paths_match_without_v1_and_with_a_trailing_slash(path: str) -> None:
+    assert ask("GET", path).status_code == 503, "the models are loading, so the route was found"
+
+
+@pytest.mark.parametrize("path", ["/v2/models", "/v1/v1/models", "/livez/", "/v1/livez"])
+def test_no_other_variant_of_a_path_matches(path: str) -> None:
+    assert ask("GET", path).json()["error"]["code"] == "unknown_url"

@@ -79,7 +79,7 @@ class Works:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_EVERY_S", "FULL_S"):
+    for name in ("LOOK_EVERY_S", "MAX_RETRY_S"):
         monkeypatch.setattr(batch_runner, name, 0.01)
 
 

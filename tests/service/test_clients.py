@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from diffserve.client import Asker, ask_for
 from diffserve.client.on_behalf import HEADER, headers
-from diffserve.service.admission import MOST_KEYS, Clients
+from diffserve.service.admission import MAX_KEYS_PER_ADDRESS, Clients
 
 
 def request(peer: str | None, **headers: str) -> Request:
@@ -51,7 +51,7 @@ def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None
             stack.enter_context(clients.known(request("10.0.0.1", authorization=f"Bearer {number}")))
             for number in range(100)
         ]
-        assert len(set(names)) == MOST_KEYS + 1
+        assert len(set(names)) == MAX_KEYS_PER_ADDRESS + 1
         assert stack.enter_context(clients.known(request("10.0.0.1", authorization="Bearer 3"))) == names[3]
     assert clients._keys == {}
 
@@ -110,4 +110,4 @@ def test_the_pages_visitors_are_clients_of_their_own_and_only_the_page_can_say_s
             )
             for number in range(50)
         }
-    assert len(names) == MOST_KEYS + 1, "many pages of one address have its share and no more"
+    assert len(names) == MAX_KEYS_PER_ADDRESS + 1, "many pages of one address have its share and no more"

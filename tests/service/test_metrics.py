@@ -32,8 +32,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.engine.engines import Job
 from diffserve.service.lifecycle import Gate
-from diffserve.service.metrics import Metrics
-from diffserve.service.stored.watching import watch_store
+from diffserve.service.metrics import Metrics, watch_store
 from diffserve.settings.layers import load_settings
 from diffserve.store import Database
 from diffserve.store.batches import Batches, LineDone

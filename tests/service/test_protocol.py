@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
+import h11
 import pytest
+from h11._receivebuffer import ReceiveBuffer
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -377,3 +379,15 @@ def test_what_is_written_in_one_turn_goes_out_in_one() -> None:
         assert written.is_closed
 
     asyncio.run(story())
+
+
+def test_the_private_attributes_of_h11_that_the_protocol_uses_exist() -> None:
+    connection = h11.Connection(h11.SERVER)
+    assert type(connection._receive_buffer) is ReceiveBuffer
+    buffer = ReceiveBuffer()
+    buffer += b"GET / HTTP/1.1\r\n"
+    assert buffer._data == b"GET / HTTP/1.1\r\n"
+    assert buffer._multiple_lines_search == 0
+    assert buffer._extract(3) == b"GET"
+    overridden = {name for name in vars(protocol.StrictLines) if name.startswith("maybe_")}
+    assert overridden <= vars(ReceiveBuffer).keys()

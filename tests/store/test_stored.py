@@ -12,7 +12,7 @@ from typing import BinaryIO
 import pytest
 
 from diffserve.api.errors import ConfigError, InvalidRequest
-from diffserve.service.stored.usage import TOGETHER_S, UsageBook
+from diffserve.service.stored.usage import WRITE_DELAY_S, UsageBook
 from diffserve.store import Database, Keys
 from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
@@ -175,7 +175,7 @@ def test_usage_is_written_in_groups_and_at_shutdown(tmp_path: Path) -> None:
         book = UsageBook(RecordingUsage(Database(tmp_path)), clock=lambda: 0.0)
         for _ in range(3):
             book.count("key-1", Used(requests=1))
-        await asyncio.sleep(4 * TOGETHER_S)
+        await asyncio.sleep(4 * WRITE_DELAY_S)
         assert written == [1]
         book.count("key-1", Used(pictures=1))  # and the server stops before the next write
 

@@ -1,11 +1,8 @@
-"""JSON bodies: read strictly, and explained in one sentence where they are wrong.
+"""JSON request bodies: strict parsing, limits on the JSON's shape, and error messages of one sentence.
 
-Strict about values (``"2"``, ``1.5`` and ``true`` are no whole numbers), lenient about fields: what OpenAI's clients
-send and this server cannot use is taken and ignored, unknown fields are named in a warning, and fields that would
-change the answer in a way that is not supported are refused.
-
-What JSON may look like at all is found out in linear time before anything is built of it: counting is done on the
-bytes, without the strings, by functions that pass over them once. A body of a megabyte costs some ten milliseconds.
+Values are checked strictly (``"2"``, ``1.5`` and ``true`` are not whole numbers). Unknown fields produce a warning;
+fields that would change the result in an unsupported way are refused. The shape (depth, numbers of keys and values) is
+checked on the bytes in linear time before anything is built: about ten milliseconds per megabyte.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, TypedDict, TypeVar
 
 import msgspec
@@ -26,29 +24,29 @@ MAX_SHOWN_FIELDS = 10
 
 MAX_JSON_DEPTH: Final = 32
 MAX_KEYS: Final = 10_000
-MAX_VALUES: Final = 262_144  # the token ids of a long context are as many
+MAX_VALUES: Final = 262_144  # as many as the token IDs of a long context
 LONG_BYTES: Final = 1 << 20
-MAX_LONG_QUOTES: Final = 40_000  # what is longer is so for its pictures
+MAX_LONG_QUOTES: Final = 40_000  # of bodies above LONG_BYTES, which are long because of their images
 MAX_SHOWN_CHARS: Final = 40
 MAX_DEADLINE_S: Final = 1_000_000.0
 FLEX: Final = "flex"
-BY_THEN: Final = "Seconds, from now, after which nobody wants it: refused if it cannot be done by then."
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # one that does not end is one, too
+DEADLINE_TEXT: Final = "Seconds from now; the request is refused if it cannot be finished by then."
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # also one without a closing quote
 _ALL_BUT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
-
-CHANGES_NOTHING: Final = "Taken for compatibility; changes nothing."
+CHANGES_NOTHING: Final = "Accepted for compatibility; changes nothing."
 Ignored = Annotated[str, Field(max_length=256, description=CHANGES_NOTHING)]
 IgnoredFlag = Annotated[bool, Field(description=CHANGES_NOTHING)]
 IgnoredObject = Annotated[dict[str, Any], Field(description=CHANGES_NOTHING)]
 
 
 class Body(BaseModel):
-    """What may stand in the body of a request.
+    """Base class of request bodies.
 
-    hints    what to say where a field is missing or empty
-    refused  fields that would change the answer and are not offered, with the reason; harmless while they are empty
-    ignored  fields that change nothing here and are worth no warning
+    Attributes:
+        hints: Advice for fields that are missing or empty, by field.
+        refused: Unsupported fields that would change the result, with the reason; allowed while they are empty.
+        ignored: Fields without effect that produce no warning.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -58,27 +56,27 @@ class Body(BaseModel):
 
     @property
     def warnings(self) -> list[str]:
-        """What the caller should know: which fields mean nothing here."""
+        """Warnings about unknown fields."""
         extra = self.model_extra or {}
         unknown = [show_name(name) for name in extra if name not in self.ignored and name not in self.refused]
         return [f"unknown fields were ignored: {', '.join(unknown[:MAX_SHOWN_FIELDS])}."] if unknown else []
 
 
 class WorkBody(Body):
-    """What a body may say of how urgent its work is."""
+    """Body of a request for work, with its priority and deadline."""
 
-    priority: Annotated[Priority, Field(description="batch: gets what interactive work leaves.")] | None = None
+    priority: Annotated[Priority, Field(description="batch: runs when interactive work leaves time.")] | None = None
     service_tier: Annotated[str, Field(max_length=64, description="flex means the priority batch.")] | None = None
-    deadline_s: Annotated[float, Field(gt=0.0, le=MAX_DEADLINE_S, description=BY_THEN)] | None = None
+    deadline_s: Annotated[float, Field(gt=0.0, le=MAX_DEADLINE_S, description=DEADLINE_TEXT)] | None = None
 
     def urgency(self, timeout_s: float) -> Urgency:
-        """Of its requests, which are given up after ``timeout_s`` in any case."""
+        """Return the engine's priority and deadline; the deadline is at most ``timeout_s``."""
         tier: Priority = "batch" if self.service_tier == FLEX else "interactive"
         return {"priority": self.priority or tier, "deadline_s": min(self.deadline_s or timeout_s, timeout_s)}
 
 
 class Urgency(TypedDict):
-    """The same in the words of requests."""
+    """Priority and deadline as arguments of engine requests."""
 
     priority: Priority
     deadline_s: float
@@ -88,28 +86,33 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(kind: type[BodyT], data: bytes) -> BodyT:
-    """Read the JSON in ``data``. InvalidRequest names the field, the value and what is taken instead."""
+    """Parse and check a JSON body.
+
+    Raises:
+        InvalidRequest: The body is invalid; the message names the field, the value and what is allowed.
+    """
     check_shape(data)
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise _explain(error, kind.hints) from None
+        problems = error.errors(include_url=False, include_input=False)  # the input may have a million entries
+        raise explain(problems, partial(_input, error), kind.hints) from None
     extra = body.model_extra or {}
     _check_finite(extra)
     for name in sorted(kind.refused.keys() & extra.keys()):
-        if not _says_nothing(extra[name]):
+        if not _is_empty(extra[name]):
             raise InvalidRequest(
                 f"{name} is not supported: {kind.refused[name]}", param=name, code="unsupported_parameter"
             )
     return body
 
 
-def _says_nothing(value: object) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or value is False or value == [] or value == {}
 
 
 def show(value: object) -> str:
-    """``value`` as it stood in the JSON, within 60 characters."""
+    """Return ``value`` as JSON, shortened to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -118,7 +121,7 @@ def show(value: object) -> str:
 
 
 def _check_finite(value: Any) -> None:
-    """Refuse NaN and infinities in ``value``, which is not nested deeply."""
+    """Refuse NaN and infinities in ``value``; its depth was checked before."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("the body is not valid JSON: numbers must be finite.", code="invalid_json")
     if isinstance(value, (dict, list)):
@@ -126,13 +129,22 @@ def _check_finite(value: Any) -> None:
             _check_finite(item)
 
 
-def _explain(error: ValidationError, hints: Mapping[str, str]) -> InvalidRequest:
-    """One sentence for the complaint that reaches deepest: of a value that fits no kind, the kind that fitted best."""
-    complaints = error.errors(include_url=False, include_input=False)  # the input may be a million entries
-    at = max(range(len(complaints)), key=lambda i: (complaints[i]["type"] in _TOO_LONG, len(complaints[i]["loc"])))
-    worst = complaints[at]
-    kind, context = worst["type"], worst.get("ctx", {})
-    name = _path(worst["loc"])
+def explain(
+    problems: Sequence[Mapping[str, Any]], read_input: Callable[[int], Any], hints: Mapping[str, str]
+) -> InvalidRequest:
+    """Turn pydantic's errors into one error with a message of one sentence.
+
+    The deepest problem is explained: if a value fits no type of a union, that of the type that fits best.
+
+    Args:
+        problems: Pydantic's error details, without the inputs.
+        read_input: Returns the input of the problem at an index; it may be large.
+        hints: Advice for fields that are missing or empty, by field.
+    """
+    index = max(range(len(problems)), key=lambda i: (problems[i]["type"] in _TOO_LONG, len(problems[i]["loc"])))
+    problem = problems[index]
+    kind, context = problem["type"], problem.get("ctx", {})
+    name = _path(problem["loc"])
     hint = hints.get(name or "", "give it")
     if kind == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {context['error']}.", code="invalid_json")
@@ -141,19 +153,22 @@ def _explain(error: ValidationError, hints: Mapping[str, str]) -> InvalidRequest
     if kind == "missing":
         return InvalidRequest(f"{name} is missing; {hint}.", param=name, code="missing_required_parameter")
     if kind == "string_too_short":
-        called = name if "[" in name else f"the {name}"
-        return InvalidRequest(f"{called} is empty; {hint}.", param=name, code=f"empty_{_bare(name)}")
+        label = name if "[" in name else f"the {name}"
+        return InvalidRequest(f"{label} is empty; {hint}.", param=name, code=f"empty_{_field_name(name)}")
     if kind == "too_short":
         return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")
     if kind in _TOO_LONG:
         unit, code = _TOO_LONG[kind]
-        most, has = context["max_length"], context.get("actual_length")
-        if most == 0:
+        limit, length = context["max_length"], context.get("actual_length")
+        if limit == 0:
             return InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
-        has = len(error.errors(include_url=False)[at]["input"]) if has is None else has
-        return InvalidRequest(f"{name} has {has} {unit}; at most {most} are taken.", param=name, code=code)
-    value = error.errors(include_url=False)[at]["input"]
-    return InvalidRequest(f"{name} is {show(value)}; {_wanted(kind, context)}.", param=name)
+        length = len(read_input(index)) if length is None else length
+        return InvalidRequest(f"{name} has {length} {unit}; at most {limit} are taken.", param=name, code=code)
+    return InvalidRequest(f"{name} is {show(read_input(index))}; {_requirement(kind, context)}.", param=name)
+
+
+def _input(error: ValidationError, index: int) -> Any:
+    return error.errors(include_url=False)[index]["input"]
 
 
 _TOO_LONG: Final = {
@@ -165,7 +180,7 @@ _BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 
 
 def _path(loc: tuple[int | str, ...]) -> str | None:
-    """("messages", 3, "content", "str") as ``messages[3].content``: the kinds that were tried are no part of it."""
+    """Format a location without the types that pydantic tried: ``("messages", 3, "str")`` is ``messages[3]``."""
     path = ""
     for part in loc:
         if isinstance(part, int):
@@ -175,13 +190,13 @@ def _path(loc: tuple[int | str, ...]) -> str | None:
     return path or None
 
 
-def _bare(path: str) -> str:
-    """The field that ``path`` leads to, without the place in a list."""
+def _field_name(path: str) -> str:
+    """Return the last field of ``path`` without list indices."""
     return re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
 
 
-def _wanted(kind: str, context: dict[str, Any]) -> str:
-    wanted = {
+def _requirement(kind: str, context: dict[str, Any]) -> str:
+    requirements = {
         "int_type": "it must be a whole number",
         "int_parsing": "it must be a whole number",
         "int_from_float": "it must be a whole number",
@@ -205,13 +220,16 @@ def _wanted(kind: str, context: dict[str, Any]) -> str:
     }
     if kind == "string_pattern_mismatch" and str(context.get("pattern", "")).startswith("^[0-9]"):
         return "it must be a whole number from 0 on"
-    return wanted.get(kind, "that is not taken").format_map(context)
+    return requirements.get(kind, "that is not taken").format_map(context)
 
 
 def check_shape(data: bytes) -> None:
-    """Refuse JSON that is nested too deeply, has too many keys or values, or names a key twice in one object.
+    """Refuse JSON that is nested too deeply, has too many keys or values, or repeats a key in one object.
 
-    InvalidRequest says which. What is no JSON at all may pass: whoever parses it says that better.
+    Invalid JSON may pass; the parser reports it with a better message.
+
+    Raises:
+        InvalidRequest: A limit is exceeded or a key is repeated.
     """
     num_quotes = data.count(b'"') - data.count(b'\\"')
     if num_quotes > (4 * MAX_VALUES if len(data) <= LONG_BYTES else MAX_LONG_QUOTES):
@@ -222,7 +240,7 @@ def check_shape(data: bytes) -> None:
 
 
 def check_strict(data: bytes) -> None:
-    """Refuse what :func:`check_shape` refuses and what is no JSON; NaN, lone surrogates and bad UTF-8 are none."""
+    """Refuse what :func:`check_shape` refuses and invalid JSON, including NaN, lone surrogates and bad UTF-8."""
     check_shape(data)
     try:
         msgspec.json.decode(data)
@@ -232,12 +250,12 @@ def check_strict(data: bytes) -> None:
 
 
 def show_name(name: str) -> str:
-    """``name`` as it may stand in an answer and a header."""
+    """Return a client's field name in a form that is safe in a message and a header."""
     return re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII)[:MAX_SHOWN_CHARS]
 
 
 def _check_counts(marks: bytes) -> None:
-    """``marks``: the JSON without its strings."""
+    """Check the numbers of keys and values and the depth of ``marks``, the JSON without its strings."""
     num_keys, brackets = marks.count(b":"), marks.translate(None, _ALL_BUT_BRACKETS)
     num_values = num_keys + marks.count(b",") + len(brackets)
     if num_keys > MAX_KEYS:
@@ -253,23 +271,23 @@ def _check_counts(marks: bytes) -> None:
 
 def _check_keys(data: bytes) -> None:
     try:
-        json.loads(data.decode(), object_pairs_hook=_once_each, parse_int=float)
+        json.loads(data.decode(), object_pairs_hook=_refuse_repeated_keys, parse_int=float)
     except (ValueError, RecursionError):
-        return  # no JSON
+        return  # invalid JSON
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> None:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
     if len({name for name, _ in pairs}) == len(pairs):
         return
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, _ in pairs:
-        if name in seen:
+        if name in names:
             shown = show_name(name)
             raise InvalidRequest(
                 f"{shown} is given twice in one object; give it once.", param=shown, code="duplicate_parameter"
             )
-        seen.add(name)
+        names.add(name)
 
 
-def _too_many(what: str, has: int, most: int) -> InvalidRequest:
-    return InvalidRequest(f"the body has {has} {what}; at most {most} are taken.", code="body_too_complex")
+def _too_many(unit: str, count: int, limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the body has {count} {unit}; at most {limit} are taken.", code="body_too_complex")

@@ -1,4 +1,4 @@
-"""``/docs``: the description of the API as a plain page of this server alone, without scripts or foreign files."""
+"""``/docs``: the API description as an HTML page without scripts or external files."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ b { display: inline-block; min-width: 3.5rem }
 
 
 def add_docs(app: FastAPI) -> None:
-    """Offer the page; it tells what ``app`` says of itself by then."""
-    made: dict[str, bytes] = {}
+    """Add the page and ``/openapi.json`` to ``app``."""
+    cache: dict[str, bytes] = {}
     turns = asyncio.Lock()
 
-    async def once(name: str, make: Callable[[], bytes]) -> bytes:
+    async def render_once(name: str, make: Callable[[], bytes]) -> bytes:
         async with turns:  # in a thread and for one reader, for it takes a third of a second
-            if name not in made:
-                made[name] = await ANSWERS.run(make)
-        return made[name]
+            if name not in cache:
+                cache[name] = await ANSWERS.run(make)
+        return cache[name]
 
     @app.get("/openapi.json", include_in_schema=False)
     async def describe() -> Response:
-        document = await once("document", lambda: msgspec.json.encode(app.openapi()))
+        document = await render_once("document", lambda: msgspec.json.encode(app.openapi()))
         return Response(document, media_type="application/json")
 
     @app.get(PATH, summary="This description as a page", response_class=HTMLResponse)
     async def answer() -> Response:
-        page = await once("page", lambda: render(app.openapi()).encode())
+        page = await render_once("page", lambda: render(app.openapi()).encode())
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 
 
 def render(described: dict[str, Any]) -> str:
-    """The page of a description."""
+    """Render an OpenAPI document as HTML."""
     title = f"{described['info']['title']} {described['info']['version']}"
     parts = described.get("components", {}).get("schemas", {})
-    told = "".join(_operation(*one, parts) for one in operations(described))
+    text = "".join(_operation(*item, parts) for item in operations(described))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><main>'
-        f"<h1>{escape(title)}</h1><p>{_words(described['info'].get('description', ''))}</p>"
-        f'<p>For programs: <a href="openapi.json">openapi.json</a></p>{told}</main></body></html>'
+        f"<h1>{escape(title)}</h1><p>{_render_text(described['info'].get('description', ''))}</p>"
+        f'<p>For programs: <a href="openapi.json">openapi.json</a></p>{text}</main></body></html>'
     )
 
 
@@ -74,8 +74,12 @@ def _operation(path: str, method: str, operation: dict[str, Any], parts: dict[st
 
 def _parameters(parameters: list[dict[str, Any]]) -> str:
     rows = [
-        (f"<code>{escape(one['name'])}</code>", f"in the {escape(one['in'])}", _words(one.get("description", "")))
-        for one in parameters
+        (
+            f"<code>{escape(item['name'])}</code>",
+            f"in the {escape(item['in'])}",
+            _render_text(item.get("description", "")),
+        )
+        for item in parameters
     ]
     return _table("Parameters", rows) if rows else ""
 
@@ -84,24 +88,24 @@ def _body(kind: str, schema: dict[str, Any], parts: dict[str, Any]) -> str:
     schema = _resolved(schema, parts)
     rows = []
     for name, field in schema.get("properties", {}).items():
-        whole = _resolved(field, parts)
-        needed = "needed" if name in schema.get("required", ()) else f"else {escape(str(whole.get('default')))}"
-        said = whole.get("description", "")
-        rows.append((f"<code>{escape(name)}</code>", escape(type_of(field)), needed, _words(said)))
+        resolved = _resolved(field, parts)
+        needed = "needed" if name in schema.get("required", ()) else f"else {escape(str(resolved.get('default')))}"
+        description = resolved.get("description", "")
+        rows.append((f"<code>{escape(name)}</code>", escape(type_of(field)), needed, _render_text(description)))
     return _table(f"Body: {kind}", rows)
 
 
 def _responses(responses: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for status, told in sorted(responses.items()):
-        yield escape(status), escape(", ".join(told.get("content", {}))), _words(told.get("description", ""))
+    for status, text in sorted(responses.items()):
+        yield escape(status), escape(", ".join(text.get("content", {}))), _render_text(text.get("description", ""))
 
 
 def type_of(field: dict[str, Any]) -> str:
-    """What may stand in a field, in words."""
+    """Describe the type of a field in words."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
-        return " or ".join(dict.fromkeys(type_of(one) for one in field["anyOf"] if one.get("type") != "null"))
+        return " or ".join(dict.fromkeys(type_of(item) for item in field["anyOf"] if item.get("type") != "null"))
     if "enum" in field or "const" in field:
         return ", ".join(str(value) for value in field.get("enum", [field.get("const")]))
     kind = str(field.get("type", "anything"))
@@ -112,16 +116,16 @@ def type_of(field: dict[str, Any]) -> str:
 
 
 def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = parts.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
-    return found | schema
+    target: dict[str, Any] = parts.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
+    return target | schema
 
 
 def _table(title: str, rows: Any) -> str:
-    told = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<h3>{escape(title)}</h3><table>{told}</table>"
+    text = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<h3>{escape(title)}</h3><table>{text}</table>"
 
 
-def _words(text: str) -> str:
-    """Text with `code` in it."""
+def _render_text(text: str) -> str:
+    """Render text with `code` in it."""
     pieces = escape(text).split("`")
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

@@ -50,8 +50,12 @@ BLOCKED: Final = ModerationBlocked.answer_type
 
 
 class HttpError(DiffserveError):
-    """A request that is wrong as HTTP, before anybody looks at what it asks for. ``is_last``: nothing that comes after
-    it on its connection can be trusted, which is closed.
+    """Request that is invalid at the HTTP level.
+
+    Attributes:
+        status: HTTP status.
+        allow: Value of the Allow header.
+        is_last: Whether the connection is closed because nothing after this request can be trusted.
     """
 
     def __init__(
@@ -64,14 +68,14 @@ class HttpError(DiffserveError):
 
 
 class ErrorReply(NamedTuple):
-    """A status, the body's bytes and the headers beyond the content's own."""
+    """Status, body and headers of an error response."""
 
     status: int
     body: bytes
     headers: dict[str, str]
 
     def in_a1111s_words(self) -> ErrorReply:
-        """The same with the body that A1111's clients read."""
+        """Return this reply with a body in A1111's form."""
         told = msgspec.json.decode(self.body)["error"]
         body = {"error": "HTTPException", "detail": told["message"], "body": "", "errors": told["message"]}
         body |= {"code": told["code"] or told["type"]}  # ours
@@ -84,7 +88,7 @@ class ErrorReply(NamedTuple):
 
 
 def reply_to(error: Exception) -> ErrorReply:
-    """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
+    """Return the response to ``error``. Unexpected errors become a 500 without internal details."""
     error = expected_error(error) or DiffserveError(OUR_MISTAKE)
     status = status_of(error)
     headers: dict[str, str] = {}
@@ -152,7 +156,7 @@ def routing_error(status: int, method: str, path: str, *, allow: str | None = No
 
 
 def _is_sick_disk(error: Exception) -> bool:
-    """Whether reading or writing failed for another reason than want of room."""
+    """Return whether a read or write failed for another reason than a full disk."""
     if isinstance(error, sqlite3.Error):
         return (getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS)
@@ -165,18 +169,18 @@ def _is_disk_full(error: Exception) -> bool:
 
 
 def reply_for(path: str, error: Exception) -> ErrorReply:
-    """The same in the words of those who ask for ``path``."""
+    """Return the response to ``error`` in the form that clients of ``path`` expect."""
     reply = reply_to(error)
     return reply.in_a1111s_words() if path.startswith(A1111_PATHS) else reply
 
 
 def status_of(error: DiffserveError) -> int:
-    """The HTTP status of ``error``."""
+    """Return the HTTP status of ``error``."""
     return error.status
 
 
 def error_of(event: Failed) -> DiffserveError:
-    """The error that a Failed event stands for."""
+    """Return the error that a Failed event stands for."""
     if event.code == DeadlineExceeded.default_code:
         return DeadlineExceeded(event.message)
     if event.code == DeadlineUnreachable.default_code:
@@ -189,7 +193,7 @@ def error_of(event: Failed) -> DiffserveError:
 
 
 def told(event: Failed | ImageFailed) -> str:
-    """What the caller is told of a failure: its message, but nothing of the inside of a mistake of ours."""
+    """Return the message of a failure, without details of internal errors."""
     return OUR_MISTAKE if event.code == DiffserveError.default_code else event.message
 
 

@@ -1,4 +1,4 @@
-"""Forms (multipart/form-data): fields and files, bounded, and fields read as if they had stood in JSON."""
+"""Forms (multipart/form-data): bounded fields and files; fields are parsed as in a JSON body."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ MAX_FIELD_BYTES: Final = 1 << 18
 
 
 class MultipartForm(NamedTuple):
-    """``fields``: text by name, lists where a name ends in []; ``files``: what was uploaded, in order, by name without
-    such brackets.
-    """
+    """Fields by name (lists for names that end in []) and uploaded files by name without brackets."""
 
     fields: dict[str, str | list[str]]
     files: dict[str, list[bytes]]
 
 
 def is_form(request: Request) -> bool:
-    """Whether the body says that it is one."""
+    """Return whether the body is declared as a multipart form."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
 
 
 class OpenForm(NamedTuple):
-    """The same, with files that are read when they are wanted."""
+    """Form whose files are read on demand."""
 
     fields: dict[str, str | list[str]]
     files: dict[str, list[UploadFile]]
 
 
-async def whole(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body of ``request``, a form. HttpError behind it where the boundary that closes it is missing: so is then the
-    end of the part before it, of which the parser says nothing, and an edit would be made without its mask.
+async def complete_body(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the body of a form.
+
+    Raises:
+        HttpError: The closing boundary is missing. The parser would ignore the truncated last part, and an edit would
+            lose its mask.
     """
-    _, told = parse_options_header(request.headers.get("content-type"))
-    closing, latest = b"--%b--" % told.get(b"boundary", b""), b""
-    is_closed = b"boundary" not in told  # then nothing can be read of it, which the parser says
+    _, options = parse_options_header(request.headers.get("content-type"))
+    closing, latest = b"--%b--" % options.get(b"boundary", b""), b""
+    is_closed = b"boundary" not in options  # then nothing can be read of it, which the parser says
     async with aclosing(request.stream()) as chunks:
         async for chunk in chunks:
             latest += chunk
@@ -60,8 +61,8 @@ async def whole(request: Request) -> AsyncGenerator[bytes, None]:
             latest = latest[-len(closing) + 1 :]
             yield chunk
     if not is_closed:
-        said = "the form ends before its closing boundary, so its last part is not whole; send it again."
-        raise HttpError(400, said, code="invalid_form")
+        message = "the form ends before its closing boundary, so its last part is not whole; send it again."
+        raise HttpError(400, message, code="invalid_form")
 
 
 class _Upload(UploadFile):
@@ -103,21 +104,21 @@ class _Parser(MultiPartParser):
 
 
 async def read_form(request: Request, *, max_files: int) -> MultipartForm:
-    """The form in the body of ``request``. Raises InvalidRequest or HttpError for what is none, or holds too much."""
+    """Read a form with all of its files. Raises InvalidRequest or HttpError if it is malformed or too large."""
     async with open_form(request, max_files=max_files) as form:
-        files = {name: [await one.read() for one in uploads] for name, uploads in form.files.items()}
+        files = {name: [await item.read() for item in uploads] for name, uploads in form.files.items()}
     return MultipartForm(form.fields, files)
 
 
 @asynccontextmanager
 async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenForm]:
-    """The same for the length of the block, in which long files lie on disk."""
+    """Read a form for the length of the block; long files stay on disk."""
     fields: dict[str, str | list[str]] = {}
     files: dict[str, list[UploadFile]] = {}
     limits = {"max_files": max_files, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
     try:
         if is_form(request):
-            async with aclosing(whole(request)) as chunks:
+            async with aclosing(complete_body(request)) as chunks:
                 form = await _Parser(request.headers, chunks, **limits).parse()
         else:  # application/x-www-form-urlencoded
             form = await request.form(**limits)
@@ -127,8 +128,8 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
                 if isinstance(value, UploadFile):
                     files.setdefault(bare, []).append(value)
                 elif name.endswith("[]"):
-                    kept = fields.setdefault(bare, [])
-                    fields[bare] = [*([kept] if isinstance(kept, str) else kept), value]
+                    values_of_list = fields.setdefault(bare, [])
+                    fields[bare] = [*([values_of_list] if isinstance(values_of_list, str) else values_of_list), value]
                 elif bare in fields:
                     raise InvalidRequest(f"{show_name(bare)} is given twice; give it once.", param=show_name(bare))
                 else:
@@ -137,22 +138,20 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
         finally:
             await form.close()
     except (MultiPartException, HTTPException) as error:  # the latter is what starlette's request makes of the former
-        said = error.message if isinstance(error, MultiPartException) else error.detail
-        raise HttpError(400, f"the form cannot be read: {said}", code="invalid_form") from None
+        message = error.message if isinstance(error, MultiPartException) else error.detail
+        raise HttpError(400, f"the form cannot be read: {message}", code="invalid_form") from None
     except ClientDisconnect:
         raise hung_up() from None
 
 
 def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> BodyT:
-    """``fields``, in which numbers arrive as text, as the body that JSON of the same names would be. An empty field is
-    one that was left out. Raises InvalidRequest.
-    """
-    known = _described(kind)
-    properties, parts = known["properties"], known.get("$defs", {})
+    """Parse form fields, whose numbers are text, as a JSON body; empty fields are missing. Raises InvalidRequest."""
+    schema = _schema_of(kind)
+    properties, parts = schema["properties"], schema.get("$defs", {})
     values = {
-        name: [_value(one, properties.get(name, {}), parts) for one in text]
+        name: [_parse_value(item, properties.get(name, {}), parts) for item in text]
         if isinstance(text, list)
-        else _value(text, properties.get(name, {}), parts)
+        else _parse_value(text, properties.get(name, {}), parts)
         for name, text in fields.items()
         if text
     }
@@ -160,13 +159,13 @@ def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> Bo
 
 
 @functools.cache
-def _described(kind: type[Body]) -> dict[str, Any]:
+def _schema_of(kind: type[Body]) -> dict[str, Any]:
     return kind.model_json_schema()
 
 
-def _value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """``text`` itself where the field takes text, else what it is as JSON."""
-    if _takes_text(described, parts) and not text.lstrip().startswith(("{", "[")):
+def _parse_value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """Return ``text`` unchanged if the field accepts text, else parsed as JSON."""
+    if _accepts_text(described, parts) and not text.lstrip().startswith(("{", "[")):
         return text
     if not described:
         return text
@@ -176,8 +175,8 @@ def _value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) ->
         return text
 
 
-def _takes_text(described: Mapping[str, Any], parts: Mapping[str, Any]) -> bool:
+def _accepts_text(described: Mapping[str, Any], parts: Mapping[str, Any]) -> bool:
     if "$ref" in described:
-        return _takes_text(parts.get(described["$ref"].rpartition("/")[2], {}), parts)
+        return _accepts_text(parts.get(described["$ref"].rpartition("/")[2], {}), parts)
     ways = described.get("anyOf", ())
-    return described.get("type") == "string" or any(_takes_text(way, parts) for way in ways)
+    return described.get("type") == "string" or any(_accepts_text(way, parts) for way in ways)

@@ -1,4 +1,4 @@
-"""By which names a server may be called: a foreign page must not reach it by a name of its own (DNS rebinding)."""
+"""Host names under which the server may be addressed, as protection against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from urllib.parse import urlsplit
 ANY: Final = "*"
 AUTHORITY: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-_]+)(?::[0-9]*)?")
 """A host and perhaps a port; userinfo (RFC 9112 4.2.4) is none of ours."""
-NOT_OURS: Final = (
+HOST_NOT_ALLOWED: Final = (
     "this server does not answer to that name; use its address, or have the name listed in "
     "[serve] allowed_hosts of its configuration."
 )
 
 
 class HostNames:
-    """The names in a Host header that are ours.
+    """Accepted host names.
 
-    Always: those of this machine for itself, and the bound one. ``allowed``: these too, "*" for any. Where none are
-    given and other machines are let in, also every address (a name is what rebinding needs) and the machine's own name.
-    The host in ``public_url`` is one of them, too.
+    Names of the loopback interface, the bound host and the host of ``public_url`` are always accepted; ``allowed``
+    adds more ("*" for any). If it is empty and other machines can connect, addresses and the machine's name are
+    accepted too.
     """
 
     def __init__(self, bound_host: str, allowed: Sequence[str] = (), *, public_url: str = "") -> None:
@@ -33,11 +33,11 @@ class HostNames:
         self._is_any = ANY in allowed
         self._takes_addresses = not allowed and not is_loopback(bound_host)
         if self._takes_addresses:
-            own = socket.gethostname().lower()
-            self._names |= {own, f"{own}.local"}
+            machine_name = socket.gethostname().lower()
+            self._names |= {machine_name, f"{machine_name}.local"}
 
     def __contains__(self, host: str | None) -> bool:
-        """Whether ``host`` (in lower case, without brackets and port; ``None``: it could not be read) is ours."""
+        """Return whether ``host`` (lower case, without brackets and port; None if malformed) is accepted."""
         if host is None:
             return False
         if self._is_any or host in self._names or is_loopback(host):
@@ -46,13 +46,13 @@ class HostNames:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (a name, or an address without brackets) is this machine itself."""
+    """Return whether ``host`` (a name or an address without brackets) is this machine."""
     address = address_of(host)
     return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
 
 
 def hostname(authority: str) -> str | None:
-    """The host in ``authority`` in lower case, without brackets; ``None`` where it is none, or its port is no port."""
+    """Return the host in ``authority`` in lower case without brackets; None if it is malformed."""
     if not AUTHORITY.fullmatch(authority):
         return None
     try:
@@ -70,7 +70,7 @@ def origin_of(url: str) -> str:
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that ``host`` is; ``None`` for a name."""
+    """Return ``host`` as an IP address; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Who may come in: with keys, nobody without one, on no path but those that are listed as open.
+"""API keys: authentication and authorization of requests, sessions, and rate limits.
 
-A key comes as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as
-``X-Api-Key``, or as a session, which ``/login`` gives to a browser for one: a cookie that names the key and is signed.
-Where there are no keys, and never were, everybody on this machine may come in.
+A key is sent as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as
+``X-Api-Key``, or as a session: a signed cookie from ``/login``. A server that never had a key accepts requests
+without one. This is middleware rather than a dependency because it also guards the mounted page.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import math
 import secrets
 import sqlite3
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
+from cachetools import LRUCache
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,9 +53,12 @@ log = logging.getLogger("diffserve.http")
 
 
 class KeyRing:
-    """The keys that are good now, read anew when their file has changed.
+    """Valid API keys, reloaded when the database changes.
 
-    ``own``: a key that the environment gives, for everything. Raises ConfigError where the file cannot be used.
+    Args:
+        database: Contains the keys.
+        own: A key from the environment, with all permissions.
+        clock: Returns the time in seconds since 1970.
     """
 
     def __init__(self, database: Database, own: str = "", clock: Callable[[], float] = time.time) -> None:
@@ -73,7 +76,7 @@ class KeyRing:
         self.look()
 
     def look(self) -> None:
-        """See whether anything has changed, if that was not seen just now. Once closed, it stays so."""
+        """Reload the keys if they changed, at most every ``LOOK_EVERY_S``. A closed key ring stays closed."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return
@@ -98,7 +101,7 @@ class KeyRing:
         self.is_closed = self.is_closed or bool(found) or bool(self._own)
 
     def find(self, text: str) -> Key | None:
-        """The key that ``text`` is."""
+        """Return the valid key with the text ``text``, or None."""
         self.look()
         digest = digest_of(text)
         found = self._good.get(digest)
@@ -138,7 +141,7 @@ class KeyRing:
         return self.by_id(key_id) is not None if not session else self.key_of_session(session) is not None
 
     def by_id(self, name: str) -> Key | None:
-        """The key of that id, while it is good."""
+        """Return the valid key with this ID, or None."""
         return next((key for key in self._good.values() if key.id == name), None)
 
     def _signed(self, told: str, key: Key) -> str:
@@ -146,7 +149,7 @@ class KeyRing:
 
 
 class RateLimited(QueueFull):
-    """The key has asked too often; ``headers`` tell of its limit."""
+    """Error of a key that exceeds its rate limit; ``headers`` describe the limit."""
 
     default_code = "rate_limit_exceeded"
 
@@ -156,44 +159,43 @@ class RateLimited(QueueFull):
 
 
 class RateLimits:
-    """A bucket for each key: it holds a minute's requests and fills evenly. ``clock`` in seconds."""
+    """Token bucket per key, which holds one minute's requests; ``clock`` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: LRUCache[str, tuple[float, float]] = LRUCache(MAX_BUCKETS)
 
     def take(self, key: Key) -> dict[str, str]:
-        """Count one request; the headers that tell how many are left. RateLimited where there is none."""
-        most = key.requests_per_minute
-        if most is None:
+        """Count one request and return the headers that describe the limit. Raises RateLimited if it is exceeded."""
+        limit = key.requests_per_minute
+        if limit is None:
             return {}
         now_s = self._clock()
-        left, seen_s = self._buckets.pop(key.id, (float(most), now_s))
-        left = min(float(most), left + (now_s - seen_s) * most / 60.0)
+        left, updated_s = self._buckets.get(key.id, (float(limit), now_s))
+        left = min(float(limit), left + (now_s - updated_s) * limit / 60.0)
         has_room = left >= 1.0
         left -= has_room
         self._buckets[key.id] = (left, now_s)
-        while len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
         if not has_room:
-            again_s = (1.0 - left) * 60.0 / most
-            said = f"this key may ask {most} times a minute; try again in {again_s:.1f} s."
-            raise RateLimited(said, retry_after_s=again_s, headers=_told(most, left))
-        return _told(most, left)
+            again_s = (1.0 - left) * 60.0 / limit
+            said = f"this key may ask {limit} times a minute; try again in {again_s:.1f} s."
+            raise RateLimited(said, retry_after_s=again_s, headers=_limit_headers(limit, left))
+        return _limit_headers(limit, left)
 
 
-def _told(most: int, left: float) -> dict[str, str]:
-    """OpenAI's headers of a limit of ``most`` a minute, of which so many are ``left``."""
+def _limit_headers(limit: int, left: float) -> dict[str, str]:
+    """Return OpenAI's headers of a limit of ``limit`` requests a minute, of which ``left`` remain."""
     return {
-        "x-ratelimit-limit-requests": str(most),
+        "x-ratelimit-limit-requests": str(limit),
         "x-ratelimit-remaining-requests": str(int(left)),
-        "x-ratelimit-reset-requests": f"{(most - left) * 60.0 / most:.1f}s",
+        "x-ratelimit-reset-requests": f"{(limit - left) * 60.0 / limit:.1f}s",
     }
 
 
 class KeyGuard:
-    """Lets in who has a key that allows the path, and tells others what is missing. Only ``OPEN`` is open, and what
-    lies below one of ``open_below``: by names that cannot be guessed, which are as good as keys.
+    """Middleware that refuses requests without a key that permits the path.
+
+    Paths in ``OPEN`` need no key, nor do those below ``open_below``, whose names cannot be guessed.
     """
 
     def __init__(self, app: ASGIApp, *, ring: KeyRing, open_below: tuple[str, ...] = ()) -> None:
@@ -214,16 +216,16 @@ class KeyGuard:
             return
         headers = Headers(scope=scope)
         try:
-            told = self._enter(scope, headers)
+            told = self._authorize(scope, headers)
         except (HttpError, RateLimited) as error:
             scope.setdefault("state", {})["error_code"] = error.code
             if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
                 await RedirectResponse(f"{prefix_of(scope)}{LOGIN}", status_code=303)(scope, receive, send)
                 return
-            send = _telling(send, error.headers) if isinstance(error, RateLimited) else send
+            send = _adding_headers(send, error.headers) if isinstance(error, RateLimited) else send
             await reply_for(scope["path"], error).response(scope, receive, send)
             return
-        send = _telling(send, told) if told else send
+        send = _adding_headers(send, told) if told else send
         key_id = scope["state"]["key_id"]
         if key_id in ("", OF_PAGE.id):
             await self.app(scope, receive, send)
@@ -233,19 +235,19 @@ class KeyGuard:
             await self.app(scope, request.receive, request.send)
             await request.finish()
 
-    def _enter(self, scope: Scope, headers: Headers) -> dict[str, str]:
-        """Note whose request it is; the headers that its answer gets. Raises HttpError or RateLimited."""
-        asker = asker_in(headers.get(HEADER))
-        if asker is not None:  # the page of this very process: its visitor has come in by a key
-            scope.setdefault("state", {})["key_id"] = asker.key_id
-            key = self.ring.by_id(asker.key_id)
+    def _authorize(self, scope: Scope, headers: Headers) -> dict[str, str]:
+        """Store the key of a request in its state and return response headers. Raises HttpError, RateLimited."""
+        visitor = asker_in(headers.get(HEADER))
+        if visitor is not None:  # the page of this very process: its visitor has come in by a key
+            scope.setdefault("state", {})["key_id"] = visitor.key_id
+            key = self.ring.by_id(visitor.key_id)
             scope["state"]["key_share"] = 1.0 if key is None else key.share
             return {} if key is None or scope["method"] != "POST" else self.limits.take(key)
         key = self._key(headers)
-        wanted = scope_of(scope["path"])
-        if not key.allows(wanted):
+        needed = scope_of(scope["path"])
+        if not key.allows(needed):
             raise HttpError(
-                403, f"this key may not do that; it lacks the scope {wanted}.", code="insufficient_permissions"
+                403, f"this key may not do that; it lacks the scope {needed}.", code="insufficient_permissions"
             )
         scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
         is_work = scope["method"] == "POST" and not scope["path"].startswith(PAGE)  # the page asks for its work itself
@@ -267,7 +269,7 @@ class KeyGuard:
 
 
 def key_in(headers: Headers) -> str:
-    """The key that a request brings, "" where there is none. One that could not be any is as good as a wrong one."""
+    """Return the key in the headers, or "". A malformed header gives a text that is never a valid key."""
     given = headers.getlist("authorization")
     if len(given) > 1:
         return "\0"
@@ -286,7 +288,7 @@ def key_in(headers: Headers) -> str:
 
 
 def session_in(headers: Headers) -> str:
-    """The session in a request's cookies, "" where there is none."""
+    """Return the session in the cookies, or ""."""
     cookies: SimpleCookie = SimpleCookie()
     try:
         cookies.load(headers.get("cookie", ""))
@@ -296,18 +298,18 @@ def session_in(headers: Headers) -> str:
 
 
 def scope_of(path: str) -> KeyScope:
-    """What a key must allow to ask for ``path``."""
+    """Return the scope that a key needs for ``path``."""
     if path.rstrip("/") == "/metrics":
         return "metrics"
     return "admin" if path.startswith("/debug/") or path.rstrip("/").endswith("/usage/keys") else "generate"
 
 
 def is_visit(scope: Scope, headers: Headers) -> bool:
-    """Whether a browser wants to see the page."""
+    """Return whether a browser opens the page."""
     return scope["path"] == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
 
 
-def _telling(send: Send, told: dict[str, str]) -> Send:
+def _adding_headers(send: Send, told: dict[str, str]) -> Send:
     async def send_telling(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(told)

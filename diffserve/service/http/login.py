@@ -1,4 +1,4 @@
-"""``/login``: a browser gives its key once, and has a session from then on; ``/logout`` ends that."""
+"""Login page: ``/login`` exchanges a key for a session cookie, ``/logout`` ends the session."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ button {{ background: #11766e; color: #fff; border: 0; border-radius: .5rem }}
 </style></head><body><main><h1>diffserve</h1><form method="post" action="{prefix}/login">
 <label for="key">This server asks for a key.</label>
 <input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
-<button>Come in</button></form><p role="alert">{said}</p></main></body></html>"""
+<button>Come in</button></form><p role="alert">{message}</p></main></body></html>"""
 
 
 def add_login(app: FastAPI, ring: KeyRing) -> None:
-    """Add both to ``app``."""
+    """Add the login and logout routes to ``app``."""
 
     @app.get(LOGIN, summary="A form for a key", response_class=HTMLResponse)
     async def ask(request: Request) -> Response:
@@ -49,8 +49,8 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
         if kind != FORM:
             raise HttpError(415, f"a key is sent as a form ({FORM}).", code="unsupported_media_type")
         prefix = prefix_of(request.scope)
-        given = (await read_form(request, max_files=0)).fields.get("key", "")
-        key = ring.find(given.strip()[:MAX_KEY_CHARS]) if isinstance(given, str) else None
+        text = (await read_form(request, max_files=0)).fields.get("key", "")
+        key = ring.find(text.strip()[:MAX_KEY_CHARS]) if isinstance(text, str) else None
         if key is None or not key.allows("generate"):
             return _page("That key is not good here." if key is None else "That key may not paint.", prefix, 401)
         answer = RedirectResponse(f"{prefix}/", status_code=303)
@@ -71,6 +71,6 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
         return answer
 
 
-def _page(said: str, prefix: str, status: int = 200) -> Response:
+def _page(message: str, prefix: str, status: int = 200) -> Response:
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store", "Referrer-Policy": "same-origin"}
-    return HTMLResponse(PAGE.format(said=said, prefix=prefix), status, headers=headers)
+    return HTMLResponse(PAGE.format(message=message, prefix=prefix), status, headers=headers)

@@ -1,8 +1,7 @@
-"""How long the event loop keeps everybody waiting, looked at all the time.
+"""Measurement of event loop lag.
 
-A callback that computes for long, or a thread that does not let go of Python, delays every request. So does a machine
-without a free core, but that is nobody's fault here. What this process brought about is told apart: no more than it
-computed meanwhile, and nothing of the time for which the loop was ready and had no core (Linux says that).
+The part that this process causes is reported separately: at most the CPU time that it used meanwhile, without the
+time in which the loop was runnable but had no core (Linux reports that).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
-    """Tell ``observe`` for ever by how many seconds a timer was late, and how many of them this process computed."""
+    """Call ``observe`` forever with a timer's delay and the part of it that this process caused, in seconds."""
     loop = asyncio.get_running_loop()
     with _waiting_for_cores() as waited_s:
         while True:
@@ -40,16 +39,14 @@ async def watch_loop(observe: Callable[[float, float], None]) -> None:
 
 
 def keep_loop_nimble() -> None:
-    """Bound how long threads keep the running loop from Python. They are the page's: forty of them in turns of 5 ms
-    would be its libraries' own measure.
-    """
+    """Bound how long threads can keep the running loop from Python, by thread count and switch interval."""
     sys.setswitchinterval(SWITCH_EVERY_S)
     anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_PAGE_THREADS
 
 
 @contextmanager
 def _waiting_for_cores() -> Iterator[Callable[[], float]]:
-    """How many seconds so far this thread could have run and was not let; always 0 where the system does not say."""
+    """Yield a function that returns how long this thread waited for a core, in seconds; 0 if unknown."""
     try:
         file = os.open(_SCHEDSTAT, os.O_RDONLY)
     except OSError:

@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Sequence
 from typing import Final
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -28,10 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.api.errors import DiffserveError
 from diffserve.api.types import new_request_id
 from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
-from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback, origin_of
+from diffserve.service.http.hosts import AUTHORITY, HOST_NOT_ALLOWED, HostNames, hostname, is_loopback, origin_of
 from diffserve.service.http.keys import LOGIN, key_in, session_in
 from diffserve.service.http.public_path import public_address
-from diffserve.service.http.targets import take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 
@@ -56,6 +56,7 @@ FILES: Final = "/files"
 FILE_BYTES: Final = 200_000_000
 """Of a file that is uploaded to be kept."""
 
+_ABSOLUTE: Final = re.compile(rf"https?://({AUTHORITY.pattern})(/.*)?".encode(), re.IGNORECASE | re.DOTALL)
 _HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
 _NAMES_BELOW = (b"/v1/models/", b"/gradio_api/file=")  # where what follows is one name, whatever it holds
 
@@ -63,7 +64,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class Outermost:
-    """Gives the request an id, answers for every unexpected error, and writes one log line without any content."""
+    """Assigns the request ID, answers unexpected errors, and writes one log line without any content."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics | None = None) -> None:
         self.app = app
@@ -108,7 +109,7 @@ class Outermost:
             self.metrics.answered(endpoint_of(scope), status, code, seconds)
             if traces is not None:
                 traces.end(request_id, endpoint_of(scope), status, code)
-            facts = {
+            fields = {
                 "request_id": request_id,
                 "method": scope["method"][:16],
                 "endpoint": getattr(scope.get("route"), "path", ""),
@@ -116,21 +117,70 @@ class Outermost:
                 "duration_ms": round(seconds * 1000),
             }
             if key_id := scope["state"].get("key_id"):
-                facts["key_id"] = key_id
+                fields["key_id"] = key_id
             if code:
-                facts["error"] = code
+                fields["error"] = code
             if trace_id:
-                facts["trace_id"] = trace_id
-            is_quiet = facts["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
-            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
+                fields["trace_id"] = trace_id
+            is_quiet = fields["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=fields)
 
 
 def endpoint_of(scope: Scope) -> str:
-    """The template of the route that answered; "page" for all of the page's, "none" where there was no route."""
+    """Return the template of the matched route; "page" for the page, "none" without a route."""
     if scope["state"].get("is_page", False):
         return "page"
     path: str | None = getattr(scope.get("route"), "path", None)
     return "none" if path is None else path.rstrip("/") or "/"
+
+
+def take_origin_form(scope: Scope) -> None:
+    """Convert a target in absolute form to origin form (RFC 9112 3.2.2); its authority replaces the Host header."""
+    match = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"") if scope["type"] == "http" else None
+    if match is None:
+        return
+    authority, path = match.groups()
+    scope["raw_path"] = path or b"/"
+    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+    scope["headers"] = [(b"host", authority), *(one for one in scope["headers"] if one[0].lower() != b"host")]
+
+
+class HeadAsGet:
+    """Answers HEAD as GET without the body, and adds HEAD to ``Allow`` wherever GET is.
+
+    The response is complete with its headers; nothing more of a file or a stream is read.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_allowing(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 405:
+                headers = MutableHeaders(scope=message)
+                allowed = {method.strip() for method in headers.get("allow", "").split(",")}
+                if "GET" in allowed:
+                    headers["allow"] = ", ".join(sorted(allowed | {"HEAD"}))
+            await send(message)
+
+        if scope["method"] != "HEAD":
+            await self.app(scope, receive, send_allowing)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        scope["method"] = "GET"  # in place: whoever stands above reads from it which route it was
+        try:
+            await self.app(scope, receive, send_head)
+        finally:
+            scope["method"] = "HEAD"
 
 
 class OriginGuard:
@@ -164,12 +214,12 @@ class OriginGuard:
         elif origin is None or not self._is_accepted(origin, scope):
             await self.app(scope, receive, send)
         else:
-            await self.app(scope, receive, _allowing(send, origin))
+            await self.app(scope, receive, _adding_cors(send, origin))
 
     def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> HttpError | None:
-        named = headers.get("host", "")
-        if named and hostname(named) not in self.hosts:
-            return HttpError(403, NOT_OURS, code="host_not_allowed")
+        host = headers.get("host", "")
+        if host and hostname(host) not in self.hosts:
+            return HttpError(403, HOST_NOT_ALLOWED, code="host_not_allowed")
         method = scope["method"]
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
@@ -227,11 +277,11 @@ class FramingGuard:
 
 
 class BodyLimit:
-    """Refuses a body that is too long, by its announced length or as soon as it is, and one that comes too slowly.
+    """Refuses bodies that are too long or arrive too slowly.
 
-    Uploads, and JSON to ``OF_PICTURES``, may have ``max_bytes``, everything else ``TEXT_BODY_BYTES`` at most, or
-    ``PICTURE_BODY_BYTES``. A body may take ``BODY_TIMEOUT_S``, and longer only while its mean rate is at least
-    ``SLOWEST_BYTES_PER_S``.
+    Uploads and JSON to ``OF_PICTURES`` may have ``max_bytes``, other bodies ``TEXT_BODY_BYTES`` or
+    ``PICTURE_BODY_BYTES``. A body may take ``BODY_TIMEOUT_S``, and longer only at a mean rate of at least
+    ``SLOWEST_BYTES_PER_S``. FastAPI has no limit on the rate, so this stays middleware.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
@@ -289,7 +339,7 @@ class BodyLimit:
 
 
 def too_long(max_bytes: int) -> HttpError:
-    """The answer to a body of more than ``max_bytes``."""
+    """Return the error for a body of more than ``max_bytes``."""
     return HttpError(413, f"the body is longer than {max_bytes} bytes.", code="body_too_large")
 
 
@@ -306,13 +356,13 @@ def _preflight(headers: Headers, origin: str | None) -> dict[str, str]:
     }
 
 
-def _allowing(send: Send, origin: str) -> Send:
+def _adding_cors(send: Send, origin: str) -> Send:
     async def send_allowing(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
-            told = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
-            headers["Access-Control-Expose-Headers"] = told
+            exposed = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
+            headers["Access-Control-Expose-Headers"] = exposed
             headers.add_vary_header("Origin")
         await send(message)
 

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as uvicorn speaks it, but strict about lines, with a clock, and with a cap on connections.
+"""HTTP/1.1 protocol on top of uvicorn's, with strict lines, timeouts and a limit on connections.
 
-Malformed requests get our error object. Lines end in CRLF and in nothing else, and no header goes on in the next line:
-where two programs read one stream of bytes differently, one request can hide another. A client that owes bytes (the
-headers of any of its requests, or the rest of a body that nobody reads any more) is given ``HEADER_TIMEOUT_S``.
+Malformed requests are answered with an error object. Lines must end in CRLF and headers must not continue on the next
+line, because programs that disagree about this enable request smuggling. A client that owes bytes has
+``HEADER_TIMEOUT_S`` to send them. h11's receive buffer is private, so h11 is pinned.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ _FULL: Final = HttpError(503, "the server has no connection left; please try aga
 
 
 class StrictLines(ReceiveBuffer):
-    """The bytes that came, given out as lines only where every one of them ends in CRLF and stands for itself, and as
-    chunks only where these are worth their trouble.
-    """
+    """Receive buffer that accepts only lines that end in CRLF, and refuses bodies of many tiny chunks."""
 
     _num_chunks = 0
     _num_body_bytes = 0
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """The head of a chunk. Raises h11.LocalProtocolError where a body comes in crumbs."""
+        """Return the header of a chunk. Raises h11.LocalProtocolError for too many small chunks."""
         line = super().maybe_extract_next_line()
         if line is not None:
             self._num_chunks += 1
@@ -48,20 +46,20 @@ class StrictLines(ReceiveBuffer):
         return line
 
     def maybe_extract_at_most(self, count: int) -> bytearray | None:
-        """Some of a body."""
+        """Return up to ``count`` bytes of a body."""
         data = super().maybe_extract_at_most(count)
         self._num_body_bytes += len(data or b"")
         return data
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """The lines before the first empty one; ``None`` while it has not come. Raises h11.LocalProtocolError."""
+        """Return the lines before the first empty one, or None. Raises h11.LocalProtocolError."""
         self._num_chunks = self._num_body_bytes = 0
         if self._data.startswith(b"\r\n"):
             self._extract(2)
             return []
-        seen = max(0, self._multiple_lines_search - 3)
-        end = self._data.find(b"\r\n\r\n", seen)
-        if _LOOSE_LINE.search(self._data, seen, len(self._data) if end < 0 else end):
+        search_start = max(0, self._multiple_lines_search - 3)
+        end = self._data.find(b"\r\n\r\n", search_start)
+        if _LOOSE_LINE.search(self._data, search_start, len(self._data) if end < 0 else end):
             raise h11.LocalProtocolError("a line does not end in CRLF, or goes on in the next")
         if end < 0:
             self._multiple_lines_search = len(self._data)
@@ -73,7 +71,7 @@ class StrictLines(ReceiveBuffer):
 
 
 class Gathering:
-    """``transport``, but what is written in one turn of the loop goes out in one: an answer's head with its body."""
+    """Transport that combines the writes of one turn of the event loop, such as headers and body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -84,7 +82,7 @@ class Gathering:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Have ``data`` go out at the end of this turn, or at once where it is long."""
+        """Send ``data`` at the end of this turn, or at once if it is long."""
         if len(self._gathered) + len(data) > MAX_GATHERED_BYTES:
             self.flush()
             self._transport.write(data)
@@ -94,19 +92,19 @@ class Gathering:
         self._gathered += data
 
     def flush(self) -> None:
-        """Let go what was gathered."""
+        """Send the gathered data."""
         gathered, self._gathered = self._gathered, bytearray()
         if gathered:
             self._transport.write(gathered)
 
     def close(self) -> None:
-        """Close it, when all is written."""
+        """Close the transport after the gathered data is sent."""
         self.flush()
         self._transport.close()
 
 
 class Http1(H11Protocol):
-    """One connection; ``limited`` says how many there may be."""
+    """One connection; ``limited`` sets the maximum number."""
 
     max_connections: ClassVar[int | None] = None
     owing: ClassVar[dict[Http1, None]] = {}
@@ -115,7 +113,7 @@ class Http1(H11Protocol):
 
     @classmethod
     def limited(cls, max_connections: int) -> type[Http1]:
-        """The protocol of a server with at most ``max_connections`` at a time."""
+        """Return the protocol of a server with at most ``max_connections`` at a time."""
         return type("LimitedHttp1", (cls,), {"max_connections": max_connections, "owing": {}})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
@@ -151,7 +149,7 @@ class Http1(H11Protocol):
         self._refuse(_BAD_HTTP, b"Bad Request")
 
     def _refuse(self, error: HttpError, reason: bytes) -> None:
-        """Say ``error`` where an answer may still begin, and close; whoever works on a request is told."""
+        """Answer with ``error`` if a response may still begin, close, and signal a disconnect to the application."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -171,7 +169,7 @@ class Http1(H11Protocol):
         self.transport.close()
 
     def _has_room(self) -> bool:
-        """Whether this connection may stay: where there are too many, the one that has owed bytes for longest goes."""
+        """Return whether this connection may stay; at the limit, the one that owed bytes longest is closed."""
         if self.max_connections is None or len(self.connections) <= self.max_connections:
             return True
         oldest = next(iter(self.owing), None)
@@ -183,7 +181,7 @@ class Http1(H11Protocol):
         return True
 
     def _keep_time(self) -> None:
-        """Start the clock when headers are due, or a body that nobody reads; stop it when they are there."""
+        """Start the timeout while headers or an unread body are due; stop it otherwise."""
         state, is_closing = self.conn.their_state, self.transport.is_closing()
         is_answered = self.cycle is None or self.cycle.response_complete
         is_due = state is h11.IDLE or (state is h11.SEND_BODY and is_answered)
@@ -202,4 +200,4 @@ class Http1(H11Protocol):
             self._deadline = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """HTTP/1.1 it stays; that is worth no line in the log."""
+        """Ignore upgrade requests without a log line."""

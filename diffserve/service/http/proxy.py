@@ -1,8 +1,7 @@
-"""What stands before Ray Serve's proxies, where a front of ours is behind them: one id, one kind of error.
+"""Middleware for Ray Serve's proxies in front of this server, which makes their responses equal to the server's own.
 
-Named in the environment of the cluster (``cluster.ray_calls``). A proxy of Ray Serve takes words of its own in headers
-from whoever asks, puts an id of its own beside that of the front, and says of a front that is lost what is no error
-object; nothing of that is told here.
+Ray's proxies accept control headers from clients, add a second request ID and report a lost replica without an error
+object. The cluster's environment names this module (``cluster.ray_calls``).
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ OWN: Final = "/-/"
 
 
 def middlewares() -> list[Any]:
-    """What a proxy is to be wrapped in."""
+    """Return the middleware of a proxy."""
     return [Middleware(BeforeProxy)]
 
 
 class BeforeProxy:
-    """Has the front behind a proxy answer as one that listens itself."""
+    """Removes Ray's control headers and request ID, and turns its errors into error objects."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the proxy answer, without words for it, and tell of the answer what is the front's."""
+        """Forward a request without Ray's control headers and filter the response."""
         if scope["type"] != "http" or scope["path"].startswith(OWN):
             await self._app(scope, receive, send)
             return
@@ -48,13 +47,13 @@ class BeforeProxy:
             if message["type"] == "http.response.start":
                 headers = [(name.lower(), value) for name, value in message["headers"]]
                 is_lost = OURS not in dict(headers) and message["status"] >= 400
-                ids = [one for one in headers if one[0] == ID][:1]
-                message = {**message, "headers": [*(one for one in headers if one[0] != ID), *ids]}
+                ids = [item for item in headers if item[0] == ID][:1]
+                message = {**message, "headers": [*(item for item in headers if item[0] != ID), *ids]}
             if not is_lost:
                 await send(message)
             elif not message.get("more_body", message["type"] == "http.response.start"):
                 error = EngineUnavailable("the front is being started; please try again in a moment.")
                 await reply_to(error).response(scope, receive, send)
 
-        headers = [one for one in scope["headers"] if one[0].lower() not in THEIR_WORDS]
+        headers = [item for item in scope["headers"] if item[0].lower() not in THEIR_WORDS]
         await self._app({**scope, "headers": headers}, receive, send_ours)

@@ -1,8 +1,7 @@
-"""Server-sent events: an answer that is told piece by piece.
+"""Streaming responses: server-sent events and files.
 
-The status line waits for the first event, so that what is refused at the door is an ordinary error with its own
-status. After that an error is an event like any other, which OpenAI's clients raise. While nothing happens, comments
-keep proxies from hanging up.
+The status line waits for the first event, so that early errors have their own status; later errors are events, which
+OpenAI's clients raise. Comments keep proxies from closing idle streams.
 """
 
 from __future__ import annotations
@@ -10,24 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from diffserve.api.errors import DeadlineExceeded, DiffserveError
 from diffserve.service.http.errors import expected_error, log_failure, reply_to
 from diffserve.service.lifecycle import Interruption, first_of, hung_up
+from diffserve.service.threads import FILES
 
 KEEP_ALIVE_S = 15.0
 HEAD_PATIENCE_S = 1.0  # so long the status line waits for the first event
 GOODBYE_S = 5.0  # so long the last words may take to be sent
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
+CHUNK_BYTES: Final = 256 * 1024
+FILE_HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; sandbox"}
 HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[bytes, None]
@@ -36,26 +38,29 @@ log = logging.getLogger("diffserve.http")
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One event with ``data`` as JSON; ``name`` is for listeners that dispatch on the event's own field."""
+    """Encode one event with ``data`` as JSON and an optional event name."""
     head = b"" if name is None else f"event: {name}\n".encode("ascii")
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Lasting(NamedTuple):
-    """Of a stream whose work goes on without it: how it is followed from its beginning, and what it was, once it is
-    over (``None``: nothing that is worth keeping).
-    """
+    """Work that continues without its stream: how to follow it again, and its whole output (None: not stored)."""
 
     again: Callable[[Request], Awaitable[Response]]
     whole: Callable[[], Awaitable[bytes | None]]
 
 
 class EventStreamResponse(Response):
-    """Sends what ``events`` yields. It owns ``until`` (what is to be left when the answer is over) and the generator.
+    """Response that sends ``events``; it owns the generator and the contexts in ``until``.
 
-    ending   what follows the last event, also after an error
-    limit_s  seconds after which the answer is given up with an error
-    lasting  where hanging up does not end its work
+    Args:
+        events: Encoded events.
+        interrupted: Resolves to the reason for an early end.
+        until: Contexts that are left when the response is over.
+        limit_s: Seconds after which the response ends with an error.
+        ending: Bytes after the last event, also after an error.
+        headers: Further headers.
+        keep_alive_s: Longest silence without a comment.
     """
 
     def __init__(
@@ -81,11 +86,11 @@ class EventStreamResponse(Response):
         self._ending = ending
         self._keep_alive_s = keep_alive_s
         self._error_code = ""
-        self._told_s = 0.0
+        self._sent_s = 0.0
         self._first = asyncio.create_task(self._pull())
 
     async def opened(self) -> EventStreamResponse:
-        """Itself, once there is something to send or it has been quiet for a while; raises what went wrong by then."""
+        """Return this response when it has an event or after ``HEAD_PATIENCE_S``; raises early errors."""
         try:
             await first_of(self._first, self._interrupted, timeout_s=HEAD_PATIENCE_S)
             if self._interrupted.done():
@@ -98,54 +103,54 @@ class EventStreamResponse(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all; whatever happens, the work behind it has ended when this returns."""
+        """Send the stream; its work has ended when this returns."""
         writing = asyncio.create_task(self._write(send))
         try:
             await first_of(writing, self._interrupted, timeout_s=self._limit_s)
             if writing.done():
                 writing.result()
             else:
-                await _ended(writing)
+                await _cancel(writing)
                 await self._close()
-                await self._say_why(send)
+                await self._send_error(send)
         finally:
-            await _ended(writing)
+            await _cancel(writing)
             await self._close()
             if self._error_code:
                 scope.setdefault("state", {})["error_code"] = self._error_code  # the status line was 200, long ago
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._told_s = time.monotonic()
-        filling = asyncio.create_task(self._fill_silence(send))
+        self._sent_s = time.monotonic()
+        filling = asyncio.create_task(self._keep_alive(send))
         try:
             chunk = await self._first
             while chunk is not None:
-                self._told_s = time.monotonic()
+                self._sent_s = time.monotonic()
                 await _send(send, chunk)
                 chunk = await self._pull()
         except Exception as error:
             if not isinstance(error, DiffserveError):
                 log_failure(log, "stream failed", error)
-            await _send(send, self._told(error))
+            await _send(send, self._error_event(error))
         finally:
             filling.cancel()
         await _send(send, self._ending, is_last=True)
 
-    async def _fill_silence(self, send: Send) -> None:
-        """A comment whenever nothing was told for a while."""
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for a while."""
         while True:
-            due_s = self._told_s + self._keep_alive_s - time.monotonic()
+            due_s = self._sent_s + self._keep_alive_s - time.monotonic()
             if due_s <= 0.0:
-                self._told_s = time.monotonic()
+                self._sent_s = time.monotonic()
                 await _send(send, KEEP_ALIVE)
             await asyncio.sleep(max(due_s, 0.0))
 
     async def _pull(self) -> bytes | None:
         return await anext(self._events, None)
 
-    async def _say_why(self, send: Send) -> None:
-        """The last words of an answer that was interrupted, if anybody listens."""
+    async def _send_error(self, send: Send) -> None:
+        """Send the reason of an interruption if the client still reads."""
         error: DiffserveError = DeadlineExceeded("the engine does not answer; please try again later.")
         if self._interrupted.done():
             error = self._interrupted.result()
@@ -154,17 +159,17 @@ class EventStreamResponse(Response):
             return
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await _send(send, self._told(error) + self._ending, is_last=True)
+                await _send(send, self._error_event(error) + self._ending, is_last=True)
         except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
             log.warning("the end of a stream was not read")
 
-    def _told(self, error: Exception) -> bytes:
-        """``error`` as an event: the same object as in the body of an error's answer."""
+    def _error_event(self, error: Exception) -> bytes:
+        """Encode ``error`` as an event with the error object."""
         self._error_code = getattr(expected_error(error), "code", DiffserveError.default_code)
         return b"data: " + reply_to(error).body + b"\n\n"
 
     async def _close(self) -> None:
-        await _ended(self._first)
+        await _cancel(self._first)
         await self._events.aclose()
         self._until.close()
 
@@ -173,6 +178,18 @@ async def _send(send: Send, chunk: bytes, *, is_last: bool = False) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def send_file(file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str, str]) -> Response:
+    """Return a response that sends the open ``file`` and closes it."""
+    headers = {"Content-Length": str(num_bytes), **FILE_HEADERS, **headers}
+    return StreamingResponse(_chunks(file), headers=headers, media_type=media_type)
+
+
+async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while chunk := await FILES.run(file.read, CHUNK_BYTES):
+            yield chunk

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from diffserve.media.images import MEDIA_TYPES, SUFFIXES, ImageFormat
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.public_path import public_address
-from diffserve.service.http.sending import send_file
+from diffserve.service.http.streams import send_file
 from diffserve.service.threads import FILES
 
 KEPT_S: Final = 3600.0

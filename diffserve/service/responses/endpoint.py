@@ -29,7 +29,7 @@ from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.errors import OUR_MISTAKE, expected_error, log_failure
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
-from diffserve.service.http.named import flag_asked, number_asked
+from diffserve.service.http.routing import bool_query, int_query
 from diffserve.service.http.streams import Events, EventStreamResponse, Lasting
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.edits import read_start
@@ -420,12 +420,12 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         """A response that is kept, or its events, from the one after ``starting_after`` on."""
         found, response_id = self._found(request), str(request.path_params["response_id"])
         has_seen = "starting_after" in request.query_params
-        if not flag_asked(request, "stream"):
+        if not bool_query(request, "stream"):
             if has_seen:
                 said = "starting_after is about events: ask for them with stream=true, or leave it out."
                 raise InvalidRequest(said, param="starting_after")
             return Response(found.body, media_type="application/json")
-        place = number_asked(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
+        place = int_query(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
             return await self._followed(record.follow(place), request)

@@ -1,9 +1,9 @@
-"""What is written of a batch's lines, as OpenAI has it: an answer or an error, under the line's own name."""
+"""Output lines of a batch in OpenAI's format: a response or an error with the line's custom ID."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from diffserve.store.batches import LineDone
 
 
 class LineAnswer(NamedTuple):
-    """An endpoint's answer."""
+    """Response of an endpoint to one line."""
 
     status: int
     request_id: str
@@ -23,37 +23,36 @@ class LineAnswer(NamedTuple):
 
 
 def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
-    """What is said of every line of the file at ``path`` that is not ``done``."""
+    """Return an error for each line of the input file at ``path`` whose number is not in ``done``."""
     error = {"code": "batch_expired", "message": "the batch was over before this line was done."}
-    found = []
     with path.open("rb") as file:
-        lines: Iterator[tuple[int, bytes]] = lines_of(file)
-        for number, line in lines:
-            if number not in done:
-                found.append(LineDone(number, _written(name_in(line), None, error), is_error=True))
-    return found
+        return [
+            LineDone(number, _encode_line(custom_id_of(line), None, error), is_error=True)
+            for number, line in lines_of(file)
+            if number not in done
+        ]
 
 
-def line_done(number: int, name: str | None, told: LineAnswer) -> LineDone:
-    """What is written of line ``number``, which is called ``name``."""
-    body = told.body if b"\n" not in told.body else msgspec.json.encode(msgspec.json.decode(told.body))
-    response = {"status_code": told.status, "request_id": told.request_id, "body": msgspec.Raw(body)}
-    return LineDone(number, _written(name, response, None), is_error=told.status >= 400)
+def line_done(number: int, name: str | None, answer: LineAnswer) -> LineDone:
+    """Format the output of line ``number`` with the custom ID ``name``."""
+    body = answer.body if b"\n" not in answer.body else msgspec.json.encode(msgspec.json.decode(answer.body))
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(body)}
+    return LineDone(number, _encode_line(name, response, None), is_error=answer.status >= 400)
 
 
-def _written(name: str | None, response: Any, error: Any) -> bytes:
-    told = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": name, "response": response, "error": error}
-    return msgspec.json.encode(told) + b"\n"
+def _encode_line(name: str | None, response: Any, error: Any) -> bytes:
+    answer = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": name, "response": response, "error": error}
+    return msgspec.json.encode(answer) + b"\n"
 
 
-def told_of(error: Exception, request_id: str) -> LineAnswer:
-    """``error`` as an endpoint would have answered."""
+def error_answer(error: Exception, request_id: str) -> LineAnswer:
+    """Return the response that an endpoint would give for ``error``."""
     reply = reply_to(error)
     return LineAnswer(reply.status, request_id, reply.body)
 
 
-def name_in(line: bytes) -> str | None:
-    """What a line is called that may be no request."""
+def custom_id_of(line: bytes) -> str | None:
+    """Return the custom ID in a line, which may be an invalid request; None if it has none."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -69,8 +68,8 @@ class _MayStream(msgspec.Struct):
 
 
 def is_stream(body: msgspec.Raw) -> bool:
-    """Whether ``body`` asks to be answered piece by piece."""
+    """Return whether ``body`` requests a stream."""
     try:
         return bool(msgspec.json.decode(body, type=_MayStream).stream)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return False  # the endpoint says what is wrong
+        return False  # the endpoint reports the error

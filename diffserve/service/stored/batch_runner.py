@@ -1,7 +1,7 @@
-"""Works on batches: a few lines at a time, through the endpoints that answer everybody, while nobody else waits.
+"""Batch runner: sends a few lines at a time through the normal endpoints while no interactive request waits.
 
-One process of those that share a folder does so, whichever has its lock. What it stops in the middle of, at its end or
-because it was killed, is done anew by the next; what is done is never done again.
+One process per data folder runs batches, selected by a file lock. Lines that were interrupted by the end of a process
+are run again by the next one; finished lines are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidReque
 from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
 from diffserve.service.http.errors import log_failure
-from diffserve.service.stored.batch_lines import LineAnswer, expired_lines, is_stream, line_done, name_in, told_of
+from diffserve.service.stored.batch_lines import (
+    LineAnswer,
+    custom_id_of,
+    error_answer,
+    expired_lines,
+    is_stream,
+    line_done,
+)
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
@@ -38,11 +45,11 @@ LINES_AT_ONCE: Final = 8
 """Of all batches together."""
 
 LOOK_EVERY_S: Final = 2.0
-YIELD_S: Final = 10.0
+MAX_YIELD_S: Final = 10.0
 """So long a line waits for others to have begun; then it begins beside them."""
 
-TURN_S: Final = 0.05
-FULL_S: Final = 5.0
+POLL_S: Final = 0.05
+MAX_RETRY_S: Final = 5.0
 SWEEP_EVERY_S: Final = 3600.0
 MAX_LOSSES: Final = 3
 """Engines that may be lost with one line in them."""
@@ -54,11 +61,11 @@ log = logging.getLogger("diffserve.batches")
 
 
 class KeyGoneError(Exception):
-    """The key that made a batch is good no more."""
+    """Error of a batch whose key is no longer valid."""
 
 
 class BatchRunner:
-    """Works on ``batches``. ``endpoints``: what answers a line, by its path."""
+    """Runs ``batches``; ``endpoints`` maps paths to handlers of lines."""
 
     def __init__(
         self,
@@ -75,42 +82,42 @@ class BatchRunner:
         self._owners = owners
         self._admission = admission
         self._endpoints = endpoints
-        self._places = asyncio.Semaphore(LINES_AT_ONCE)
-        self._woken = asyncio.Event()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(LINES_AT_ONCE)
+        self._wakeup = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def wake(self) -> None:
-        """There is something new."""
-        self._woken.set()
+        """Look for new batches now."""
+        self._wakeup.set()
 
     def stop(self, name: str) -> None:
-        """Batch ``name`` is to be cancelled."""
-        if name in self._running:
-            self._running[name].cancel()
+        """Cancel the batch with ID ``name``."""
+        if name in self._tasks:
+            self._tasks[name].cancel()
         self.wake()
 
     async def run_for_ever(self) -> None:
-        """Work on what there is and what comes."""
+        """Run unfinished and new batches until cancelled."""
         lock = await self._locked(self._files.folder.parent / "batches.lock")
         swept_s = -SWEEP_EVERY_S
         try:
             while True:
-                self._woken.clear()
+                self._wakeup.clear()
                 try:
                     if time.monotonic() - swept_s >= SWEEP_EVERY_S:
                         swept_s = time.monotonic()
                         await FILES.run(self._sweep)
                     for batch in await LISTINGS.run(self._batches.unfinished):
-                        if batch.id not in self._running:
-                            task = self._running[batch.id] = asyncio.create_task(self._run(batch))
-                            task.add_done_callback(partial(self._over, batch.id))
+                        if batch.id not in self._tasks:
+                            task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
+                            task.add_done_callback(partial(self._forget, batch.id))
                 except (OSError, sqlite3.Error) as error:
                     log.error("batches cannot be read", extra={"reason": type(error).__name__})
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
-                        await self._woken.wait()
+                        await self._wakeup.wait()
         finally:
-            running = list(self._running.values())
+            running = list(self._tasks.values())
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -119,19 +126,19 @@ class BatchRunner:
     async def _locked(self, path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        has_told = False
+        is_logged = False
         try:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return lock
                 except BlockingIOError:
-                    if not has_told:
+                    if not is_logged:
                         log.warning(
                             "another server uses this folder: batches wait until it ends",
                             extra={"folder": str(path.parent)},
                         )
-                        has_told = True
+                        is_logged = True
                     await asyncio.sleep(LOOK_EVERY_S)
         except BaseException:
             os.close(lock)
@@ -141,96 +148,96 @@ class BatchRunner:
         self._batches.sweep()
         self._files.sweep(self._batches.files_in_use())
 
-    def _over(self, name: str, _: asyncio.Task[None]) -> None:
-        self._running.pop(name, None)
+    def _forget(self, name: str, _: asyncio.Task[None]) -> None:
+        self._tasks.pop(name, None)
         self.wake()
 
     async def _run(self, batch: Batch) -> None:
-        """Work on one until it is over; where it cannot be gone on with now, it is begun with again later."""
+        """Run a batch to its end; after disk or database errors it is resumed later."""
         facts = {"batch": batch.id, "num_lines": batch.num_lines}
         try:
-            await self._go_on(batch)
+            await self._advance(batch)
             log.info("batch over", extra=facts)
         except (OSError, sqlite3.Error) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
-            await asyncio.sleep(FULL_S)
+            await asyncio.sleep(MAX_RETRY_S)
         except Exception:
             log.exception("a batch failed", extra=facts)
-            await _settled(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
+            await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
 
-    async def _go_on(self, batch: Batch) -> None:
+    async def _advance(self, batch: Batch) -> None:
         if batch.status == "cancelling":
-            await _settled(self._batches.finish, batch.id, "cancelled")
+            await _run_to_end(self._batches.finish, batch.id, "cancelled")
             return
         if batch.status != "finalizing":
             if batch.endpoint not in self._endpoints:
-                said = f"unknown_endpoint: {batch.endpoint} is not offered any more."
-                await _settled(self._batches.finish, batch.id, "failed", said)
+                message = f"unknown_endpoint: {batch.endpoint} is not offered any more."
+                await _run_to_end(self._batches.finish, batch.id, "failed", message)
                 return
-            moved = await _settled(self._batches.move, batch.id, "in_progress", of=("validating",))
+            moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
             if moved is None or moved.status != "in_progress":
                 return
             try:
                 async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
-                    await self._work_through(batch)
+                    await self._run_lines(batch)
             except TimeoutError:
                 await self._expire(batch)
                 return
             except (FileNotFoundError, KeyGoneError) as error:
                 is_key = isinstance(error, KeyGoneError)
-                said = "invalid_key: its key is good no more." if is_key else "no_file: its file is there no more."
-                await _settled(self._batches.finish, batch.id, "failed", said)
+                message = "invalid_key: its key is good no more." if is_key else "no_file: its file is there no more."
+                await _run_to_end(self._batches.finish, batch.id, "failed", message)
                 return
-            await _settled(self._batches.move, batch.id, "finalizing", of=("in_progress",))
-        await _settled(self._batches.finish, batch.id, "completed")
+            await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
+        await _run_to_end(self._batches.finish, batch.id, "completed")
 
-    async def _work_through(self, batch: Batch) -> None:
-        """Every line that is not done, in order, as many at once as there are places."""
+    async def _run_lines(self, batch: Batch) -> None:
+        """Run all unfinished lines in order, as many at once as there are free slots."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         writing = asyncio.Lock()
         with closing(await BATCHES.run(self._files.path(batch.input_file).open, "rb")) as file:
             left = (line for line in lines_of(file) if line[0] not in done)
             try:
                 async with asyncio.TaskGroup() as group:
-                    while (line := await _settled(next, left, None)) is not None:
-                        await self._take_place()
-                        task = group.create_task(self._work_on(batch, line[0], line[1], writing))
-                        task.add_done_callback(lambda _: self._places.release())  # one that never began, too
+                    while (line := await _run_to_end(next, left, None)) is not None:
+                        await self._acquire_slot()
+                        task = group.create_task(self._finish_line(batch, line[0], line[1], writing))
+                        task.add_done_callback(lambda _: self._slots.release())  # one that never began, too
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
 
-    async def _take_place(self) -> None:
-        """Wait for a place, and until those who wait for an answer have begun."""
-        await self._places.acquire()
+    async def _acquire_slot(self) -> None:
+        """Wait for a free slot, then at most ``MAX_YIELD_S`` for waiting interactive requests to begin."""
+        await self._slots.acquire()
         try:
-            until_s = time.monotonic() + YIELD_S
+            until_s = time.monotonic() + MAX_YIELD_S
             while self._admission.has_waiting and time.monotonic() < until_s:
-                await asyncio.sleep(TURN_S)
+                await asyncio.sleep(POLL_S)
         except BaseException:
-            self._places.release()
+            self._slots.release()
             raise
 
-    async def _work_on(self, batch: Batch, number: int, line: bytes, writing: asyncio.Lock) -> None:
-        done = await self._done(batch, number, line)
+    async def _finish_line(self, batch: Batch, number: int, line: bytes, writing: asyncio.Lock) -> None:
+        done = await self._run_line(batch, number, line)
         async with writing:
-            await _settled(self._batches.finish_lines, batch.id, [done])
+            await _run_to_end(self._batches.finish_lines, batch.id, [done])
 
-    async def _done(self, batch: Batch, number: int, line: bytes) -> LineDone:
+    async def _run_line(self, batch: Batch, number: int, line: bytes) -> LineDone:
         if not self._owners.is_good(batch.owner):
             raise KeyGoneError
         try:
-            asked = read_line(line)
-            if is_stream(asked.body):
-                said = "stream is true; a line of a batch is answered whole."
-                raise InvalidRequest(said, param="stream", code="unsupported_value")
+            line_request = read_line(line)
+            if is_stream(line_request.body):
+                message = "stream is true; a line of a batch is answered whole."
+                raise InvalidRequest(message, param="stream", code="unsupported_value")
         except InvalidRequest as error:
             wrong = InvalidRequest(f"line {number}: {error.message}", param=error.param, code=error.code)
-            return line_done(number, name_in(line), told_of(wrong, new_request_id()))
-        told = await self._told(batch, bytes(asked.body))
-        return line_done(number, asked.custom_id, told)
+            return line_done(number, custom_id_of(line), error_answer(wrong, new_request_id()))
+        answer_of_line = await self._answer(batch, bytes(line_request.body))
+        return line_done(number, line_request.custom_id, answer_of_line)
 
-    async def _told(self, batch: Batch, body: bytes) -> LineAnswer:
-        """The answer to ``body``. Where there is no room or no engine, it is asked for again."""
+    async def _answer(self, batch: Batch, body: bytes) -> LineAnswer:
+        """Return the response to ``body``; full queues and missing engines are retried."""
         num_losses = 0
         while True:
             request = self._request(batch, body)
@@ -240,23 +247,23 @@ class BatchRunner:
                 answer = await self._endpoints[batch.endpoint](request)
                 return LineAnswer(answer.status_code, request_id, bytes(answer.body))
             except QueueFull as full:
-                await asyncio.sleep(min(max(full.retry_after_s, TURN_S), FULL_S))
+                await asyncio.sleep(min(max(full.retry_after_s, POLL_S), MAX_RETRY_S))
             except EngineUnavailable as error:
                 num_losses += was_ready
                 if num_losses >= MAX_LOSSES:
-                    return told_of(error, request_id)
+                    return error_answer(error, request_id)
                 await asyncio.sleep(LOOK_EVERY_S)
             except Exception as error:
                 if not isinstance(error, DiffserveError):
                     log_failure(log, "a line of a batch failed", error, request_id=request_id)
-                return told_of(error, request_id)
+                return error_answer(error, request_id)
 
     def _request(self, batch: Batch, body: bytes) -> Request:
-        """``body`` as its key would ask it itself, but for who waits for it: the one place that says it can wait."""
-        said = iter([{"type": "http.request", "body": body, "more_body": False}])
+        """Build a request with ``body`` on behalf of the batch's key, with the priority batch."""
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Message:
-            for message in said:
+            for message in messages:
                 return message
             await asyncio.Event().wait()  # nobody hangs up
             raise AssertionError
@@ -286,16 +293,16 @@ class BatchRunner:
         return Request(scope, receive)
 
     async def _expire(self, batch: Batch) -> None:
-        """Say of every line that is left that it was too late."""
+        """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
-        await _settled(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
-        await _settled(self._batches.finish, batch.id, "expired")
+        await _run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
+        await _run_to_end(self._batches.finish, batch.id, "expired")
 
 
-async def _settled(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """``work`` in a thread, which is over when this is, even where it is cancelled."""
-    task = asyncio.create_task(BATCHES.run(work, *arguments, **named))
+async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Call ``work`` in a thread and wait until it has ended, even when cancelled."""
+    task = asyncio.create_task(BATCHES.run(work, *arguments, **keywords))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""``/v1/batches``: many requests in one file, worked on when nobody else waits; as OpenAI has it."""
+"""``/v1/batches``: OpenAI's batch API; many requests in one file that run when no interactive request waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,15 +15,16 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.processes.client_places import ClientPlaces
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses
+from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.lifecycle import read_body
 from diffserve.service.stored.batch_runner import BatchRunner
-from diffserve.service.stored.files import listed, no_file
+from diffserve.service.stored.files import list_response, no_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, LISTINGS
 from diffserve.store.batch_input import InputCheck, path_of
 from diffserve.store.batches import Batch, Batches
 from diffserve.store.files import File, Files
+from diffserve.store.pages import PageAsked
 
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_METADATA: Final = 16
@@ -55,7 +56,7 @@ class BatchBody(Body):
 
 
 class BatchRoutes:
-    """The routes of ``batches``, which ``runner`` works on. ``endpoints``: the paths that lines may be for."""
+    """Routes of ``batches``, which ``runner`` runs; ``endpoints`` returns the allowed paths of lines."""
 
     def __init__(
         self,
@@ -72,65 +73,68 @@ class BatchRoutes:
         self._runner = runner
         self._endpoints = endpoints
         self._checks = ClientPlaces(MAX_CHECKS)
-        told: dict[str, Any] = {"summary": "The batches", "openapi_extra": query(*PAGE_PARAMETERS)}
-        named(app, "/v1/batches", ["GET"], responses=responses(400), **told)(self.list)
-        one: dict[str, Any] = {"responses": responses(404)}
-        named(app, "/v1/batches/{batch_id}", ["GET"], summary="One batch", **one)(self.retrieve)
-        one = {"responses": responses(404, 409)}
-        named(app, "/v1/batches/{batch_id}/cancel", ["POST"], summary="Stop a batch", **one)(self.cancel)
+        app.get("/v1/batches", summary="List batches")(self.list_batches)
+        app.get("/v1/batches/{batch_id}", summary="Describe a batch")(self.retrieve)
+        cancel = app.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=error_responses(409))
+        cancel(self.cancel)
 
     async def create(self, request: Request) -> Response:
-        """Begin a batch.
+        """Create a batch.
 
-        A file that is wrong as a whole is refused. One with lines that are no requests makes a batch that has failed,
-        with ``errors``. What is wrong with the body of a line is in the error file.
+        A file that is invalid as a whole is refused. A file with invalid lines creates a failed batch with
+        ``errors``. Errors in the body of a line are written to the error file.
         """
         owner = self._owners.of(request)
         body = await read_body(request, BatchBody)
-        endpoint, known = path_of(body.endpoint), self._endpoints()
-        if endpoint not in known:
-            said = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(known)}."
-            raise InvalidRequest(said, param="endpoint")
+        endpoint, allowed = path_of(body.endpoint), self._endpoints()
+        if endpoint not in allowed:
+            message = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(allowed)}."
+            raise InvalidRequest(message, param="endpoint")
         file = await LISTINGS.run(self._files.get, owner, body.input_file_id)
         if file is None:
             raise no_file(body.input_file_id)
         if file.purpose != "batch":
-            said = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
-            raise InvalidRequest(said, param="input_file_id")
-        check = await self._checked(file, endpoint)
+            message = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
+            raise InvalidRequest(message, param="input_file_id")
+        check = await self._check_input(file, endpoint)
         about = (owner, endpoint, file.id, check.num_lines, body.metadata or {}, check.problems)
         batch = await LISTINGS.run(self._batches.add, *about)
         self._runner.wake()
-        return JSONResponse(told_batch(batch))
+        return JSONResponse(batch_object(batch))
 
-    async def list(self, request: Request) -> Response:
-        """A page of them."""
-        owner, asked = self._owners.of(request), page_asked(request, most=100, usual=20)
-        found = await LISTINGS.run(self._batches.page, owner, asked)
-        return listed(None if found is None else ([told_batch(one) for one in found[0]], found[1]))
+    async def list_batches(
+        self,
+        request: Request,
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+    ) -> Response:
+        """List the batches of the key, page by page."""
+        page = await LISTINGS.run(self._batches.page, self._owners.of(request), PageAsked(limit, after, order))
+        return list_response(None if page is None else ([batch_object(batch) for batch in page[0]], page[1]))
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
         """How far one is."""
-        return JSONResponse(told_batch(await self._found(request, batch_id)))
+        return JSONResponse(batch_object(await self._batch_of(request, batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
-        """Stop one; what was done of it by then is in its files. Again is no mistake."""
-        batch = await self._found(request, batch_id)
+        """Cancel a batch; finished lines stay in its files. Repeating the call is allowed."""
+        batch = await self._batch_of(request, batch_id)
         moved = await LISTINGS.run(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
         if moved is None or moved.status not in ("cancelling", "cancelled"):
-            said = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
-            raise HttpError(409, said, code="batch_over")
+            message = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
+            raise HttpError(409, message, code="batch_over")
         self._runner.stop(batch.id)
-        return JSONResponse(told_batch(moved))
+        return JSONResponse(batch_object(moved))
 
-    async def _found(self, request: Request, name: str) -> Batch:
+    async def _batch_of(self, request: Request, name: str) -> Batch:
         owner = self._owners.of(request)
         batch = await LISTINGS.run(self._batches.get, name)
         if batch is None or batch.owner != owner:
             raise HttpError(404, f"there is no batch {show(name)} of yours.", code="batch_not_found")
         return batch
 
-    async def _checked(self, file: File, endpoint: str) -> InputCheck:
+    async def _check_input(self, file: File, endpoint: str) -> InputCheck:
         """Check the input ``file`` in slices, one file of each client at a time; return the finished check."""
         async with self._checks.taken(file.owner):
             await LISTINGS.run(self._files.require_share, file.owner)
@@ -145,8 +149,8 @@ class BatchRoutes:
         return check
 
 
-def told_batch(batch: Batch) -> dict[str, Any]:
-    """``batch`` in OpenAI's words."""
+def batch_object(batch: Batch) -> dict[str, Any]:
+    """Return OpenAI's object for ``batch``."""
     errors = {"object": "list", "data": [msgspec.structs.asdict(problem) for problem in batch.problems]}
     has_output, has_errors = (batch.is_over and num_bytes > 0 for num_bytes in (batch.output_bytes, batch.error_bytes))
     return {

@@ -1,4 +1,4 @@
-"""Pictures that a request names by files of its key (``file_id``), read in before anything else is made of it."""
+"""Images that a request references by ``file_id``, resolved before the request is checked."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ MAX_REQUEST_BYTES: Final = 20 << 20
 
 
 class Reference(Protocol):
-    """A picture within a body: where it lies, or which file it is."""
+    """Image within a body: a URL or a file ID."""
 
     image_url: str | None
     file_id: str | None
 
 
 class FilePictures:
-    """Finds them in ``files``; ``None``: this server keeps none."""
+    """Resolves file IDs; ``files`` is None if the server stores no files."""
 
     def __init__(self, files: Files | None, owners: Owners | None) -> None:
         self._files = files
         self._owners = owners
 
     async def fill(self, request: Request, *bodies: BaseModel) -> None:
-        """Put into ``bodies``, for each ``file_id`` beside an ``image_url``, the picture as a data URL of that.
-
-        Raises InvalidRequest, the same for a file that never was and for another key's.
-        """
+        """Replace each ``file_id`` in ``bodies`` by a data URL in ``image_url``. Raises InvalidRequest."""
         left_bytes = MAX_REQUEST_BYTES
-        for holder, name in [place for body in bodies for place in _places(body, "")]:
+        for holder, name in [place for body in bodies for place in _find_references(body, "")]:
             data = await FILES.run(self._read, request, holder, name, left_bytes)
             left_bytes -= len(data)
             holder.image_url = f"data:;base64,{await ANSWERS.run(_base64, data)}"
@@ -48,20 +45,20 @@ class FilePictures:
     def _read(self, request: Request, holder: Reference, name: str, left_bytes: int) -> bytes:
         file_id = str(holder.file_id)
         if holder.image_url is not None:
-            said = f"{name} is given beside image_url; give one of them."
-            raise InvalidRequest(said, param=name, code="invalid_image")
+            message = f"{name} is given beside image_url; give one of them."
+            raise InvalidRequest(message, param=name, code="invalid_image")
         if self._files is None or self._owners is None:
-            said = f"{name} is given, and this server keeps no files; send the picture as a data URL in image_url."
-            raise InvalidRequest(said, param=name, code="file_not_found")
+            message = f"{name} is given, and this server keeps no files; send the picture as a data URL in image_url."
+            raise InvalidRequest(message, param=name, code="file_not_found")
         file = self._files.get(self._owners.of(request), file_id)
         if file is None:
             raise _no_file(file_id, name)
         if file.num_bytes > min(MAX_PICTURE_BYTES, left_bytes):
-            said = (
+            message = (
                 f"{name} is a file of {file.num_bytes} bytes; at most {MAX_PICTURE_BYTES} are read of a picture, "
                 f"{MAX_REQUEST_BYTES} for a request."
             )
-            raise InvalidRequest(said, param=name, code="image_too_large")
+            raise InvalidRequest(message, param=name, code="image_too_large")
         try:
             with self._files.open(file) as opened:
                 return opened.read()
@@ -69,25 +66,25 @@ class FilePictures:
             raise _no_file(file_id, name) from None
 
 
-def _places(value: object, path: str) -> list[tuple[Reference, str]]:
-    """The models in ``value`` that name a file, with what errors call the field."""
-    found: list[tuple[Reference, str]] = []
+def _find_references(value: object, path: str) -> list[tuple[Reference, str]]:
+    """Return the models in ``value`` with a file ID, and the field's name for errors."""
+    references: list[tuple[Reference, str]] = []
     if isinstance(value, BaseModel):
-        fields, held = type(value).model_fields, value.__dict__
-        if held.get("file_id") and "file_id" in fields:
-            found.append((cast(Reference, value), f"{path}.file_id"))
-        for name, one in held.items():
-            if isinstance(one, (BaseModel, list)) and name in fields:
-                found += _places(one, f"{path}.{name}" if path else name)
+        fields, values = type(value).model_fields, value.__dict__
+        if values.get("file_id") and "file_id" in fields:
+            references.append((cast(Reference, value), f"{path}.file_id"))
+        for name, item in values.items():
+            if isinstance(item, (BaseModel, list)) and name in fields:
+                references += _find_references(item, f"{path}.{name}" if path else name)
     elif isinstance(value, list):
-        for place, one in enumerate(value):
-            found += _places(one, f"{path}[{place}]")
-    return found
+        for place, item in enumerate(value):
+            references += _find_references(item, f"{path}[{place}]")
+    return references
 
 
 def _no_file(file_id: str, name: str) -> InvalidRequest:
-    said = f"{name} is {show(file_id)}, and there is no such file of yours; upload it to /v1/files first."
-    return InvalidRequest(said, param=name, code="file_not_found")
+    message = f"{name} is {show(file_id)}, and there is no such file of yours; upload it to /v1/files first."
+    return InvalidRequest(message, param=name, code="file_not_found")
 
 
 def _base64(data: bytes) -> str:

@@ -1,12 +1,12 @@
-"""``/v1/files``: files that clients keep here, for batches above all."""
+"""``/v1/files``: files that clients upload, mainly for batches."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,15 +16,18 @@ from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MEDIA_TYPE, is_form, open_form
 from diffserve.service.http.middleware import FILE_BYTES
-from diffserve.service.http.named import PAGE_PARAMETERS, choice_asked, named, page_asked, query, responses
-from diffserve.service.http.sending import send_file
+from diffserve.service.http.routing import After, Order, error_responses
+from diffserve.service.http.streams import send_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batches import Batches
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
+from diffserve.store.pages import PageAsked
 
 PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
-"""Taken from clients; only a batch is of use here."""
+"""Purposes that clients may give; only batch has an effect."""
+
+ListedPurpose = Literal["", "batch", "user_data", "vision", "assistants", "evals", "fine-tune", "batch_output"]
 
 SHORTEST_S: Final = 3600
 MAX_NAME_CHARS: Final = 255
@@ -44,7 +47,7 @@ UPLOAD: Final = {
 
 
 class FileRoutes:
-    """The routes of ``files``. ``batches`` are asked which of them are in use."""
+    """Routes of ``files``; ``batches`` knows which of them are in use."""
 
     def __init__(self, app: FastAPI, files: Files, batches: Batches, owners: Owners) -> None:
         self._files = files
@@ -52,34 +55,28 @@ class FileRoutes:
         self._owners = owners
         self._uploads = ClientPlaces(MAX_UPLOADS)
         body = {"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": UPLOAD}}}}
-        told: dict[str, Any] = {"summary": "Keep a file", "openapi_extra": body}
-        named(app, "/v1/files", ["POST"], responses=responses(400, 413, 415, 507), **told)(self.upload)
-        purpose = ("purpose", {"type": "string"}, "Only files of that purpose.")
-        told = {"summary": "The files kept", "openapi_extra": query(*PAGE_PARAMETERS, purpose)}
-        named(app, "/v1/files", ["GET"], responses=responses(400), **told)(self.list)
-        one: dict[str, Any] = {"responses": responses(404)}
-        named(app, "/v1/files/{file_id}", ["GET"], summary="One file", **one)(self.retrieve)
-        bytes_alone: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "Its bytes."}
-        told = {"summary": "What is in a file", "response_class": Response}
-        named(app, "/v1/files/{file_id}/content", ["GET"], responses=responses(404) | {200: bytes_alone}, **told)(
-            self.content
-        )
-        one = {"responses": responses(404, 409)}
-        named(app, "/v1/files/{file_id}", ["DELETE"], summary="Forget a file", **one)(self.delete)
+        app.post("/v1/files", summary="Upload a file", openapi_extra=body, responses=error_responses(507))(self.upload)
+        app.get("/v1/files", summary="List files")(self.list_files)
+        app.get("/v1/files/{file_id}", summary="Describe a file")(self.retrieve)
+        content: dict[str, Any] = {"content": {"application/octet-stream": {}}, "description": "The file."}
+        app.get(
+            "/v1/files/{file_id}/content", summary="Download a file", responses={200: content}, response_class=Response
+        )(self.content)
+        app.delete("/v1/files/{file_id}", summary="Delete a file", responses=error_responses(409))(self.delete)
 
     async def upload(self, request: Request) -> Response:
-        """Keep a file. A name that a client gives it is told again, and nothing else is done with it."""
+        """Store an uploaded file. Its name is only shown to clients."""
         owner = self._owners.of(request)
         if not is_form(request):
             raise HttpError(415, f"a file is uploaded as a form ({MEDIA_TYPE}).", code="unsupported_media_type")
         async with open_form(request, max_files=1) as form:
             purpose, uploads = form.fields.get("purpose"), form.files.get("file")
             if not isinstance(purpose, str) or purpose not in PURPOSES:
-                said = "is missing" if purpose is None else f"is {show(purpose)}"
-                raise InvalidRequest(f"purpose {said}; give one of {', '.join(PURPOSES)}.", param="purpose")
+                message = "is missing" if purpose is None else f"is {show(purpose)}"
+                raise InvalidRequest(f"purpose {message}; give one of {', '.join(PURPOSES)}.", param="purpose")
             if not uploads:
-                said = "file is missing; upload one in a part of that name."
-                raise InvalidRequest(said, param="file", code="missing_required_parameter")
+                message = "file is missing; upload one in a part of that name."
+                raise InvalidRequest(message, param="file", code="missing_required_parameter")
             kept_s = _kept_s(form.fields.get("expires_after[seconds]"))
             name = shown_name(uploads[0].filename or "")
             source = uploads[0].file
@@ -87,22 +84,28 @@ class FileRoutes:
                 file = await FILES.run(
                     self._files.add, owner, purpose, name, source, max_bytes=FILE_BYTES, kept_s=kept_s
                 )
-        return JSONResponse(told_file(file))
+        return JSONResponse(file_object(file))
 
-    async def list(self, request: Request) -> Response:
-        """A page of them."""
-        owner, asked = self._owners.of(request), page_asked(request, most=10_000, usual=MAX_FILES)
-        purpose = choice_asked(request, "purpose", (*PURPOSES, "batch_output"), "")
-        found = await LISTINGS.run(self._files.page, owner, asked, purpose)
-        return listed(None if found is None else ([told_file(one) for one in found[0]], found[1]))
+    async def list_files(
+        self,
+        request: Request,
+        purpose: Annotated[ListedPurpose, Query(description="Only files with this purpose.")] = "",
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = MAX_FILES,
+        order: Order = "desc",
+    ) -> Response:
+        """List the files of the key, page by page."""
+        selection = PageAsked(limit, after, order)
+        page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
+        return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
-        """What is known of one."""
-        return JSONResponse(told_file(await self._found(request, file_id)))
+        """Describe a file."""
+        return JSONResponse(file_object(await self._file_of(request, file_id)))
 
     async def content(self, request: Request, file_id: str) -> Response:
-        """Its bytes, of no kind that a browser would show."""
-        file = await self._found(request, file_id)
+        """Return a file's bytes with a media type that no browser renders."""
+        file = await self._file_of(request, file_id)
         try:
             opened = await FILES.run(self._files.open, file)
         except FileNotFoundError:
@@ -111,22 +114,22 @@ class FileRoutes:
         return send_file(opened, file.num_bytes, "application/octet-stream", disposition)
 
     async def delete(self, request: Request, file_id: str) -> Response:
-        """Forget one, unless a batch is at it."""
-        file = await self._found(request, file_id)
+        """Delete a file unless a batch uses it."""
+        file = await self._file_of(request, file_id)
         if file.id in await LISTINGS.run(self._batches.files_in_use):
             raise HttpError(409, f"{file.id} is the input of a batch; cancel that first.", code="file_in_use")
         await LISTINGS.run(self._files.delete, file)
         return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
-    async def _found(self, request: Request, name: str) -> File:
+    async def _file_of(self, request: Request, name: str) -> File:
         file = await LISTINGS.run(self._files.get, self._owners.of(request), name)
         if file is None:
             raise no_file(name)
         return file
 
 
-def told_file(file: File) -> dict[str, Any]:
-    """``file`` in OpenAI's words."""
+def file_object(file: File) -> dict[str, Any]:
+    """Return OpenAI's object for ``file``."""
     return {
         "id": file.id,
         "object": "file",
@@ -139,22 +142,22 @@ def told_file(file: File) -> dict[str, Any]:
     }
 
 
-def listed(found: tuple[list[dict[str, Any]], bool] | None) -> Response:
-    """A page of a list in OpenAI's words; ``None``: it was to go on from an entry that there is not."""
-    if found is None:
+def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
+    """Return a page in OpenAI's list format; None means that the entry ``after`` does not exist."""
+    if page is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
-    data, has_more = found
+    data, has_more = page
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
 
 def no_file(name: str) -> HttpError:
-    """The same for one that never was, is over, or is another's."""
+    """Return the same error for a missing, an expired and another key's file."""
     return HttpError(404, f"there is no file {show(name)} of yours.", code="file_not_found")
 
 
 def shown_name(name: str) -> str:
-    """The last part of a client's name for a file, without what does not print."""
+    """Return the last part of a client's file name without unprintable characters."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(c for c in last if unicodedata.category(c)[0] != "C")[:MAX_NAME_CHARS] or "file"
 
@@ -163,6 +166,8 @@ def _kept_s(text: Any) -> float:
     if text in (None, ""):
         return KEPT_S
     if not (isinstance(text, str) and text.isascii() and text.isdigit() and SHORTEST_S <= int(text[:12]) <= KEPT_S):
-        said = f"expires_after[seconds] is {show(text)}; it must be a whole number from {SHORTEST_S} to {KEPT_S:.0f}."
-        raise InvalidRequest(said, param="expires_after[seconds]")
+        message = (
+            f"expires_after[seconds] is {show(text)}; it must be a whole number from {SHORTEST_S} to {KEPT_S:.0f}."
+        )
+        raise InvalidRequest(message, param="expires_after[seconds]")
     return float(text)

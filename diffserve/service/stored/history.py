@@ -1,11 +1,10 @@
-"""``/v1/history``: what was painted for a key, to be looked for, asked for again, and forgotten."""
+"""``/v1/history``: search, download and deletion of the images that a key generated."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,89 +12,108 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.media.images import MEDIA_TYPES, SUFFIXES, thumbnail
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses
-from diffserve.service.http.sending import send_file
+from diffserve.service.http.routing import After, Order
+from diffserve.service.http.streams import send_file
 from diffserve.service.images.remembering import PictureHistory
-from diffserve.service.stored.files import listed
+from diffserve.service.stored.files import list_response
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
 from diffserve.store.history import MAX_WORDS, Entry, Wanted
+from diffserve.store.pages import PageAsked
 
 MAX_QUERY_CHARS: Final = 500
 THUMBNAIL_PX: Final = 256
-SEARCH: Final = (
-    ("q", {"type": "string", "maxLength": MAX_QUERY_CHARS}, "Words that all stand in the prompt."),
-    ("model", {"type": "string"}, "Only pictures of that model."),
-    ("since", {"type": "number"}, "Only what was painted then or later, in seconds since 1970."),
-    ("until", {"type": "number"}, "Only what was painted before."),
-)
+
+Words = Annotated[str, Query(max_length=MAX_QUERY_CHARS, description="Words that all occur in the prompt.")]
+Since = Annotated[
+    float | None, Query(allow_inf_nan=False, description="Only images from this time on, in seconds since 1970.")
+]
+Until = Annotated[
+    float | None, Query(allow_inf_nan=False, description="Only images before this time, in seconds since 1970.")
+]
 
 
 class HistoryRoutes:
-    """The routes of ``history``."""
+    """Routes of ``history``."""
 
     def __init__(self, app: FastAPI, history: PictureHistory, owners: Owners) -> None:
         self._history = history
         self._owners = owners
-        told: dict[str, Any] = {"summary": "What was painted", "openapi_extra": query(*PAGE_PARAMETERS, *SEARCH)}
-        named(app, "/v1/history", ["GET"], responses=responses(400), **told)(self.list)
-        named(app, "/v1/history", ["DELETE"], summary="Forget all of it", responses=responses())(self.forget_all)
-        one: dict[str, Any] = {"responses": responses(404)}
         path = "/v1/history/{history_id}"
-        named(app, path, ["GET"], summary="One picture's recipe, and the request that repeats it", **one)(self.retrieve)
-        named(app, path, ["DELETE"], summary="Forget one picture", **one)(self.forget)
-        file: dict[str, Any] = {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "Its file."}
-        told = {"summary": "The picture itself", "response_class": Response}
-        named(app, f"{path}/content", ["GET"], responses=responses(404) | {200: file}, **told)(self.content)
+        app.get("/v1/history", summary="Search the history of images")(self.list_entries)
+        app.delete("/v1/history", summary="Delete the whole history")(self.forget_all)
+        app.get(path, summary="Describe an image and the request that repeats it")(self.retrieve)
+        app.delete(path, summary="Delete an image from the history")(self.forget)
+        file: dict[str, Any] = {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "The file."}
+        download = app.get(
+            f"{path}/content", summary="Download an image", responses={200: file}, response_class=Response
+        )
+        download(self.content)
         file = {"content": {"image/webp": {}}, "description": f"At most {THUMBNAIL_PX} pixels wide and high."}
-        told = {"summary": "The picture in small", "response_class": Response}
-        named(app, f"{path}/thumbnail", ["GET"], responses=responses(404) | {200: file}, **told)(self.thumbnail)
+        preview = app.get(
+            f"{path}/thumbnail", summary="Download a thumbnail", responses={200: file}, response_class=Response
+        )
+        preview(self.thumbnail)
 
-    async def list(self, request: Request) -> Response:
-        """A page of it."""
-        owner, asked, wanted = self._owners.of(request), page_asked(request, most=100, usual=20), _wanted(request)
-        found = await self._history.do(self._history.rows.page, owner, asked, wanted)
-        return listed(None if found is None else ([told_entry(one) for one in found[0]], found[1]))
+    async def list_entries(
+        self,
+        request: Request,
+        q: Words = "",
+        model: Annotated[str, Query(description="Only images of this model.")] = "",
+        since: Since = None,
+        until: Until = None,
+        after: After = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+    ) -> Response:
+        """Search the history of the key, page by page."""
+        words = tuple(q.split())
+        if len(words) > MAX_WORDS:
+            raise InvalidRequest(f"q has {len(words)} words; at most {MAX_WORDS} are allowed.", param="q")
+        owner, selection = self._owners.of(request), PageAsked(limit, after, order)
+        entry_filter = Wanted(words, model, since, until)
+        page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
+        return list_response(None if page is None else ([entry_object(entry) for entry in page[0]], page[1]))
 
     async def retrieve(self, request: Request, history_id: str) -> Response:
-        """One entry."""
-        return JSONResponse(told_entry(await self._found(request, history_id)))
+        """Describe an entry."""
+        return JSONResponse(entry_object(await self._entry_of(request, history_id)))
 
     async def content(self, request: Request, history_id: str) -> Response:
-        """Its file."""
-        entry = await self._found(request, history_id)
+        """Return the image file."""
+        entry = await self._entry_of(request, history_id)
         picture = await self._history.do(self._history.open, entry)
         suffix = f".{entry.file.rpartition('.')[2]}"
         return send_file(picture.file, picture.num_bytes, MEDIA_TYPES[SUFFIXES[suffix]], _headers(entry, suffix))
 
     async def thumbnail(self, request: Request, history_id: str) -> Response:
-        """Its file in small, made anew each time."""
-        entry = await self._found(request, history_id)
+        """Return a thumbnail, which is computed for each request."""
+        entry = await self._entry_of(request, history_id)
         with (await self._history.do(self._history.open, entry)).file as file:
             small = await ANSWERS.run(lambda: thumbnail(file.read(), THUMBNAIL_PX))
         return Response(small, media_type="image/webp", headers=_headers(entry, ".webp"))
 
     async def forget(self, request: Request, history_id: str) -> Response:
-        """Remove one."""
-        entry = await self._found(request, history_id)
+        """Delete an entry."""
+        entry = await self._entry_of(request, history_id)
         await self._history.do(self._history.forget, [entry.file])
         return JSONResponse({"id": entry.id, "object": "history.entry", "deleted": True})
 
     async def forget_all(self, request: Request) -> Response:
-        """Remove all of whoever asks."""
+        """Delete all entries of the request's key."""
         files = await self._history.do(self._history.rows.files, self._owners.of(request))
         await self._history.do(self._history.forget, files)
         return JSONResponse({"object": "history", "deleted": True, "num_deleted": len(files)})
 
-    async def _found(self, request: Request, name: str) -> Entry:
+    async def _entry_of(self, request: Request, name: str) -> Entry:
         entry = await self._history.do(self._history.rows.get, self._owners.of(request), name)
         if entry is None:
             raise HttpError(404, f"there is no entry {show(name)} in your history.", code="history_not_found")
         return entry
 
 
-def told_entry(entry: Entry) -> dict[str, Any]:
-    """``entry`` as it is told."""
+def entry_object(entry: Entry) -> dict[str, Any]:
+    """Return the API's object for ``entry``."""
     path = f"/v1/history/{entry.id}"
     head = {"id": entry.id, "object": "history.entry", "created_at": int(entry.created_s), "model": entry.model}
     return head | entry.recipe | {"content": f"{path}/content", "thumbnail": f"{path}/thumbnail"}
@@ -106,25 +124,3 @@ def _headers(entry: Entry, suffix: str) -> dict[str, str]:
         "Content-Disposition": f'inline; filename="{entry.id}{suffix}"',
         "Cache-Control": "private, no-cache",  # forgotten is forgotten
     }
-
-
-def _wanted(request: Request) -> Wanted:
-    text = request.query_params.get("q", "")
-    words = tuple(text.split())
-    if len(text) > MAX_QUERY_CHARS or len(words) > MAX_WORDS:
-        said = f"q has {len(text)} characters in {len(words)} words; at most {MAX_QUERY_CHARS} in {MAX_WORDS}."
-        raise InvalidRequest(said, param="q")
-    return Wanted(words, request.query_params.get("model", ""), _seconds(request, "since"), _seconds(request, "until"))
-
-
-def _seconds(request: Request, name: str) -> float | None:
-    text = request.query_params.get(name)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {show(text)}; it must be seconds since 1970.", param=name)
-    return value

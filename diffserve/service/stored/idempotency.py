@@ -1,13 +1,8 @@
-"""``Idempotency-Key``: whoever asks again by the same key, because the answer never came, is told the same answer.
+"""``Idempotency-Key``: a repeated request gets the response of the first one.
 
-A request with one is worked on though its client hangs up, and whoever asks the same by it meanwhile waits for that
-work; for a day after, it is answered at once, with ``Idempotent-Replayed: true``. Another request by the same key is
-refused (422). A key is its client's own, and of one address. What failed is not kept: asked again, it is done again.
-Nor is an answer of more than 32 MiB, or one that the disk does not take; it says so in its warnings.
-
-A stream is the exception while it goes on: hanging up ends it, as without a key, unless its work lasts (a response in
-the background): then whoever asks again follows it from its beginning. One that came to its end is told again
-as a whole, event by event; whether it could be kept comes too late to be told.
+A request with a key runs to its end even if the client disconnects; repetitions wait for it, and for a day after get
+the stored response with ``Idempotent-Replayed: true``. Another request with the same key is refused (422). Errors and
+responses above 32 MiB are not stored. A stream ends with its client unless its work continues in the background.
 """
 
 from __future__ import annotations
@@ -52,17 +47,17 @@ log = logging.getLogger("diffserve.http")
 
 
 class Idempotency:
-    """Answers each key once. ``replies`` keeps the answers for ``owners``."""
+    """Runs each key's request once; ``replies`` stores the responses of ``owners``."""
 
     def __init__(self, replies: Replies, owners: Owners) -> None:
         self._replies = replies
         self._owners = owners
         self._running: dict[bytes, tuple[bytes, asyncio.Future[Reply | None]]] = {}
         self._lasting: dict[bytes, Lasting] = {}
-        self._behind: set[asyncio.Task[Response]] = set()
+        self._tasks: set[asyncio.Task[Response]] = set()
 
     async def answer(self, request: Request, endpoint: Answer) -> Response:
-        """What ``endpoint`` answers, or answered before."""
+        """Return the response of ``endpoint``, or the stored one of an equal earlier request."""
         keys = request.headers.getlist(IDEMPOTENCY_KEY)
         owner = self._owners.known(request) if keys else None
         if owner is None:
@@ -79,15 +74,15 @@ class Idempotency:
         over = asyncio.get_running_loop().create_future()
         self._running[name] = digest, over
         try:
-            kept = await LISTINGS.run(self._replies.get, name)
-            if kept is not None:
-                _require_same(kept.request, digest)
-                self._end(name, kept)
-                return _replayed(kept)
-            held = _Lingering(request)
-            response = await endpoint(Request(request.scope, held.receive))
+            stored = await LISTINGS.run(self._replies.get, name)
+            if stored is not None:
+                _require_same(stored.request, digest)
+                self._end(name, stored)
+                return _replayed(stored)
+            lingering = _Lingering(request)
+            response = await endpoint(Request(request.scope, lingering.receive))
             if isinstance(response, EventStreamResponse):
-                held.may_hang_up.set()
+                lingering.may_hang_up.set()
                 if response.lasting is not None:
                     self._outlive(name, digest, response, response.lasting)
                     return response
@@ -98,19 +93,20 @@ class Idempotency:
             raise
 
     def _outlive(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
-        """Have whoever asks by ``name`` follow ``response`` until it is over, and be told it again from then on."""
+        """Let repetitions follow ``response`` while its work continues, and store it at the end."""
 
         async def keep() -> Response:
             return await self._keep(name, digest, response, await lasting.whole())
 
         self._lasting[name] = lasting
         task = asyncio.create_task(keep(), name="answer of lasting work")
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> Response:
-        """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
-        An answer that cannot be kept is an answer all the same, with a warning.
+        """Store the complete ``body`` of a response and wake the waiting repetitions.
+
+        None is not worth storing. If storing fails, the response carries a warning.
         """
         reply = None
         try:
@@ -125,7 +121,7 @@ class Idempotency:
         return response
 
     def _is_kept(self, name: bytes, reply: Reply) -> bool:
-        """Whether there is room for ``reply`` from now on."""
+        """Store ``reply`` and return whether that succeeded."""
         try:
             return self._replies.add(name, reply)
         except sqlite3.Error as error:
@@ -140,7 +136,7 @@ class Idempotency:
 
 
 class _Lingering:
-    """What ``request`` sends, but for its hanging up, unless it ``may_hang_up``."""
+    """Channel of ``request`` that hides a disconnect until ``may_hang_up`` is set."""
 
     def __init__(self, request: Request) -> None:
         self.may_hang_up = asyncio.Event()
@@ -148,7 +144,7 @@ class _Lingering:
         self._is_read = False
 
     async def receive(self) -> Message:
-        """The body, which is read already, and then nothing."""
+        """Return the body, which is already read, and then at most a disconnect."""
         if not self._is_read:
             self._is_read = True
             return {"type": "http.request", "body": await self._request.body(), "more_body": False}
@@ -159,7 +155,7 @@ class _Lingering:
 
 
 class _Recorded(Response):
-    """A stream as it goes, which is kept when it has come to its end."""
+    """Stream that is recorded and stored when it is complete."""
 
     def __init__(self, response: EventStreamResponse, keep: Callable[[bytes | None], Awaitable[object]]) -> None:
         self._response = response
@@ -168,7 +164,7 @@ class _Recorded(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and keep what was sent where it is whole and no error."""
+        """Send the stream, and store it if it is complete and has no error."""
         chunks: list[bytes] = []
         num_bytes, is_whole = 0, False
 
@@ -189,7 +185,7 @@ class _Recorded(Response):
 
 
 async def _digest(request: Request) -> bytes:
-    """Of what is asked: forms that differ in their boundary alone are equal, as is JSON in its order and spaces."""
+    """Return a digest of the request, independent of a form's boundary and of JSON's key order and spaces."""
     try:
         body = await request.body()
     except ClientDisconnect:
@@ -213,28 +209,28 @@ def _checked(keys: list[str]) -> str:
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
     [key] = keys
     if not 0 < len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
-        said = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
+        message = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
         if 0 < len(key) <= MAX_KEY_CHARS:
-            said = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
-        raise InvalidRequest(f"{said}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
+            message = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
+        raise InvalidRequest(f"{message}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
     return key
 
 
 def _require_same(digest: bytes, other: bytes) -> None:
     if digest != other:
-        said = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
-        raise HttpError(422, said, code="idempotency_key_reused")
+        message = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
+        raise HttpError(422, message, code="idempotency_key_reused")
 
 
 def _warned(reply: Reply) -> Reply:
-    """``reply`` with what is to be known of it, in its header and among the warnings of its body, where it has any."""
-    body, told = reply.body, reply.headers.get(WARNINGS)
+    """Add the warning that the response is not stored to the headers and warnings of ``reply``."""
+    body, warnings_header = reply.body, reply.headers.get(WARNINGS)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        said = msgspec.json.decode(fields["warnings"], type=list[str]) if "warnings" in fields else None
-        if said is not None:
-            body = msgspec.json.encode(fields | {"warnings": [*said, UNKEPT]})
-    headers = reply.headers | warning_headers([UNKEPT, *([] if told is None else [told])])
+        message = msgspec.json.decode(fields["warnings"], type=list[str]) if "warnings" in fields else None
+        if message is not None:
+            body = msgspec.json.encode(fields | {"warnings": [*message, UNKEPT]})
+    headers = reply.headers | warning_headers([UNKEPT, *([] if warnings_header is None else [warnings_header])])
     return reply._replace(headers=headers, body=body)
 
 

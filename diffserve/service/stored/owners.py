@@ -1,4 +1,4 @@
-"""Whose things are asked for: those of the key that a request came in by."""
+"""Ownership of stored objects: they belong to the key of the request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from diffserve.settings.config import ServeConfig
 
 
 class Owners:
-    """Who may have things here: keys, and where there are none, whoever is on this machine, as one ("").
+    """Owners of stored objects: keys, or "" for the local machine if there are no keys.
 
-    Where other machines come in without a key (``allow_open``), nothing is kept for them: everybody could read it.
+    Without keys (``allow_open``) nothing is stored for other machines, because everybody could read it.
     """
 
     def __init__(self, config: ServeConfig, ring: KeyRing | None) -> None:
@@ -22,21 +22,23 @@ class Owners:
         self._is_alone = is_loopback(config.host)
 
     def of(self, request: Request) -> str:
-        """Whose ``request`` is. HttpError for those that nothing is kept for."""
+        """Return the owner for ``request``. Raises HttpError if nothing may be stored for it."""
         owner = self.known(request)
         if owner is None:
-            said = "this server asks nobody for a key, and so keeps nothing for anybody; diffserve keys add makes one."
-            raise HttpError(403, said, code="keys_needed")
+            message = (
+                "this server asks nobody for a key, and so keeps nothing for anybody; diffserve keys add makes one."
+            )
+            raise HttpError(403, message, code="keys_needed")
         return owner
 
     def known(self, request: Request) -> str | None:
-        """The same, ``None`` for those."""
+        """Return the owner for ``request``, or None if nothing may be stored for it."""
         if self._ring is not None and self._ring.is_closed:
             return owner_of(request)
         return "" if self._is_alone else None
 
     def is_good(self, owner: str) -> bool:
-        """Whether ``owner`` may still paint."""
+        """Return whether ``owner`` may still generate."""
         if not owner or self._ring is None:
             return True
         self._ring.look()
@@ -44,7 +46,7 @@ class Owners:
         return key is not None and key.allows("generate")
 
     def is_admin(self, request: Request) -> bool:
-        """Whether who asks may see what is everybody's."""
+        """Return whether the request may see the data of all keys."""
         owner = self.of(request)
         if self._ring is None or not self._ring.is_closed:
             return True

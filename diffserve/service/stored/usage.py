@@ -1,4 +1,4 @@
-"""``/v1/usage``: what a key has used, by day; ``/v1/usage/keys``: what all have."""
+"""``/v1/usage``: usage of a key by day; ``/v1/usage/keys``: usage of all keys."""
 
 from __future__ import annotations
 
@@ -7,61 +7,58 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.named import named, number_asked, query, responses
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import LISTINGS
 from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
 
-TOGETHER_S: Final = 0.05
-USUAL_DAYS: Final = 30
-DAYS: Final = ("days", {"type": "integer", "minimum": 1, "maximum": MAX_DAYS}, "How many, with today.")
+WRITE_DELAY_S: Final = 0.05
+DEFAULT_DAYS: Final = 30
+Days = Annotated[int, Query(ge=1, le=MAX_DAYS, description="Number of days, including today.")]
 
 log = logging.getLogger("diffserve.http")
 
 
 class UsageBook:
-    """Writes down what is used, ``TOGETHER_S`` after it is at the latest; what comes until then is written together.
-    Cancelled, it writes what it has.
-    """
+    """Collects usage and writes it together, at most ``WRITE_DELAY_S`` later, also when cancelled."""
 
     def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
         self._usage = usage
         self._clock = clock
-        self._left: dict[tuple[str, str], Used] = {}
+        self._unsaved: dict[tuple[str, str], Used] = {}
         self._writing: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def count(self, owner: str, used: Used) -> None:
-        """``owner`` has used that."""
-        whose = owner, day_of(self._clock())
-        self._left[whose] = self._left.get(whose, Used()).plus(used)
+        """Add usage of the key ``owner``."""
+        key = owner, day_of(self._clock())
+        self._unsaved[key] = self._unsaved.get(key, Used()).plus(used)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def _write(self) -> None:
         try:
-            while self._left:
-                await asyncio.sleep(TOGETHER_S)
+            while self._unsaved:
+                await asyncio.sleep(WRITE_DELAY_S)
                 await self.settle()
         finally:
-            if self._left:
-                self._add(self._taken())
+            if self._unsaved:
+                self._add(self._take())
 
     async def settle(self) -> None:
-        """Write down all that was used so far."""
-        async with self._turn:
-            if self._left:
-                await LISTINGS.run(self._add, self._taken())
+        """Write all collected usage."""
+        async with self._lock:
+            if self._unsaved:
+                await LISTINGS.run(self._add, self._take())
 
-    def _taken(self) -> dict[tuple[str, str], Used]:
-        left, self._left = self._left, {}
+    def _take(self) -> dict[tuple[str, str], Used]:
+        left, self._unsaved = self._unsaved, {}
         return left
 
     def _add(self, used: dict[tuple[str, str], Used]) -> None:
@@ -78,26 +75,24 @@ class UsageRoutes:
         self._usage = usage
         self._book = book
         self._owners = owners
-        told: dict[str, Any] = {"openapi_extra": query(DAYS), "responses": responses(400)}
-        named(app, "/v1/usage", ["GET"], summary="What the key that asks has used, by day", **told)(self.own)
-        named(app, "/v1/usage/keys", ["GET"], summary="What every key has used, by day", **told)(self.everybodys)
+        app.get("/v1/usage", summary="Usage of the key by day")(self.usage_of_key)
+        app.get("/v1/usage/keys", summary="Usage of all keys by day")(self.usage_of_all)
 
-    async def own(self, request: Request) -> Response:
-        """Of whoever asks."""
-        return await self._told(request, self._owners.of(request))
+    async def usage_of_key(self, request: Request, days: Days = DEFAULT_DAYS) -> Response:
+        """Return the usage of the request's key by day."""
+        return await self._usage_by_day(days, self._owners.of(request))
 
-    async def everybodys(self, request: Request) -> Response:
-        """Of all; ``key_id`` is "" where there was no key."""
+    async def usage_of_all(self, request: Request, days: Days = DEFAULT_DAYS) -> Response:
+        """Return the usage of all keys by day; ``key_id`` is empty for requests without a key."""
         if not self._owners.is_admin(request):
             raise HttpError(403, "only a key with the scope admin may see this.", code="insufficient_permissions")
-        return await self._told(request, None)
+        return await self._usage_by_day(days, None)
 
-    async def _told(self, request: Request, owner: str | None) -> Response:
-        num_days = number_asked(request, "days", range(1, MAX_DAYS + 1), USUAL_DAYS)
+    async def _usage_by_day(self, num_days: int, owner: str | None) -> Response:
         await self._book.settle()
-        found = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
+        rows = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
         total = Used()
-        for _, _, used in found:
+        for _, _, used in rows:
             total = total.plus(used)
-        data = [{"object": "usage.day", "key_id": whose, "day": day, **used._asdict()} for whose, day, used in found]
+        data = [{"object": "usage.day", "key_id": key, "day": day, **used._asdict()} for key, day, used in rows]
         return JSONResponse({"object": "list", "data": data, "total": total._asdict()})

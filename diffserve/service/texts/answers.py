@@ -1,4 +1,4 @@
-"""From what the language model says to OpenAI's objects: whole answers, and chunks while it speaks."""
+"""OpenAI's response objects for results of the language model: complete and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ IMPOSSIBLE = -9999.0
 
 
 class ChatAnswers:
-    """``/v1/chat/completions``. ``first_index``: the choice that is text 0 of the prompt in question."""
+    """Format of ``/v1/chat/completions``; ``first_index`` is the choice of text 0 of a prompt."""
 
     chunk_kind = "chat.completion.chunk"
 
     def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
-        """An object "chat.completion"."""
+        """Return a "chat.completion" object."""
         choices: list[Json] = [
             {
                 "index": index,
@@ -32,12 +32,12 @@ class ChatAnswers:
         return _answer(plan, "chat.completion", choices, finished)
 
     def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
-        """Who speaks, for each text."""
+        """Yield a chunk with the role for each text."""
         for index in range(first_index, first_index + num_texts):
             yield self._chunk(plan, index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
     def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
-        """The new words, where there are any; the end of a text is a chunk of its own."""
+        """Yield new text, if any; the end of a text is a separate chunk."""
         index = first_index + delta.text_index
         logprobs = self._logprobs(plan, delta.tokens, delta.finish_reason)
         if delta.text or (logprobs and logprobs["content"]):
@@ -65,7 +65,7 @@ class ChatAnswers:
 
 
 class CompletionAnswers:
-    """``/v1/completions``. Whole answers and chunks have one shape, and offsets go on where the last chunk ended."""
+    """Format of ``/v1/completions``; offsets continue where the last chunk ended."""
 
     chunk_kind = "text_completion"
 
@@ -73,7 +73,7 @@ class CompletionAnswers:
         self._offsets: dict[int, int] = {}
 
     def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
-        """An object "text_completion"."""
+        """Return a "text_completion" object."""
         choices = [
             self._choice(plan, index, result.text, result.tokens, result.finish_reason)
             for index, result in _numbered(finished)
@@ -81,11 +81,11 @@ class CompletionAnswers:
         return _answer(plan, "text_completion", choices, finished)
 
     def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
-        """Nothing."""
+        """Yield nothing; completions have no opening chunk."""
         return iter(())
 
     def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
-        """The new words, and with the last of them why it is over."""
+        """Yield new text, with the finish reason in the last chunk."""
         choice = self._choice(plan, first_index + delta.text_index, delta.text, delta.tokens, delta.finish_reason)
         if delta.text or delta.finish_reason is not None or (choice["logprobs"] and choice["logprobs"]["tokens"]):
             yield chunk(plan, self.chunk_kind, [choice])
@@ -105,16 +105,16 @@ class CompletionAnswers:
     ) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
-        said = spoken(plan, tokens, reason)
+        shown = spoken(plan, tokens, reason)
         offsets, offset = [], self._offsets.get(index, 0)
-        for token in said:
+        for token in shown:
             offsets.append(offset)
             offset += len(token.text)
         self._offsets[index] = offset
         return {
-            "tokens": [token.text for token in said],
-            "token_logprobs": [bounded(token.logprob) for token in said],
-            "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in said],
+            "tokens": [token.text for token in shown],
+            "token_logprobs": [bounded(token.logprob) for token in shown],
+            "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in shown],
             "text_offset": offsets,
         }
 
@@ -124,26 +124,26 @@ Dialect = ChatAnswers | CompletionAnswers
 
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
-    """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
-    told = {"usage": usage} if plan.has_usage_chunk else {}
-    return {**_head(plan, kind), "choices": choices, **told}
+    """Return one chunk of a stream; ``usage`` is null before the last chunk if it was requested, else left out."""
+    fields = {"usage": usage} if plan.has_usage_chunk else {}
+    return {**_head(plan, kind), "choices": choices, **fields}
 
 
 def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
-    """Tokens as OpenAI counts them, and seconds of the device, summed over the prompts of a request."""
-    prompt_tokens = sum(one.prompt_tokens for one in used)
-    output_tokens = sum(one.output_tokens for one in used)
+    """Return token counts in OpenAI's format and device seconds, summed over the prompts of a request."""
+    prompt_tokens = sum(item.prompt_tokens for item in used)
+    output_tokens = sum(item.output_tokens for item in used)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
-        **plan.spent(sum(one.device_s for one in used)),
+        "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in used)},
+        **plan.spent(sum(item.device_s for item in used)),
     }
 
 
 def spoken(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
-    """``tokens`` without the one that only ended the text."""
+    """Return ``tokens`` without the token that only ended the text."""
     ends = reason == "stop" and bool(tokens) and tokens[-1].token_id in plan.end_ids
     return tokens[:-1] if ends else tokens
 
@@ -152,33 +152,33 @@ def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequen
     return {
         **_head(plan, kind),
         "choices": choices,
-        "usage": usage(plan, [one.usage for one in finished]),
+        "usage": usage(plan, [item.usage for item in finished]),
         "timings": timings_of(finished),
         "warnings": list(plan.warnings),
     }
 
 
 def _head(plan: CheckedTexts, kind: str) -> Json:
-    told = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
-    return told | {"system_fingerprint": plan.fingerprint}
+    fields = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
+    return fields | {"system_fingerprint": plan.fingerprint}
 
 
 def timings_of(finished: Sequence[TextFinished]) -> Json:
-    """Seconds of the slowest prompt of a request."""
-    slowest = max((one.timings for one in finished), key=lambda timings: timings.total_s)
+    """Return the timings of the slowest prompt in seconds."""
+    slowest = max((item.timings for item in finished), key=lambda timings: timings.total_s)
     return {name: round(getattr(slowest, name), 6) for name in slowest.__struct_fields__}
 
 
 def _numbered(finished: Sequence[TextFinished]) -> Iterator[tuple[int, TextResult]]:
-    yield from enumerate(result for one in finished for result in one.results)
+    yield from enumerate(result for item in finished for result in item.results)
 
 
 def bounded(logprob: float) -> float:
-    """JSON knows no minus infinity; OpenAI writes -9999 for it."""
+    """Return a log-probability with minus infinity replaced by -9999, as in OpenAI's API."""
     return max(logprob, IMPOSSIBLE)
 
 
 def _token(text: str, logprob: float) -> Json:
-    """``bytes`` is null where the token is a part of a character."""
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if whole else None}
+    """Describe a token; ``bytes`` is null if it is part of a character."""
+    is_complete = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if is_complete else None}

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``POST /v1/completions``: read, check, ask the language model, deliver."""
+"""``POST /v1/chat/completions`` and ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from diffserve.service.threads import ANSWERS
 from diffserve.settings.config import ServeConfig
 
 SamplingT = TypeVar("SamplingT", bound=SamplingBody)
-Said = asyncio.Queue[tuple[int, TextEvent | Exception]]
+EventQueue = asyncio.Queue[tuple[int, TextEvent | Exception]]
 Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CheckedTexts]
 
 
 class Completions(Endpoint[SamplingT, CheckedTexts]):
-    """An endpoint of texts: how its body is understood, and the dialect it answers in."""
+    """Base class of text endpoints: how the body is planned and how results are formatted."""
 
     plan: Plan[SamplingT]
     dialect: type[Dialect]
@@ -48,57 +48,57 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share, num = share_of(request), len(plan.requests)
-        asked = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
-        work, priority = sum(one.num_texts for one in asked), asked[0].priority
+        requests = tuple(msgspec.structs.replace(item, client=client, share=share) for item in plan.requests)
+        work, priority = sum(item.num_texts for item in requests), requests[0].priority
         place = self._backlog.entered(client, work, num, num, priority=priority)
-        return msgspec.structs.replace(plan, requests=asked), place
+        return msgspec.structs.replace(plan, requests=requests), place
 
     async def _answer(self, plan: CheckedTexts, ticket: Ticket) -> Response:
         finished: dict[int, TextFinished] = {}
-        async for index, told in self._told(plan, ticket):
-            if isinstance(told, TextFinished):
-                finished[index] = told
+        async for index, event_of_prompt in self._collect_events(plan, ticket):
+            if isinstance(event_of_prompt, TextFinished):
+                finished[index] = event_of_prompt
         in_order = [finished[index] for index in range(len(plan.requests))]
         return json_response(msgspec.json.encode(self.dialect().answer(plan, in_order)), plan.warnings)
 
     async def _events(self, plan: CheckedTexts, ticket: Ticket) -> Events:
         dialect, used = self.dialect(), list[TextUsage]()
-        async for index, told in self._told(plan, ticket):
+        async for index, event_of_prompt in self._collect_events(plan, ticket):
             first_index = index * plan.requests[0].num_texts
-            match told:
+            match event_of_prompt:
                 case TextAccepted():
-                    for one in dialect.opening(plan, first_index, told.num_texts):
-                        yield event(one)
+                    for item in dialect.opening(plan, first_index, event_of_prompt.num_texts):
+                        yield event(item)
                 case TextDelta():
-                    for one in dialect.delta(plan, first_index, told):
-                        yield event(one)
+                    for item in dialect.delta(plan, first_index, event_of_prompt):
+                        yield event(item)
                 case TextFinished():
-                    used.append(told.usage)
+                    used.append(event_of_prompt.usage)
         if plan.has_usage_chunk:
             yield event(chunk(plan, dialect.chunk_kind, [], usage(plan, used)))
 
-    async def _told(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
-        """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
-        said: Said = asyncio.Queue()
+    async def _collect_events(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
+        """Yield the events of all prompts with the prompt's index; raises if one fails."""
+        queue: EventQueue = asyncio.Queue()
 
         async def listen(index: int, request: TextRequest) -> None:
             try:
                 watch, is_whole = partial(ticket.watch_texts, index), not plan.is_stream
                 async with self._engine.submit(request, watch, is_whole=is_whole) as job:
-                    async for told in job:
-                        said.put_nowait((index, told))
+                    async for event_of_prompt in job:
+                        queue.put_nowait((index, event_of_prompt))
             except Exception as error:
-                said.put_nowait((index, error))
+                queue.put_nowait((index, error))
 
         listening = [asyncio.create_task(listen(index, request)) for index, request in enumerate(plan.requests)]
         try:
             num_left = len(listening)
             while num_left:
-                index, told = await said.get()
-                if isinstance(told, Exception):
-                    raise told
-                yield index, told
-                num_left -= isinstance(told, TextFinished)
+                index, event_of_prompt = await queue.get()
+                if isinstance(event_of_prompt, Exception):
+                    raise event_of_prompt
+                yield index, event_of_prompt
+                num_left -= isinstance(event_of_prompt, TextFinished)
         finally:
             for task in listening:
                 task.cancel()
@@ -106,7 +106,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 
 
 class ChatCompletions(Completions[ChatBody]):
-    """The endpoint of conversations. ``painter`` answers those whose body ``wants_picture``."""
+    """Chat endpoint; ``painter`` answers bodies for which ``wants_picture`` is true."""
 
     asks = "chat"
     body, plan, dialect = ChatBody, staticmethod(plan_chat), ChatAnswers
@@ -126,7 +126,7 @@ class ChatCompletions(Completions[ChatBody]):
         self._wants_picture = wants_picture
 
     async def __call__(self, request: Request) -> Response:
-        """See ``Endpoint``."""
+        """Answer a request."""
         if self._wants_picture(await read_json(request)):
             return await self._painter(request)
         return await super().__call__(request)
@@ -138,7 +138,7 @@ class ChatCompletions(Completions[ChatBody]):
 
 
 class TextCompletions(Completions[CompletionBody]):
-    """The endpoint of plain texts."""
+    """Endpoint of text completions."""
 
     asks = "text"
     body, plan, dialect = CompletionBody, staticmethod(plan_completion), CompletionAnswers

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: texts as vectors, by the text encoder of an image model, pooled and of length 1."""
+"""``POST /v1/embeddings``: normalized, pooled outputs of an image model's text encoder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Dimensions = Annotated[
 
 
 class EmbeddingBody(WorkBody):
-    """OpenAI's fields. The answer's model is the image model whose text encoder read the input."""
+    """Body of an embedding request; the response names the image model whose text encoder was used."""
 
     model_config = ConfigDict(title="CreateEmbeddingRequest")
     hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
@@ -57,7 +57,7 @@ class EmbeddingBody(WorkBody):
 
 
 class EmbeddingPlan(Checked, frozen=True, kw_only=True):
-    """A checked body: the engine's request, and how its vectors are to be delivered."""
+    """Checked body: the engine's request and the format of the vectors."""
 
     request: EmbeddingRequest
     is_base64: bool
@@ -65,7 +65,7 @@ class EmbeddingPlan(Checked, frozen=True, kw_only=True):
 
 
 class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
-    """The endpoint."""
+    """Endpoint of embeddings."""
 
     body = EmbeddingBody
 
@@ -76,15 +76,15 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     async def _check(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, Place]:
         info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
         plan = plan_embedding(body, info, self._config, request.state.request_id)
-        asked, num_inputs = plan.request, plan.request.num_inputs
-        self._backlog.check_deadline(num_inputs, asked.deadline_s, asked.priority)
-        return plan, self._backlog.entered(client, num_inputs, priority=asked.priority)
+        request_, num_inputs = plan.request, plan.request.num_inputs
+        self._backlog.check_deadline(num_inputs, request_.deadline_s, request_.priority)
+        return plan, self._backlog.entered(client, num_inputs, priority=request_.priority)
 
     async def _answer(self, plan: EmbeddingPlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:
-            async for told in job:
-                if isinstance(told, Embedded):
-                    return json_response(await ANSWERS.run(answer_of, plan, told), plan.warnings)
+            async for result in job:
+                if isinstance(result, Embedded):
+                    return json_response(await ANSWERS.run(answer_of, plan, result), plan.warnings)
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, checked: EmbeddingPlan, ticket: Ticket) -> Events:
@@ -92,11 +92,11 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
 
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
-    given = [body.input] if isinstance(body.input, str) else body.input
-    texts = tuple(one for one in given if isinstance(one, str))
-    ids = tuple(one for one in given if isinstance(one, int))
-    lists = tuple(tuple(one) for one in given if isinstance(one, list))
+    """Convert ``body`` to an engine request. Raises InvalidRequest."""
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    texts = tuple(item for item in inputs if isinstance(item, str))
+    ids = tuple(item for item in inputs if isinstance(item, int))
+    lists = tuple(tuple(item) for item in inputs if isinstance(item, list))
     return EmbeddingPlan(
         request=EmbeddingRequest(
             texts=texts,
@@ -111,27 +111,25 @@ def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, re
     )
 
 
-def answer_of(plan: EmbeddingPlan, told: Embedded) -> bytes:
-    """The whole answer. InvalidRequest where more dimensions are asked for than there are. Takes a while: call it in a
-    thread.
-    """
-    vectors = np.frombuffer(told.data, dtype="<f4").reshape(-1, told.dimensions)
+def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
+    """Format the response; slow, so call it in a thread. Raises InvalidRequest if ``dimensions`` is too large."""
+    vectors = np.frombuffer(result.data, dtype="<f4").reshape(-1, result.dimensions)
     if plan.dimensions is not None:
         vectors = cut(vectors, plan.dimensions)
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, plan.is_base64)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, plan.is_base64)}
         for index, vector in enumerate(vectors)
     ]
-    used = {"prompt_tokens": told.num_tokens, "total_tokens": told.num_tokens}
-    answer: dict[str, Any] = {"object": "list", "data": data, "model": told.model, "usage": used}
+    used = {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens}
+    answer: dict[str, Any] = {"object": "list", "data": data, "model": result.model, "usage": used}
     return msgspec.json.encode(answer | {"warnings": list(plan.warnings)})
 
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """The first ``dimensions`` numbers of each of ``vectors`` (N, D), at length 1 again. InvalidRequest."""
+    """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
     if dimensions > vectors.shape[1]:
-        said = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
-        raise InvalidRequest(said, param="dimensions")
+        message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+        raise InvalidRequest(message, param="dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
     shorter = vectors[:, :dimensions]
@@ -139,8 +137,8 @@ def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     return np.asarray(shorter / np.maximum(lengths, np.finfo(np.float32).tiny), dtype="<f4")
 
 
-def _written(vector: NDArray[np.float32], is_base64: bool) -> Any:
-    """One by one, so that others get their turn of the interpreter between them."""
+def _encode_vector(vector: NDArray[np.float32], is_base64: bool) -> Any:
+    """Encode one vector; separate calls let other threads run in between."""
     return (
         base64.b64encode(vector.tobytes()).decode() if is_base64 else msgspec.Raw(msgspec.json.encode(vector.tolist()))
     )

@@ -1,4 +1,4 @@
-"""``POST /v1/prompts/rewrite``: a wish in, prompts out, not painted yet; and an image's ``prompt_rewriter``."""
+"""``POST /v1/prompts/rewrite``: prompts for a wish; also the ``prompt_rewriter`` field of image requests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 
 
 class RewritePlan(Checked, frozen=True, kw_only=True):
-    """A checked body: the rewriter's request."""
+    """Checked body: the rewriter's request."""
 
     request: RewriteRequest
 
 
 class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
-    """The endpoint."""
+    """Endpoint of prompt rewriting."""
 
     asks = "chat"
     body = RewriteBody
@@ -46,26 +46,26 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0), is_whole=True) as job:
-            async for told in job:
-                if isinstance(told, RewriteFinished):
-                    return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
+            async for event_ in job:
+                if isinstance(event_, RewriteFinished):
+                    return json_response(msgspec.json.encode(answer_of(plan, event_)), plan.warnings)
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
-            async for told in job:
-                match told:
+            async for event_ in job:
+                match event_:
                     case RewriteDelta():
-                        delta = {"type": DELTA, "id": told.request_id, "index": told.index, "delta": told.text}
+                        delta = {"type": DELTA, "id": event_.request_id, "index": event_.index, "delta": event_.text}
                         yield event(delta, DELTA)
                     case RewriteFinished():
-                        yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
+                        yield event({"type": COMPLETED, **answer_of(plan, event_)}, COMPLETED)
 
 
 def plan_rewrite(
     body: RewriteBody, config: ServeConfig, request_id: str, *, client: str = "", share: float = 1.0
 ) -> RewritePlan:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to an engine request. Raises InvalidRequest."""
     request = RewriteRequest(
         wish=body.prompt,
         num_prompts=body.n or 1,
@@ -80,7 +80,7 @@ def plan_rewrite(
 
 
 def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
-    """The whole answer: one entry for each prompt."""
+    """Format the response, with one entry for each prompt."""
     return {
         "id": finished.request_id,
         "object": "prompt.rewrite",
@@ -95,7 +95,7 @@ def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
 
 
 def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
-    """``revised_prompt`` is null where the wish is to be painted as it stands."""
+    """Format one prompt; ``revised_prompt`` is null if the wish is used unchanged."""
     return {
         "prompt": wish,
         "revised_prompt": None if rewrite.prompt == wish else rewrite.prompt,
@@ -106,24 +106,24 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
 
 
 def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
-    """How the prompt of an image is to be rewritten before it is painted; ``None``: not at all. InvalidRequest."""
+    """Return how an image's prompt is rewritten, or None. Raises InvalidRequest."""
     if isinstance(choice, RewriterChoice):
         return options_of(choice, "prompt_rewriter.style")
     mode = choice or default
     return None if mode == "off" else RewriteOptions(force=mode == "force")
 
 
-def options_of(asked: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
-    """What ``asked`` says of the rewriting. InvalidRequest about ``param`` where there is no style of that name."""
-    if asked.style is not None and asked.style not in styles():
+def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
+    """Return the rewriting options of ``choice``. Raises InvalidRequest about ``param`` for an unknown style."""
+    if choice.style is not None and choice.style not in styles():
         raise InvalidRequest(
-            f"{param} is {show(asked.style)}; it must be one of {', '.join(styles())}, or left out.",
+            f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out.",
             param=param,
             code="unknown_style",
         )
     return RewriteOptions(
-        style=asked.style,
-        seed=None if asked.seed in (None, -1) else asked.seed,
-        system=asked.system,
-        force=bool(asked.force),
+        style=choice.style,
+        seed=None if choice.seed in (None, -1) else choice.seed,
+        system=choice.system,
+        force=bool(choice.force),
     )

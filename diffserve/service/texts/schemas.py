@@ -1,4 +1,4 @@
-"""What may stand in the bodies of ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/prompts/rewrite``."""
+"""Bodies of ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/prompts/rewrite``."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fas
 
 
 class Strict(BaseModel):
-    """A part of a body: what is no text is none."""
+    """Part of a body with strict types."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Part(Strict):
-    """Of a content in parts: only text can be read."""
+    """Text part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -84,7 +84,7 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """What a text is to follow. It is held to that token by token, ``strict`` or not."""
+    """JSON Schema for the output; sampling always follows it, whether ``strict`` is set or not."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -103,7 +103,7 @@ class Format(Strict):
 
 
 class SamplingBody(WorkBody):
-    """How texts are continued: OpenAI's fields, and beside them those that self-hosted servers agree on."""
+    """Sampling fields: OpenAI's and those that self-hosted servers have in common."""
 
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
@@ -180,7 +180,7 @@ class CompletionBody(SamplingBody):
 
 
 class RewriteBody(WorkBody):
-    """A wish to be turned into prompts that the image model reads well."""
+    """Wish to be converted to prompts that suit the image model."""
 
     model_config = ConfigDict(title="RewritePromptRequest")
     hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
@@ -198,7 +198,7 @@ class RewriteBody(WorkBody):
 
 
 class RewriterChoice(BaseModel):
-    """``prompt_rewriter`` of an image request, where more than off, auto or force is meant."""
+    """Detailed form of ``prompt_rewriter`` in an image request."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -210,5 +210,5 @@ class RewriterChoice(BaseModel):
 
 @cache
 def styles() -> tuple[str, ...]:
-    """The names of the files in ``configs/rewriter``."""
+    """Return the names of the files in ``configs/rewriter``."""
     return tuple(sorted(path.stem for path in (configs_dir() / "rewriter").glob("*.toml")))

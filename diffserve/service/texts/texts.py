@@ -1,4 +1,4 @@
-"""From the body of a chat or a completion to what the language model is asked for."""
+"""Conversion of chat and completion bodies to requests for the language model."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class CheckedTexts(Checked, frozen=True, kw_only=True):
 
 
 def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
-    most, older = body.max_completion_tokens, body.max_tokens
-    if most is not None and older is not None and most != older:
+    max_tokens, older = body.max_completion_tokens, body.max_tokens
+    if max_tokens is not None and older is not None and max_tokens != older:
         raise InvalidRequest(
-            f"max_completion_tokens is {most} but max_tokens is {older}; they mean the same, give one of them.",
+            f"max_completion_tokens is {max_tokens} but max_tokens is {older}; they mean the same, give one of them.",
             param="max_completion_tokens",
         )
     request = TextRequest(
         messages=tuple(_message(message) for message in body.messages),
         params=_params(
-            body, info, most or older or DEFAULT_CHAT_TOKENS, (body.top_logprobs or 0) if body.logprobs else None
+            body, info, max_tokens or older or DEFAULT_CHAT_TOKENS, (body.top_logprobs or 0) if body.logprobs else None
         ),
         num_texts=body.n or 1,
         deltas=bool(body.stream),
@@ -74,7 +74,7 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
 def plan_completion(
     body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str
 ) -> CheckedTexts:
-    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     params = _params(body, info, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
     prompts = list(_prompts(body))
@@ -141,27 +141,25 @@ def _refuse_unsupported(body: SamplingBody) -> None:
         )
 
 
-def schema_of(wanted: Format | None, info: LanguageModelInfo, param: str = "response_format") -> str | None:
-    """The JSON Schema that texts are held to; None where any text will do. InvalidRequest for one that cannot be."""
-    if wanted is None or wanted.type == "text":
+def schema_of(response_format: Format | None, info: LanguageModelInfo, param: str = "response_format") -> str | None:
+    """Return the JSON Schema that the output must follow, or None. Raises InvalidRequest."""
+    if response_format is None or response_format.type == "text":
         return None
     if not info.speaks_json:
         raise no_json(info.model_id, param)
-    if wanted.type == "json_object":
-        return schema_text(wanted.object_schema, f"{param}.schema")
-    if wanted.json_schema is None:
+    if response_format.type == "json_object":
+        return schema_text(response_format.object_schema, f"{param}.schema")
+    if response_format.json_schema is None:
         raise InvalidRequest(
             f'{param}.json_schema is missing; give {{"name": ..., "schema": ...}}.',
             param=f"{param}.json_schema",
             code="missing_required_parameter",
         )
-    return schema_text(wanted.json_schema.json_schema, f"{param}.json_schema.schema")
+    return schema_text(response_format.json_schema.json_schema, f"{param}.json_schema.schema")
 
 
 def schema_text(schema: dict[str, Any] | None, place: str) -> str:
-    """``schema``, which stands at ``place``, as the engine is told it; None: any object. InvalidRequest where a text
-    cannot be held to it.
-    """
+    """Return ``schema``, found at ``place``, as JSON; None allows any object. Raises InvalidRequest."""
     if schema is None:
         return ANY_OBJECT
     try:
@@ -173,8 +171,8 @@ def schema_text(schema: dict[str, Any] | None, place: str) -> str:
 
 
 def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """What is given, and the defaults of SamplingParams for the rest."""
-    given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    """Return the body's sampling parameters, with defaults for the missing ones."""
+    settings = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     for token_id in body.logit_bias or {}:
         if int(token_id) >= info.vocab_size:
@@ -182,7 +180,7 @@ def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logpro
             raise InvalidRequest(message, param="logit_bias")
     schema = schema_of(body.response_format, info)
     return SamplingParams(
-        **given,
+        **settings,
         top_k=max(body.top_k or 0, 0),
         max_tokens=max_tokens_of(schema, max_tokens),
         stop=tuple(stop),
@@ -205,14 +203,14 @@ def _prompts(body: CompletionBody) -> Iterator[str | tuple[int, ...]]:
     if isinstance(prompt, str):
         yield prompt
         return
-    token_ids = tuple(one for one in prompt if isinstance(one, int))
+    token_ids = tuple(item for item in prompt if isinstance(item, int))
     if token_ids or not prompt:  # a list is of one kind
         yield token_ids
-    for one in prompt:
-        if not isinstance(one, int):
-            yield one if isinstance(one, str) else tuple(one)
+    for item in prompt:
+        if not isinstance(item, int):
+            yield item if isinstance(item, str) else tuple(item)
 
 
 def _suffix(request_id: str) -> str:
-    """What two names of the same request have in common."""
+    """Return the part of a request ID that all IDs of the request share."""
     return request_id.rpartition("-")[2]
