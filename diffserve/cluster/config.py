@@ -1,4 +1,4 @@
-"""``cluster.toml``: how many replicas there may be, what each takes, and which stages share one. Literal, and checked.
+"""``cluster.toml``: how many replicas there may be, what each resources, and which stages share one. Literal, and checked.
 
 ::
 
@@ -75,11 +75,11 @@ class StagesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Deployment(NamedTuple):
-    """A replica that there may be: its name, what it does of a picture (``EngineConfig.stage``), and what it takes."""
+    """A replica that there may be: its name, what it does of a picture (``EngineConfig.stage``), and what it resources."""
 
     name: str
     stage: str
-    takes: ReplicaConfig
+    resources: ReplicaConfig
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

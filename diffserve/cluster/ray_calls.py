@@ -70,7 +70,7 @@ class Place(Protocol):
 
 
 class RayCalls:
-    """Calls of the one replica of a deployment: see :class:`~diffserve.cluster.seat.Calls`."""
+    """Calls of the one replica of a deployment: see :class:`~diffserve.cluster.replica.Calls`."""
 
     def __init__(self, deployed: Place, settings: Settings) -> None:
         self._deployed = deployed
@@ -171,7 +171,7 @@ def has_replica(serve: Any, application: str, name: str) -> bool:
 
 def bind_replica(serve: Any, name: str, each: ReplicaConfig, settings: Settings, drain_s: float = DRAIN_S) -> Any:
     """An application of Ray Serve that is one replica with ``settings``, or none while nobody holds it."""
-    from diffserve.cluster.replica import EngineReplica
+    from diffserve.cluster.actor import ReplicaActor
 
     deployment = serve.deployment(
         name=name,
@@ -187,7 +187,7 @@ def bind_replica(serve: Any, name: str, each: ReplicaConfig, settings: Settings,
             "downscale_to_zero_delay_s": CLOSES_AFTER_S,
             "look_back_period_s": LOOK_BACK_S,
         },
-    )(EngineReplica)
+    )(ReplicaActor)
     return deployment.bind(msgspec.msgpack.encode(settings))
 
 
@@ -262,7 +262,7 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
 def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str, RayCalls]:
     lock = Lock()
     return {
-        one.name: RayCalls(Deployed(serve, one.name, one.takes, lock), settings_of(settings, one.stage))
+        one.name: RayCalls(Deployed(serve, one.name, one.resources, lock), settings_of(settings, one.stage))
         for one in cluster.deployments
     }
 

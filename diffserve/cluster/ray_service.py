@@ -22,10 +22,10 @@ import msgspec
 from msgspec.structs import replace
 from ray import serve
 
+from diffserve.cluster.actor import bind_grpc_to_loopback, is_on_loopback
 from diffserve.cluster.config import ClusterConfig, read_arguments, settings_of
 from diffserve.cluster.ray_calls import DRAIN_S, MANY, Bound, RayCalls, bind_replica, check_environment
-from diffserve.cluster.replica import is_on_loopback, listen_no_further_than_ray
-from diffserve.cluster.run import StateReporter, replicas_over
+from diffserve.cluster.run import StateReporter, open_pool
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.logs import json_logs
 from diffserve.service.front import Front
@@ -47,7 +47,7 @@ def build(arguments: Mapping[str, str]) -> Any:
     settings, cluster = read_arguments(arguments)
     drain_s = settings.serve.shutdown_timeout_s + LEAVES_S
     handles = {
-        one.name: bind_replica(serve, one.name, one.takes, settings_of(settings, one.stage), max(drain_s, DRAIN_S))
+        one.name: bind_replica(serve, one.name, one.resources, settings_of(settings, one.stage), max(drain_s, DRAIN_S))
         for one in cluster.deployments
     }
     front = serve.deployment(
@@ -70,7 +70,7 @@ class Ingress:
         self._front: Front | None = None
         self._held = contextlib.ExitStack()
         check_environment(os.environ)  # Ray Serve calls __del__ where this raises, too
-        listen_no_further_than_ray()
+        bind_grpc_to_loopback()
         own = msgspec.msgpack.decode(settings, type=Settings)
         if not is_on_loopback():  # then proxies are for others, too
             own = replace(own, serve=replace(own.serve, host="0.0.0.0"))
@@ -92,17 +92,17 @@ class Ingress:
         config, enter = self._settings.serve, self._held.enter_context
         state = StateFile(Path(config.data_dir).expanduser())
         patience_s = config.shutdown_timeout_s + LEAVES_S + DRAIN_S  # one that goes when this one comes has its folder
-        await asyncio.to_thread(enter, state.held(patience_s))
+        await asyncio.to_thread(enter, state.locked(patience_s))
         database, ring = await asyncio.to_thread(open_store, config)
         enter(json_logs(config.log_level))
         if database is not None:
             enter(database.held())
         checks = await asyncio.to_thread(PictureChecks.of, self._settings)
         self._held.callback(checks.stop)
-        engines = replicas_over(self._settings, self._cluster, await self._calls())
-        told = StateReporter(state, ClusterState(pid=os.getpid(), is_deployed=True))
-        self._held.callback(told.end)
-        told.begin(engines)
+        engines = open_pool(self._settings, self._cluster, await self._calls())
+        reporter = StateReporter(state, ClusterState(pid=os.getpid(), is_deployed=True))
+        self._held.callback(reporter.stop)
+        reporter.start(engines)
         self._front = Front(self._settings, engines, ring=ring, database=database, checks=checks)
         self._front.begin()
         return self._front.app

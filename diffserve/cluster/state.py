@@ -72,12 +72,12 @@ class StateFile:
         self._told: ClusterState | None = None
 
     @contextmanager
-    def held(self, patience_s: float = 0.0) -> Iterator[None]:
+    def locked(self, patience_s: float = 0.0) -> Iterator[None]:
         """ConfigError where another front has it, and still has after ``patience_s``."""
         self._lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         until_s = time.monotonic() + patience_s
         with open_private(self._lock) as lock:
-            while not _is_locked(lock):
+            while not _lock_file(lock):
                 if time.monotonic() >= until_s:
                     raise ConfigError(
                         f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give "
@@ -114,7 +114,7 @@ class StateFile:
             shutil.rmtree(folder, ignore_errors=True)  # which follows no link
         self._ray.unlink(missing_ok=True)
 
-    def tell(self, state: ClusterState) -> None:
+    def write(self, state: ClusterState) -> None:
         """Write it, where it is news."""
         if state != self._told:
             self._told = state
@@ -125,14 +125,14 @@ class StateFile:
 
     def read(self) -> ClusterState | None:
         """What the front that lives has told; ``None`` where there is none."""
-        if not self.is_held():
+        if not self.is_locked():
             return None
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=ClusterState)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a front lives."""
         try:
             with self._lock.open() as lock:
@@ -143,7 +143,7 @@ class StateFile:
             return True
         return False
 
-    def renew(self) -> bool:
+    def redeploy(self) -> bool:
         """Have the front read its settings anew, and wait until its replicas have them; whether there was one.
         ConfigError where they have not: it cannot be, or the front ended.
         """
@@ -155,7 +155,7 @@ class StateFile:
             raise ConfigError(f"the front, process {state.pid}, is only coming up; try again in a moment.")
         os.kill(state.pid, signal.SIGUSR1)
         while (told := self.read()) is None or told.num_redeploys == state.num_redeploys:
-            if not self.is_held():
+            if not self.is_locked():
                 raise ConfigError(f"the front, process {state.pid}, ended before its replicas had other settings.")
             time.sleep(0.2)
         if told.problem:
@@ -169,12 +169,12 @@ class StateFile:
         state = self.read()
         if state is None:
             if self._ray.exists():  # of a front that was killed
-                with suppress(ConfigError), self.held():
+                with suppress(ConfigError), self.locked():
                     pass
             return False
         _refuse_deployed(state, "serve shutdown ends it, or whoever made the RayService")
         told_s, until_s = 0.0, time.monotonic() + patience_s
-        while self.is_held():
+        while self.is_locked():
             if time.monotonic() > until_s:
                 raise ConfigError(f"the front, process {state.pid}, has not ended within {patience_s:g} s.")
             is_coming_up = not (self.read() or state).replicas  # then Ray may not have listened
@@ -186,7 +186,7 @@ class StateFile:
         return True
 
 
-def _is_locked(file: IO[Any]) -> bool:
+def _lock_file(file: IO[Any]) -> bool:
     """Whether ``file`` is this process's own from now on."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

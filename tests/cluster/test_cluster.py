@@ -98,8 +98,8 @@ def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(
         again = painting.result()
         assert again.status_code == 200, again.text[:500]
         assert again.json()["data"][0]["b64_json"] == whole
-        [moved] = cluster.told("request begins anew")
-        assert moved["reason"] == f"{first['name']} was lost"
+        [moved] = cluster.told("request restarts on another replica")
+        assert moved["reason"] == f"replica {first['name']} was lost"
 
         cluster.server.wait_until_ready()
         cluster.wait_until_told_idle()
@@ -113,7 +113,7 @@ def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(
     assert last["error"]["code"] == "engine_unavailable"
     assert "try again" in last["error"]["message"]
     assert "b64_json" not in told.text
-    assert len(cluster.told("request begins anew")) == 1
+    assert len(cluster.told("request restarts on another replica")) == 1
     cluster.settle()
     assert httpx.post(url, json=LONG, timeout=200).json()["data"][0]["b64_json"] == whole
     assert len(cluster.told("replica lost")) == num_lost + 2, "who is begun anew stays"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError
 from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
-from diffserve.cluster.engines import RayEngines
+from diffserve.cluster.pool import RayPool
 from diffserve.cluster.redeploy import redeploy
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import load_settings
@@ -33,7 +33,7 @@ class Fleet:
             scaling=ScalingConfig(rows_per_replica=rows, idle_s=idle_s),
         )
         self.replicas = {f"replica-{number}": PretendReplica(self.settings, **moments) for number in range(most)}
-        self.engines = RayEngines(self.settings, self.cluster, self.replicas)
+        self.engines = RayPool(self.settings, self.cluster, self.replicas)
 
     @property
     def held(self) -> list[str]:
@@ -82,7 +82,7 @@ def test_how_many_are_inside_the_replicas_own_books_say() -> None:
             assert await fleet.engines.num_requests() == 1
             fleet.replicas["replica-1"].num_strangers = 5  # which this front has sent nobody
             assert await fleet.engines.num_requests() == 6
-            await fleet.until(lambda: sum(seat.num_inside for seat in fleet.engines.seats) == 1)
+            await fleet.until(lambda: sum(seat.reported_requests for seat in fleet.engines.replicas) == 1)
             painting.cancel()
             await fleet.until(lambda: not any(one.inside for one in fleet.replicas.values()))
             assert await fleet.engines.num_requests() == 5
@@ -93,7 +93,7 @@ def test_how_many_are_inside_the_replicas_own_books_say() -> None:
 def test_a_replica_that_is_lost_while_it_is_asked_is_left_out_and_without_any_that_is_said() -> None:
     async def work() -> None:
         async with up(1, 2, 1) as fleet:
-            fleet.engines.seats[1].ready = fleet.engines.seats[0].ready  # that it is up is not true any more
+            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # that it is up is not true any more
 
             async def lost(question: bytes) -> bytes:
                 raise RuntimeError("gone")
@@ -121,7 +121,7 @@ def test_threads_that_have_no_loop_may_ask_which_models_there_are() -> None:
 def test_scaling_goes_on_after_it_failed_and_tells_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("diffserve.cluster.engines.SCALE_EVERY_S", 0.01)
+    monkeypatch.setattr("diffserve.cluster.pool.SCALE_EVERY_S", 0.01)
 
     async def work() -> None:
         async with up(1, 2, 1, rows=1.0, paint_s=0.5) as fleet:
@@ -181,7 +181,7 @@ def test_work_of_a_lost_replica_that_nobody_says_anything_of_moves_at_once_also_
             assert not holder.inside
             await fleet.until(lambda: fleet.engines.num_ready == 2)
             job = fleet.engines.submit(GenerationRequest(prompt="a fox"))
-            await asyncio.gather(*(seat.let_go() for seat in fleet.engines.seats))
+            await asyncio.gather(*(seat.stop() for seat in fleet.engines.replicas))
             with pytest.raises(EngineUnavailable, match="please try again"):
                 _ = [event async for event in job]
 
@@ -256,7 +256,7 @@ def test_one_that_is_leaving_stays_for_who_comes_meanwhile() -> None:
         async with up(0, 1, 1, paint_s=0.3) as fleet:
             painting = asyncio.create_task(fleet.paint())
             await fleet.until(lambda: fleet.replicas["replica-0"].inside)
-            fleet.engines.seats[0].leave()
+            fleet.engines.replicas[0].drain()
             assert not fleet.engines.is_ready
             assert isinstance((await fleet.paint())[-1], Finished)
             assert isinstance((await painting)[-1], Finished)

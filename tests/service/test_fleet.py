@@ -68,7 +68,7 @@ def test_a_member_that_is_killed_in_mid_step_costs_neither_its_neighbour_nor_an_
         psutil.Process(pids[lost]).kill()
         assert '"code":"engine_unavailable"' in streaming.result(timeout=SOON_S).text
         painted = [files_of(answer.result(timeout=START_S)) for answer in answers]
-    [anew] = events(pair, "request begins anew")
+    [anew] = events(pair, "request restarts on another replica")
     assert anew["member"] == neighbour
     wait_for(lambda: told(pair, "engine_up") == {"0": 1.0, "1": 1.0}, START_S, "the member that was lost")
     again = {line["member"]: line["engine_pid"] for line in events(pair, "engine ready")}

@@ -71,10 +71,11 @@ class EngineClient:
                nothing, and proves nothing
     """
 
-    def __init__(self, settings: Settings, *, metrics: Metrics | None = None, member: str = "") -> None:
-        """``metrics``: of all engines, where this is one of several, the ``member``; ``None``: its own."""
+    def __init__(self, settings: Settings, *, metrics: Metrics | None = None, name: str = "") -> None:
+        """``metrics``: of all engines, where this is one of several, the ``name``; ``None``: its own."""
         self.settings = settings
-        self._of = {"member": member} if member else {}  # for the log
+        self.name = name
+        self._of = {"member": name} if name else {}  # for the log
         self.info: ModelInfo | None = None
         self.text_info: LanguageModelInfo | None = None
         self._known_models: tuple[ServedModel, ...] = ()
@@ -110,7 +111,7 @@ class EngineClient:
         return self._known_models if self._connection is None else self._connection.models or self._known_models
 
     @property
-    def pid(self) -> int | None:
+    def engine_id(self) -> int | None:
         """The process id of the engine, also of one that loads or was lost; ``None`` before the first."""
         return None if self._connection is None else self._connection.pid
 
@@ -118,6 +119,11 @@ class EngineClient:
     def load_s(self) -> float | None:
         """Seconds that the engine took to load, 0 while it does; ``None`` before the first began."""
         return None if self._connection is None else self._connection.load_s
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether its failure counts as one of its pool: always."""
+        return True
 
     @property
     def is_ready(self) -> bool:
@@ -184,9 +190,9 @@ class EngineClient:
         if self._connection is not None:
             self._connection.interrupt(request_id)
 
-    def look_again(self, name: str) -> None:
+    def retry_load(self, name: str) -> None:
         """Have the engine look at the files of a model that it could not read. EngineUnavailable without one."""
-        self._up().look_again(name)
+        self._up().retry_load(name)
 
     async def num_requests(self) -> int:
         """How many requests are in the engine, by its own books. EngineUnavailable while there is none."""

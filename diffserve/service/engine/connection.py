@@ -30,7 +30,7 @@ from diffserve.api.errors import (
 )
 from diffserve.api.types import Progress, ServedModel
 from diffserve.processes.wait_policy import bound_spinning
-from diffserve.service.engine.engines import LAST, Job
+from diffserve.service.engine.engines import END_OF_JOB, Job
 from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
@@ -43,7 +43,6 @@ MALLOC_ARENAS = "2"
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
-ENDS = (*LAST, DiffserveError)
 
 
 class ProcessWork(NamedTuple):
@@ -156,8 +155,7 @@ class EngineConnection:
         """Give a request up, if it is not over; its place is free at the engine's next step."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
-            self._metrics.ended(job.kind, "cancelled")
-            self._metrics.wasted(*job.wasted_by(None))
+            job.record_cancel(self._metrics)
             self._send(ipc.Cancel(request_id=request_id))
 
     def interrupt(self, request_id: str) -> None:
@@ -166,7 +164,7 @@ class EngineConnection:
             self._jobs[request_id].was_interrupted = True
             self._send(ipc.Interrupt(request_id=request_id))
 
-    def look_again(self, name: str) -> None:
+    def retry_load(self, name: str) -> None:
         """Have the engine look at the files of a model that it could not read."""
         self._send(ipc.LookAgain(name=name))
 
@@ -256,7 +254,7 @@ class EngineConnection:
                 job = self._jobs.get(request_id)
                 if job is not None:
                     self._metrics.observe(job.kind, report)
-                    job.wasted_by(report)  # nothing is yet
+                    job.wasted_steps(report)  # counts the step; none is wasted yet
                     job.feed(report)
             case ipc.Ready():
                 self.load_s = asyncio.get_running_loop().time() - self._told_s
@@ -283,20 +281,11 @@ class EngineConnection:
                 self._feed(report.request_id, report)
 
     def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
-        is_last = isinstance(event, ENDS)
+        is_last = isinstance(event, END_OF_JOB)
         job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
-        if job is None:  # it was cancelled from here and nobody listens
-            return
-        if isinstance(event, DiffserveError):
-            self._metrics.ended(job.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
-        else:
-            self._metrics.observe(job.kind, event)
-            if (waited_s := job.waited_for_preview_s(event)) is not None:
-                self._metrics.observe_first_preview(waited_s)
-        reason, num_steps = job.wasted_by(event)
-        if num_steps:
-            self._metrics.wasted(reason, num_steps)
-        job.feed(event)
+        if job is not None:  # else it was cancelled here and nobody reads it
+            job.record(event, self._metrics)
+            job.feed(event)
 
     def _lose(self, loss: Loss) -> None:
         """Nothing comes of what is inside: tell everybody at once."""
