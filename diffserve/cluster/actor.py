@@ -71,7 +71,7 @@ class ReplicaActor:
             await asyncio.sleep(POLL_EVERY_S)
 
     async def work(self, submit: bytes) -> AsyncIterator[bytes]:
-        """Run the request in the frame ``submit`` and yield the frames of its events, joined if they arrive together."""
+        """Run the request in the frame ``submit`` and yield the frames of its events, several at a time."""
         command = _command(submit)
         if not isinstance(command, ipc.Submit):
             raise ValueError(f"a {type(command).__name__} is not work.")

@@ -242,7 +242,7 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
         if address:
             ray.init(address=address, **quiet)
             return
-        taken = [one.takes for one in cluster.deployments]
+        taken = [one.resources for one in cluster.deployments]
         ray.init(
             address="local",
             include_dashboard=False,

@@ -4,7 +4,7 @@
                        `--> replica 1: EngineClient <--> engine process on cuda:1
 
 A replica is an engine process of this machine or, in ``diffserve.cluster``, an engine process on Ray. There is no queue
-here: each request goes to a replica at once. See ``docs/architecture.md`` for what happens when a replica is lost.
+here: each request goes to a replica at once.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Router:
         longest = max(num_words.values())
 
         def penalty(name: str) -> tuple[float, int]:
-            queue, keys = queues[name], self._keys.get(name, {})
+            queue, keys = queues[name], self._known_keys(name)
             credit = self.weights.prefix * num_words[name] / longest if longest else 0.0
             if needs.adapters and all(key in keys for key in needs.adapters):
                 credit += self.weights.adapters
@@ -138,8 +138,11 @@ class Router:
 
     def num_known_words(self, replica: str, needs: RouteNeeds) -> int:
         """Return the number of words at the beginnings of the texts that ``replica`` should have cached."""
-        keys = self._keys.get(replica, {})
+        keys = self._known_keys(replica)
         return sum(_num_known_words(text, keys) for text in needs.texts)
+
+    def _known_keys(self, replica: str) -> Mapping[bytes, None]:
+        return self._keys.get(replica, {})
 
 
 def route_needs(request: RoutedRequest, cost: float, first_model: str = "") -> RouteNeeds:
