@@ -15,8 +15,8 @@
     [stages]
     together = true
 
-With ``together = false``, ``[encode]`` and ``[decode]`` describe the replicas of these stages as ``[replicas]`` describes
-those that denoise. Every key has a default. This module does not import ray.
+With ``together = false``, ``[encode]`` and ``[decode]`` describe the replicas of these stages, and ``[replicas]`` those
+that denoise. Every key has a default. This module does not import ray.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def read_arguments(arguments: Mapping[str, str]) -> tuple[Settings, ClusterConfi
 
     Args:
         arguments: Any of ``cluster`` (path of the cluster's file), ``config`` (settings file or name of a built-in
-            one), ``model`` (as ``--model``) and ``revision`` (any word; a new one makes Ray Serve read the files again).
+            one), ``model`` (as ``--model``) and ``revision`` (any word; Ray Serve reads the files again if it
+            changes).
 
     Raises:
         ConfigError: An argument is unknown, or a file cannot be read or is invalid.
