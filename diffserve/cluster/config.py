@@ -91,6 +91,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode: ReplicaConfig = ReplicaConfig()
 
     def __post_init__(self) -> None:
+        """Check all values."""
         for name, each in (("replicas", self.replicas), ("encode", self.encode), ("decode", self.decode)):
             _check_replicas(name, each)
         _check_amount("scaling.idle_s", self.scaling.idle_s)

@@ -32,6 +32,7 @@ class Scaler:
     """Decides how many replicas to run; it remembers the growth of the queue and since when fewer would suffice."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        """Create a scaler without history."""
         self._config = config
         self._surplus_since_s: float | None = None
         self._history: deque[tuple[float, float]] = deque()  # time, cost

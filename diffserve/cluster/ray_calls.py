@@ -72,6 +72,7 @@ class RayCalls:
     """Calls to the replica of a deployment: see :class:`~diffserve.cluster.replica.Calls`."""
 
     def __init__(self, deployment: ReplicaDeployment, settings: Settings) -> None:
+        """Deploy the replica with ``settings``."""
         self._deployment = deployment
         self._settings = settings
         self._was_started = False
@@ -82,9 +83,7 @@ class RayCalls:
         if method == "live":
             await self._remove_stopping_replica()
         # In an empty context, so that Ray does not tie the call to the HTTP request that runs in this one.
-        answer = Context().run(
-            getattr(self._streams, method).remote, *arguments
-        )
+        answer = Context().run(getattr(self._streams, method).remote, *arguments)
         try:
             async for part in answer:
                 yield part
@@ -146,6 +145,7 @@ class SharedDeployment:
     """A replica in the same application as the front, so that it cannot be deployed alone."""
 
     def __init__(self, serve: Any, application: str, name: str, handle: Any) -> None:
+        """Create the deployment ``name`` of ``application``, which ``handle`` addresses."""
         self._serve = serve
         self._application = application
         self._name = name

@@ -101,9 +101,7 @@ class Ingress:
     async def _open(self) -> Any:
         config, enter = self._settings.serve, self._resources.enter_context
         state = StateFile(Path(config.data_dir).expanduser())
-        patience_s = (
-            config.shutdown_timeout_s + SHUTDOWN_MARGIN_S + DRAIN_S
-        )
+        patience_s = config.shutdown_timeout_s + SHUTDOWN_MARGIN_S + DRAIN_S
         await asyncio.to_thread(enter, state.locked(patience_s))
         database, ring = await asyncio.to_thread(open_store, config)
         enter(json_logs(config.log_level))

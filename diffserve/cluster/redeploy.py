@@ -34,6 +34,7 @@ class Redeployer:
     """
 
     def __init__(self, cluster: ClusterConfig, renew: Mapping[str, Renew], read_files: ReadFiles | None) -> None:
+        """Create a redeployer; without ``read_files`` signals have no effect."""
         self.num_done = 0
         self.problem = ""
         self._cluster = cluster

@@ -60,6 +60,7 @@ class RayReplica:
     """
 
     def __init__(self, name: str, calls: Calls, metrics: Metrics, paths: UNetPathFile) -> None:
+        """Create a stopped replica that ``calls`` lead to."""
         self.name = name
         self.ready: ipc.Ready | None = None
         self.is_started = False
