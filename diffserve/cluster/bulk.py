@@ -98,19 +98,19 @@ class _Actor:
         return pa.table({"result": pa.array(results, pa.binary())})
 
 
-def pool_for(num_workers: int | None, most: int) -> Pool:
+def pool_for(num_workers: int | None, max_workers: int) -> Pool:
     """Return the workers for the current Ray cluster, which share the cores of the machines equally.
 
     Args:
         num_workers: Number of workers; ``None``: one per GPU, or per machine without GPUs.
-        most: Upper limit.
+        max_workers: Upper limit.
 
     Raises:
         InvalidRequest: There are more workers than GPUs or cores.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_gpus = int(sum(machine.get("GPU", 0) for machine in machines))
-    size = max(1, min(num_workers or num_gpus or len(machines), most))
+    size = max(1, min(num_workers or num_gpus or len(machines), max_workers))
     if num_gpus and size > num_gpus:
         raise InvalidRequest(f"--workers is {size}, and the cluster has {num_gpus} GPUs.", param="--workers")
     cores = [int(machine.get("CPU", 0)) for machine in machines]

@@ -174,12 +174,12 @@ def read_cluster(path: Path | None) -> ClusterConfig:
 
 
 def _check_names(path: Path, tables: dict[str, Any]) -> None:
-    known: dict[str, type[msgspec.Struct]] = {"replicas": ReplicaConfig, "scaling": ScalingConfig}
-    known |= {"stages": StagesConfig, "encode": ReplicaConfig, "decode": ReplicaConfig}
+    tables_by_name: dict[str, type[msgspec.Struct]] = {"replicas": ReplicaConfig, "scaling": ScalingConfig}
+    tables_by_name |= {"stages": StagesConfig, "encode": ReplicaConfig, "decode": ReplicaConfig}
     for table, entries in tables.items():
-        if table not in known:
-            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, known)}")
+        if table not in tables_by_name:
+            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, tables_by_name)}")
         for key in entries if isinstance(entries, dict) else ():
-            fields = known[table].__struct_fields__
+            fields = tables_by_name[table].__struct_fields__
             if key not in fields:
                 raise ConfigError(f"{path}: unknown key {table}.{key}; {nearest(key, fields)}")

@@ -173,7 +173,7 @@ class RayPool(ReplicaPool[RayReplica]):
 
 
 def watch_replicas(metrics: Metrics, pools: Sequence[RayPool]) -> None:
-    """Show the state of the replicas of ``pools`` in ``metrics``, in place of those of earlier calls."""
+    """Show the state of the replicas of ``pools`` in ``metrics``, replacing earlier calls."""
 
     def gauge(value: Callable[[RayReplica], float]) -> Callable[[], dict[tuple[str, ...], float]]:
         return lambda: {(replica.name,): float(value(replica)) for pool in pools for replica in pool.replicas}

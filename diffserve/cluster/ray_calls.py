@@ -255,8 +255,8 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=max(1, math.ceil(sum(own.cpus for own in resources))),  # independent of the machine's cores
-            num_gpus=math.ceil(sum(own.gpus for own in resources)),
+            num_cpus=max(1, math.ceil(sum(replica.cpus for replica in resources))),  # not the machine's cores
+            num_gpus=math.ceil(sum(replica.gpus for replica in resources)),
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
             _temp_dir=None if folder is None else str(folder),
@@ -271,10 +271,11 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
 def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str, RayCalls]:
     lock = Lock()
     return {
-        own.name: RayCalls(
-            ApplicationDeployment(serve, own.name, own.resources, lock), settings_of(settings, own.stage)
+        deployment.name: RayCalls(
+            ApplicationDeployment(serve, deployment.name, deployment.resources, lock),
+            settings_of(settings, deployment.stage),
         )
-        for own in cluster.deployments
+        for deployment in cluster.deployments
     }
 
 

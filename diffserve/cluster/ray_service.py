@@ -48,8 +48,10 @@ def build(arguments: Mapping[str, str]) -> Any:
     settings, cluster = read_arguments(arguments)
     drain_s = settings.serve.shutdown_timeout_s + SHUTDOWN_MARGIN_S
     handles = {
-        own.name: bind_replica(serve, own.name, own.resources, settings_of(settings, own.stage), max(drain_s, DRAIN_S))
-        for own in cluster.deployments
+        deployment.name: bind_replica(
+            serve, deployment.name, deployment.resources, settings_of(settings, deployment.stage), max(drain_s, DRAIN_S)
+        )
+        for deployment in cluster.deployments
     }
     front = serve.deployment(
         name=FRONT,
@@ -120,10 +122,12 @@ class Ingress:
     async def _calls(self) -> dict[str, RayCalls]:
         """Return the calls to the replicas, by name, after those of an earlier front have stopped."""
         application = serve.get_replica_context().app_name
-        replica_settings = {own.name: settings_of(self._settings, own.stage) for own in self._cluster.deployments}
+        replica_settings = {
+            deployment.name: settings_of(self._settings, deployment.stage) for deployment in self._cluster.deployments
+        }
         calls = (
-            asyncio.to_thread(RayCalls, SharedDeployment(serve, application, name, self._handles[name]), own)
-            for name, own in replica_settings.items()
+            asyncio.to_thread(RayCalls, SharedDeployment(serve, application, name, self._handles[name]), settings)
+            for name, settings in replica_settings.items()
         )
         return dict(zip(replica_settings, await asyncio.gather(*calls), strict=True))
 

@@ -129,8 +129,8 @@ async def _redeploy_replica(pool: RayPool, replica: RayReplica, renew: Mapping[s
 
 async def _wait_for_substitute(pool: RayPool, replica: RayReplica) -> bool:
     """Wait until another replica can do the work of ``replica``; return whether one was started for that."""
-    others = [other for other in pool.replicas if other is not replica]
-    idle = next((other for other in others if not other.is_started), None)
+    other_replicas = [other for other in pool.replicas if other is not replica]
+    idle = next((other for other in other_replicas if not other.is_started), None)
     if idle is not None:
         idle.is_redeploying = True
         try:
@@ -138,8 +138,8 @@ async def _wait_for_substitute(pool: RayPool, replica: RayReplica) -> bool:
         finally:
             idle.is_redeploying = False
         return True
-    while others and not any(other.is_ready for other in others):
-        if all(other.failed.done() for other in others):
+    while other_replicas and not any(other.is_ready for other in other_replicas):
+        if all(other.failed.done() for other in other_replicas):
             break
         await asyncio.sleep(POLL_EVERY_S)
     return False

@@ -62,7 +62,9 @@ def up(
         ray_folder = None if address else stack.enter_context(state_file.ray_folder())
         ray = ray_cluster(settings, cluster, address=address, token_file=token, folder=ray_folder)
         calls = stack.enter_context(ray)
-        redeployer = Redeployer(cluster, {name: own.renew for name, own in calls.items()}, read_files)
+        redeployer = Redeployer(
+            cluster, {name: replica_calls.renew for name, replica_calls in calls.items()}, read_files
+        )
         reporter = StateReporter(state_file, state)
 
         def open_engines(settings: Settings) -> RayPool | StagedPool:

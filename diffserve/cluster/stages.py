@@ -1,4 +1,4 @@
-"""Pool whose stages run on different replicas: texts are encoded, images denoised and decoded by replicas of their own.
+"""Pool whose stages (text encoding, denoising, decoding) run on different replicas.
 
     GenerationRequest --> encode --> denoise --> decode --> Painted          texts, rewrites, embeddings --> encode
 
@@ -66,7 +66,11 @@ class StagedPool:
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
         self.pools: dict[str, RayPool] = {}
         for stage in STAGES:
-            stage_calls = {own.name: calls[own.name] for own in cluster.deployments if own.stage == stage}
+            stage_calls = {
+                deployment.name: calls[deployment.name]
+                for deployment in cluster.deployments
+                if deployment.stage == stage
+            }
             stage_settings = settings_of(settings, stage)
             self.pools[stage] = RayPool(stage_settings, cluster.of_stage(stage), stage_calls, self.metrics)
         self.encode, self.denoise, self.decode = (self.pools[stage] for stage in STAGES)
@@ -166,8 +170,8 @@ class StagedPool:
     async def stats(self) -> EngineStats | None:
         """Return the sum of the statistics of all stages; raise EngineUnavailable if a stage is not ready."""
         stages = await asyncio.gather(*(pool.stats() for pool in (self.denoise, self.encode, self.decode)))
-        known = [stats for stats in stages if stats is not None]
-        return merged(known) if known else None
+        all_stats = [stats for stats in stages if stats is not None]
+        return merged(all_stats) if all_stats else None
 
     def _on_failure(self, failed: asyncio.Future[DiffserveError]) -> None:
         if not self.failed.done() and not failed.cancelled():

@@ -1,4 +1,4 @@
-"""A picture whose stage is lost while it is painted, over pretenders: how long a stage is waited for, and how often."""
+"""Loss of a stage while an image is generated, over simulated replicas: patience and number of retries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def paint(engines: StagedPool) -> list[object]:
         return [event async for event in events]
 
 
-def test_a_stage_is_waited_for_from_when_it_is_lost_however_long_it_has_painted(
+def test_the_patience_with_a_stage_starts_at_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:
@@ -65,7 +65,7 @@ def test_a_stage_is_waited_for_from_when_it_is_lost_however_long_it_has_painted(
     asyncio.run(work())
 
 
-def test_a_picture_that_loses_every_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_loses_every_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with up() as (engines, denoiser):
             painting = asyncio.create_task(paint(engines))

@@ -1,4 +1,4 @@
-"""Who gets a request: where its model, its adapters and its prefix are, unless that one is too far behind."""
+"""Routing by model, adapters, prefix and queue length."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_a_model_and_adapters_weigh_more_than_a_prefix() -> None:
     assert router.choose(needs("a boat", loras=(Lora(name="other"),)), queues(0.0, 1.0)) == "m0"
 
 
-def test_a_model_that_is_being_loaded_for_somebody_draws_those_who_ask_for_it_next() -> None:
+def test_a_model_that_is_being_loaded_attracts_further_requests_for_it() -> None:
     router = Router()
     router.record("m1", needs("a fox", model="photo"))
     assert router.choose(needs("a boat", model="photo"), queues(0.0, 30.0)) == "m1"
 
 
-def test_a_member_that_began_anew_has_nothing() -> None:
+def test_a_restarted_replica_has_nothing_cached() -> None:
     router = Router()
     router.record("m1", needs("a fox"))
     assert router.choose(needs("a fox"), queues(0.0, 1.0)) == "m1"
@@ -84,7 +84,7 @@ def test_a_member_that_began_anew_has_nothing() -> None:
     assert router.choose(needs("a fox"), queues(0.0, 1.0)) == "m0"
 
 
-def test_what_is_remembered_is_bounded_and_beginnings_outlive_ends() -> None:
+def test_the_index_is_bounded_and_evicts_prefixes_last() -> None:
     router = Router(max_keys=3)
     words = [f"word{number}" for number in range(3 * BLOCK_WORDS)]
     router.record("m0", needs(" ".join(words)))

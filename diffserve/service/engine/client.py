@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def retry_after_s(self) -> float:
-        """Expected seconds until the engine is ready, at least 1, from the time that the last one took to load.
+        """Expected seconds until the engine is ready, at least 1, based on the last load time.
 
         An engine that is overdue is expected to take as long again as it is late.
         """

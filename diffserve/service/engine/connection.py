@@ -57,7 +57,7 @@ class ProcessWork(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Why an engine was lost: ``kind`` is device, hang, silence or crash; ``reason`` is for the log."""
+    """Reason of a loss: ``kind`` is device, hang, silence or crash; ``reason`` is for the log."""
 
     kind: str
     reason: str
@@ -281,7 +281,7 @@ class EngineConnection:
     def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
         is_last = isinstance(event, END_OF_JOB)
         job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
-        if job is not None:  # else it was cancelled here and nobody reads it
+        if job is not None:  # else it was cancelled here
             job.record(event, self._metrics)
             job.feed(event)
 

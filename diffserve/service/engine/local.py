@@ -19,7 +19,10 @@ def open_engines(settings: Settings) -> Engines:
     if len(device_settings) == 1:
         return EngineClient(device_settings[0])
     metrics = Metrics()
-    clients = [EngineClient(own, metrics=metrics, name=str(number)) for number, own in enumerate(device_settings)]
+    clients = [
+        EngineClient(engine_settings, metrics=metrics, name=str(number))
+        for number, engine_settings in enumerate(device_settings)
+    ]
     pool = ReplicaPool(settings, clients, metrics)
 
     def gauge(value: Callable[[EngineClient], float]) -> Callable[[], dict[tuple[str, ...], float]]:
@@ -56,10 +59,10 @@ def describe_engines(settings: Settings) -> str:
     if len(device_settings) == 1:
         return ""
     devices = []
-    for own in device_settings:
-        threads = own.engine.threads
+    for engine_settings in device_settings:
+        threads = engine_settings.engine.threads
         suffix = "" if threads is None else f", {threads} thread{'s' if threads > 1 else ''}"
-        devices.append(f"{own.model.device}{suffix}")
+        devices.append(f"{engine_settings.model.device}{suffix}")
     return f"{len(devices)} engines: {'; '.join(devices)}"
 
 

@@ -365,19 +365,19 @@ class ReplicaPool(Generic[R]):
         attempt.is_movable = attempt.is_movable and isinstance(event, REPEATABLE_EVENTS)
         attempt.job.feed(event)
 
-    def _restart(self, lost: Attempt) -> bool:
-        """Restart the request of ``lost`` on another replica; return whether that was possible."""
-        others = [replica for replica in self._ready if replica is not lost.replica]
-        request, num_losses = lost.remaining_request(), lost.num_losses + 1
-        if self._is_stopping or not others or request is None or num_losses >= self._max_attempts:
+    def _restart(self, lost_attempt: Attempt) -> bool:
+        """Restart the request of ``lost_attempt`` on another replica; return whether that was possible."""
+        other_replicas = [replica for replica in self._ready if replica is not lost_attempt.replica]
+        request, num_losses = lost_attempt.remaining_request(), lost_attempt.num_losses + 1
+        if self._is_stopping or not other_replicas or request is None or num_losses >= self._max_attempts:
             return False
         try:
-            attempt = self._send(lost.job, request, others)
+            attempt = self._send(lost_attempt.job, request, other_replicas)
         except EngineUnavailable:
             return False
         attempt.is_movable, attempt.num_losses = True, num_losses
-        reason = f"replica {lost.replica.name} was lost"
-        extra = {"request_id": lost.request_id, "member": attempt.replica.name, "reason": reason}
+        reason = f"replica {lost_attempt.replica.name} was lost"
+        extra = {"request_id": lost_attempt.request_id, "member": attempt.replica.name, "reason": reason}
         log.warning("request restarts on another replica", extra=extra)
         return True
 
