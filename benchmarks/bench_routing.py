@@ -35,7 +35,7 @@ from benchmarks.trace import GUIDANCE, STEPS
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import AUTO_WINDOWS
-from diffserve.service.engine.router import Bounds, MemberQueue, Router, needs_of
+from diffserve.service.engine.router import AffinityWeights, ReplicaQueue, Router, route_needs
 from diffserve.world.captions import held_out
 
 WINDOW_TOKENS: Final = 77
@@ -138,14 +138,14 @@ def _tokenizer() -> Any:
     return CLIPTokenizer.from_pretrained(str(weights / "tokenizer"))
 
 
-def routed(bounds: Bounds | None = None) -> Choose:
+def routed(bounds: AffinityWeights | None = None) -> Choose:
     """By a router, which hears what was sent."""
     router = Router(bounds)
 
     def choose(request: GenerationRequest, cost: float, queues: dict[str, float]) -> str:
-        needs = needs_of(request, cost)
-        member = router.choose(needs, {name: MemberQueue(queued) for name, queued in queues.items()})
-        router.sent(member, needs)
+        needs = route_needs(request, cost)
+        member = router.choose(needs, {name: ReplicaQueue(queued) for name, queued in queues.items()})
+        router.record(member, needs)
         return member
 
     return choose
@@ -176,7 +176,7 @@ def main(
         one = run(trace, shortest, members=1).found_pages
         large = run(trace, shortest, members=1, pool_windows=POOL_WINDOWS * num_members).found_pages
         arms: dict[str, Choose] = {"random": at_random(), "shortest": shortest}
-        arms |= {f"router {bound}": routed(Bounds(prefix=float(bound))) for bound in bounds.split(",")}
+        arms |= {f"router {bound}": routed(AffinityWeights(prefix=float(bound))) for bound in bounds.split(",")}
         for name, choose in arms.items():
             outcome = run(trace, choose, members=num_members)
             share, wait = outcome.found_pages / outcome.asked_pages, round(outcome.mean_wait, 3)

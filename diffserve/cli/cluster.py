@@ -34,7 +34,7 @@ def status(settings: Settings) -> int:
 
 def redeploy(settings: Settings) -> int:
     """Reload the configuration files in all replicas; return 1 if no cluster is running."""
-    was_up = _file(settings).renew()
+    was_up = _file(settings).redeploy()
     print("redeployed" if was_up else NOT_RUNNING)
     return 0 if was_up else 1
 

@@ -1,7 +1,7 @@
-"""Work that was cut into pieces, done by a fixed pool of Ray Data's actors, one engine each.
+"""Batch work in shards on a fixed pool of Ray Data actors with one engine each.
 
-A piece and what becomes of it are bytes, whatever they mean to who made them. A worker that is lost is begun anew, and
-its piece is done by it or another; doing one twice must do no harm.
+Shards and results are bytes that only the caller interprets. A lost worker is restarted and its shard repeated, so that
+shards must be idempotent.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 
 REACH_S: Final = 5.0
 STORE_BYTES: Final = 256 << 20
-"""Of memory that a cluster of this machine's own keeps pieces in; more go to its disk."""
+"""Size of the object store of a local cluster; further shards are spilled to disk."""
 
 
 class Worker(Protocol):
-    """Does pieces, one after the other."""
+    """A worker that processes shards one after the other."""
 
     def paint(self, shard: bytes) -> bytes:
-        """A piece, and what became of it."""
+        """Process a shard and return its result."""
 
 
 class MakeWorker(Protocol):
-    """A class that can be imported where workers are."""
+    """A worker class that can be imported on every machine of the cluster."""
 
     def __call__(self, job: bytes) -> Worker:
-        """A worker for ``job``."""
+        """Create a worker for ``job``."""
 
 
 class Pool(NamedTuple):
-    """How many workers, and what each takes."""
+    """Number of workers, and the resources of each."""
 
     size: int
     num_cpus: float
@@ -48,12 +48,17 @@ class Pool(NamedTuple):
 def paint_shards(
     shards: Iterable[bytes], make: tuple[MakeWorker, bytes], address: str | None, num_workers: int | None
 ) -> Iterator[bytes]:
-    """What became of each of ``shards``, in the order in which they are done. ``make``: a worker's class, and its job.
+    """Process ``shards`` and yield the results in the order of completion.
 
-    ``address``: of a Ray cluster that this machine is part of, "auto" for the one there is; None: one is begun here and
-    ends with the last shard. ``num_workers``: None: one for each GPU, or else for each machine.
+    Args:
+        shards: The work.
+        make: The worker class and its job.
+        address: Address of a Ray cluster that this machine is part of, or "auto"; ``None`` starts a local one.
+        num_workers: Number of workers; ``None``: one per GPU, or per machine without GPUs.
 
-    Raises InvalidRequest where no cluster answers, DiffserveError where it gives up.
+    Raises:
+        InvalidRequest: No cluster answers.
+        DiffserveError: The cluster gave up a shard.
     """
     _join(address)
     try:
@@ -63,7 +68,7 @@ def paint_shards(
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         tables: list[Any] = [ray.put(pa.table({"shard": pa.array([shard], pa.binary())})) for shard in shards]
         pool = pool_for(num_workers, min(len(tables), num_workers or len(tables)))
-        told = ray.data.from_arrow_refs(tables).map_batches(
+        results = ray.data.from_arrow_refs(tables).map_batches(
             _Actor,
             fn_constructor_args=make,
             batch_size=1,
@@ -72,9 +77,9 @@ def paint_shards(
             num_cpus=pool.num_cpus,
             num_gpus=pool.num_gpus or None,
         )
-        for batch in told.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for one in batch["told"]:
-                yield one.as_py()
+        for batch in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for result in batch["result"]:
+                yield result.as_py()
     except RayError as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise DiffserveError(f"the cluster gave up a shard: {last} The same command goes on.") from error
@@ -83,23 +88,29 @@ def paint_shards(
 
 
 class _Actor:
-    """A worker, as Ray Data calls it."""
+    """Adapter from Ray Data's batches to a worker."""
 
     def __init__(self, make: MakeWorker, job: bytes) -> None:
         self._worker = make(job)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        told = [self._worker.paint(shard.as_py()) for shard in batch["shard"]]
-        return pa.table({"told": pa.array(told, pa.binary())})
+        results = [self._worker.paint(shard.as_py()) for shard in batch["shard"]]
+        return pa.table({"result": pa.array(results, pa.binary())})
 
 
-def pool_for(num_workers: int | None, most: int) -> Pool:
-    """One worker for each GPU, or else for each machine, unless it is said; ``most`` at most. Each takes an equal part
-    of a machine's cores. Raises InvalidRequest where more are wanted than there are GPUs or cores.
+def pool_for(num_workers: int | None, max_workers: int) -> Pool:
+    """Return the workers for the current Ray cluster, which share the cores of the machines equally.
+
+    Args:
+        num_workers: Number of workers; ``None``: one per GPU, or per machine without GPUs.
+        max_workers: Upper limit.
+
+    Raises:
+        InvalidRequest: There are more workers than GPUs or cores.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_gpus = int(sum(machine.get("GPU", 0) for machine in machines))
-    size = max(1, min(num_workers or num_gpus or len(machines), most))
+    size = max(1, min(num_workers or num_gpus or len(machines), max_workers))
     if num_gpus and size > num_gpus:
         raise InvalidRequest(f"--workers is {size}, and the cluster has {num_gpus} GPUs.", param="--workers")
     cores = [int(machine.get("CPU", 0)) for machine in machines]
@@ -122,20 +133,20 @@ def _join(address: str | None) -> None:
     try:
         ray.init(**options)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise InvalidRequest(f"no Ray cluster at {address or 'this machine'}: {said}", param="--address") from error
+        reason = " ".join(str(error).split())[:300]
+        raise InvalidRequest(f"no Ray cluster at {address or 'this machine'}: {reason}", param="--address") from error
 
 
 def _reach(address: str) -> None:
-    """InvalidRequest where nothing listens at ``address``: Ray itself would try for a minute."""
+    """Raise InvalidRequest if nothing listens at ``address``; Ray itself would try for a minute."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        said = f"--address is {address!r}; give HOST:PORT of a cluster that this machine is part of, or auto."
-        raise InvalidRequest(said, param="--address")
+        message = f"--address is {address!r}; give HOST:PORT of a cluster that this machine is part of, or auto."
+        raise InvalidRequest(message, param="--address")
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
     except (OSError, OverflowError) as error:
-        said = f"no Ray cluster answers at {address} ({error}); see `ray start`, and its port."
-        raise InvalidRequest(said, param="--address") from None
+        message = f"no Ray cluster answers at {address} ({error}); see `ray start`, and its port."
+        raise InvalidRequest(message, param="--address") from None

@@ -1,4 +1,4 @@
-"""``cluster.toml``: how many replicas there may be, what each takes, and which stages share one. Literal, and checked.
+"""Configuration of a cluster in ``cluster.toml``: number and resources of the replicas, scaling and stages.
 
 ::
 
@@ -15,10 +15,8 @@
     [stages]
     together = true
 
-Where ``together`` is false, texts are encoded and rewritten, and latents decoded, by replicas of their own, which
-``[encode]`` and ``[decode]`` describe as ``[replicas]`` describes those that denoise.
-
-Every key may be left out; an unknown one is a ConfigError that names the nearest. No ray here.
+With ``together = false``, ``[encode]`` and ``[decode]`` describe the replicas of these stages, and ``[replicas]`` those
+that denoise. Every key has a default. This module does not import ray.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ from diffserve.api.errors import ConfigError
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import load_settings, nearest
 
-MOST_REPLICAS: Final = 1000
+MAX_REPLICAS: Final = 1000
 ARGUMENTS: Final = ("cluster", "config", "model", "revision")
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[replicas]``.
+    """``[replicas]``: number and resources of the replicas of a stage.
 
-    min   that are held, whether there is work or not; 0: the first is started by the first request, which is told
-          when to come back
-    max   that there may be
-    cpus  that Ray keeps for one, and so many threads has its engine
-    gpus  the same of GPUs
+    Attributes:
+        min: Replicas that always run. With 0 the first request starts a replica and gets a 503 with Retry-After.
+        max: Upper limit.
+        cpus: CPUs that Ray reserves for a replica.
+        gpus: GPUs that Ray reserves for a replica.
     """
 
     min: int = 1
@@ -57,11 +55,12 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[scaling]``.
+    """``[scaling]``: when replicas are started and stopped.
 
-    rows_per_replica  work that one is given before another is started, in UNet rows of the native size
-    idle_s            for how long fewer must have been enough before one goes; as long as one takes to start where that
-                      is longer, up to ten times this
+    Attributes:
+        rows_per_replica: Queued work per replica above which another is started, in UNet rows of the native size.
+        idle_s: Seconds for which fewer replicas must have been enough before one is stopped; the start time of a
+            replica if that is longer, up to ten times this.
     """
 
     rows_per_replica: float = 64.0
@@ -69,21 +68,21 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StagesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[stages]``: ``together``: text encoding, denoising and decoding share a replica."""
+    """``[stages]``: whether text encoding, denoising and decoding share a replica (``together``)."""
 
     together: bool = True
 
 
 class Deployment(NamedTuple):
-    """A replica that there may be: its name, what it does of a picture (``EngineConfig.stage``), and what it takes."""
+    """A possible replica: its name, its stage (``EngineConfig.stage``) and its resources."""
 
     name: str
     stage: str
-    takes: ReplicaConfig
+    resources: ReplicaConfig
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it. ConfigError where something is out of bounds."""
+    """The complete ``cluster.toml``; raises ConfigError for values out of range."""
 
     replicas: ReplicaConfig = ReplicaConfig()
     scaling: ScalingConfig = ScalingConfig()
@@ -92,6 +91,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode: ReplicaConfig = ReplicaConfig()
 
     def __post_init__(self) -> None:
+        """Check all values."""
         for name, each in (("replicas", self.replicas), ("encode", self.encode), ("decode", self.decode)):
             _check_replicas(name, each)
         _check_amount("scaling.idle_s", self.scaling.idle_s)
@@ -106,21 +106,21 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def deployments(self) -> list[Deployment]:
-        """Every replica that there may be, of all stages."""
+        """Every possible replica of all stages."""
         if self.stages.together:
             return [Deployment(f"replica-{number}", "all", self.replicas) for number in range(self.replicas.max)]
         stages = (("encode", self.encode), ("denoise", self.replicas), ("decode", self.decode))
         return [Deployment(f"{stage}-{number}", stage, each) for stage, each in stages for number in range(each.max)]
 
     def of_stage(self, stage: str) -> ClusterConfig:
-        """The same for the replicas of one stage alone."""
+        """Return the configuration of the replicas of one stage."""
         each = {"encode": self.encode, "decode": self.decode}.get(stage, self.replicas)
         return replace(self, replicas=each, stages=StagesConfig(), encode=ReplicaConfig(), decode=ReplicaConfig())
 
 
 def _check_replicas(name: str, each: ReplicaConfig) -> None:
-    if not 1 <= each.max <= MOST_REPLICAS:
-        raise ConfigError(f"{name}.max is {each.max}; it must be between 1 and {MOST_REPLICAS}.", param=name)
+    if not 1 <= each.max <= MAX_REPLICAS:
+        raise ConfigError(f"{name}.max is {each.max}; it must be between 1 and {MAX_REPLICAS}.", param=name)
     if not 0 <= each.min <= each.max:
         raise ConfigError(f"{name}.min is {each.min}; it must be between 0 and max, {each.max}.", param=name)
     _check_amount(f"{name}.cpus", each.cpus)
@@ -133,19 +133,20 @@ def _check_amount(name: str, number: float) -> None:
 
 
 def settings_of(settings: Settings, stage: str) -> Settings:
-    """``settings`` for a replica of ``stage``."""
+    """Return ``settings`` for a replica of ``stage``."""
     return replace(settings, engine=replace(settings.engine, stage=stage))
 
 
 def read_arguments(arguments: Mapping[str, str]) -> tuple[Settings, ClusterConfig]:
-    """What an application of Ray Serve is told of the files. All may be left out:
+    """Read the files that the arguments of an application of Ray Serve name.
 
-    cluster   the cluster's file, as of ``diffserve cluster up``
-    config    a settings file, or the name of one that is built in
-    model     as ``--model``
-    revision  any word; another one has the files read anew
+    Args:
+        arguments: Any of ``cluster`` (path of the cluster's file), ``config`` (settings file or name of a built-in
+            one), ``model`` (as ``--model``) and ``revision`` (any word; Ray Serve reads the files again if it
+            changes).
 
-    ConfigError for any other, and for what cannot be read, or is wrong.
+    Raises:
+        ConfigError: An argument is unknown, or a file cannot be read or is invalid.
     """
     for name in arguments:
         if name not in ARGUMENTS:
@@ -156,13 +157,13 @@ def read_arguments(arguments: Mapping[str, str]) -> tuple[Settings, ClusterConfi
 
 
 def read_cluster(path: Path | None) -> ClusterConfig:
-    """What ``path`` says; what is built in where there is none. ConfigError where it cannot be read or is wrong."""
+    """Read ``path``, or return the defaults for ``None``; raise ConfigError if it cannot be read or is invalid."""
     if path is None:
         return ClusterConfig()
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"cannot read the cluster's file {str(path)!r}: {error.strerror}.") from None
+        raise ConfigError(f"cannot read the cluster file {str(path)!r}: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     _check_names(path, tables)
@@ -173,12 +174,12 @@ def read_cluster(path: Path | None) -> ClusterConfig:
 
 
 def _check_names(path: Path, tables: dict[str, Any]) -> None:
-    known: dict[str, type[msgspec.Struct]] = {"replicas": ReplicaConfig, "scaling": ScalingConfig}
-    known |= {"stages": StagesConfig, "encode": ReplicaConfig, "decode": ReplicaConfig}
+    tables_by_name: dict[str, type[msgspec.Struct]] = {"replicas": ReplicaConfig, "scaling": ScalingConfig}
+    tables_by_name |= {"stages": StagesConfig, "encode": ReplicaConfig, "decode": ReplicaConfig}
     for table, entries in tables.items():
-        if table not in known:
-            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, known)}")
+        if table not in tables_by_name:
+            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, tables_by_name)}")
         for key in entries if isinstance(entries, dict) else ():
-            fields = known[table].__struct_fields__
+            fields = tables_by_name[table].__struct_fields__
             if key not in fields:
                 raise ConfigError(f"{path}: unknown key {table}.{key}; {nearest(key, fields)}")

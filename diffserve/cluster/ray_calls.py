@@ -1,8 +1,7 @@
-"""Ray: started in this machine or joined, with a token and on the loopback, and the deployments of the replicas in it.
+"""Ray cluster, started on this machine or joined, and the Ray Serve deployments of the replicas.
 
-What is switched on and off is said here and nowhere else: token authentication on, with a token of the cluster's own;
-usage statistics, the dashboard, HAProxy, direct ingress and Serve's own HTTP off. ray is imported only after the
-environment says so, since it reads it once.
+All of Ray's options are set here: token authentication is on; usage statistics, the dashboard, HAProxy, direct ingress
+and Serve's own HTTP are off. ray is imported after the environment is set, since it reads the environment only once.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from diffserve.settings.config import Settings
 APPLICATION: Final = "diffserve"
 OBJECT_STORE_BYTES: Final = 256 << 20
 DRAIN_S: Final = 30.0
-MANY: Final = 100_000
-LOOK_BACK_S: Final = 11.0  # more than a deprecated interval of Ray Serve, or it warns
+UNLIMITED: Final = 100_000
+LOOK_BACK_S: Final = 11.0  # Ray Serve warns about values up to its deprecated interval
 CLOSES_AFTER_S: Final = 2.0
-"""So long Ray Serve waits before it ends a replica that nobody holds."""
+"""Seconds after which Ray Serve stops a replica without an open call."""
 
 FIXED: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # the first replica waits for that; 10 s else
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # the first replica starts after it; default 10 s
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
 SERVED: Final = {
     **{name: value for name, value in FIXED.items() if name.startswith("RAY_SERVE_")},
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "diffserve.service.http.proxy:middlewares",
 }
-"""What a Ray that somebody else starts must have in its environment, beside a token, to serve our application."""
+"""Environment, in addition to a token, that a Ray started elsewhere needs to serve the application."""
 LOCAL: Final = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes an address that others reach
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without it Ray uses an address that other machines reach
     "RAY_enable_metrics_collection": "0",
-    "RAY_worker_niceness": "0",  # 15 else: a replica would get a thirtieth of a core beside whoever else is at work
+    "RAY_worker_niceness": "0",  # the default of 15 leaves a replica little CPU time on a busy machine
 }
 
 
@@ -59,30 +58,32 @@ METRIC_PORTS: Final = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 NO_PORT: Final = "-1"
 
 
-class Place(Protocol):
-    """A deployment of one replica, or none."""
+class ReplicaDeployment(Protocol):
+    """A deployment with zero or one replica."""
 
-    def is_there(self) -> bool:
-        """Whether it has a replica, also one that is closing."""
+    def has_replica(self) -> bool:
+        """Return whether it has a replica, also one that is stopping."""
 
-    def begin(self, settings: Settings) -> Any:
-        """Without a replica, with ``settings``. A DeploymentHandle."""
+    def deploy(self, settings: Settings) -> Any:
+        """Deploy it with ``settings`` and without a replica; return its DeploymentHandle."""
 
 
 class RayCalls:
-    """Calls of the one replica of a deployment: see :class:`~diffserve.cluster.seat.Calls`."""
+    """Calls to the replica of a deployment: see :class:`~diffserve.cluster.replica.Calls`."""
 
-    def __init__(self, deployed: Place, settings: Settings) -> None:
-        self._deployed = deployed
+    def __init__(self, deployment: ReplicaDeployment, settings: Settings) -> None:
+        """Deploy the replica with ``settings``."""
+        self._deployment = deployment
         self._settings = settings
-        self._was_held = False
-        self._begin()
+        self._was_started = False
+        self._deploy()
 
     async def stream(self, method: str, *arguments: bytes) -> AsyncGenerator[bytes, None]:
-        """The parts of an answer as they come; closing it leaves the call, which is cancelled there."""
+        """Yield the parts of an answer as they arrive; closing the generator cancels the call."""
         if method == "live":
-            await self._have_none_that_closes()
-        answer = Context().run(getattr(self._streams, method).remote, *arguments)  # else a request's end is its end
+            await self._remove_stopping_replica()
+        # In an empty context, so that Ray does not tie the call to the HTTP request that runs in this one.
+        answer = Context().run(getattr(self._streams, method).remote, *arguments)
         try:
             async for part in answer:
                 yield part
@@ -90,126 +91,134 @@ class RayCalls:
             answer.cancel()
 
     async def ask(self, question: bytes) -> bytes:
-        """An answer that comes at once."""
+        """Return an answer that is available at once."""
         return bytes(await self._handle.ask.remote(question))
 
-    async def _have_none_that_closes(self) -> None:
-        """Begin without a replica where one was held before: Ray Serve, which saw it let go, or lost, for a moment, may
-        have decided to end it, gives it calls yet, and kills it with them half a minute later.
+    async def _remove_stopping_replica(self) -> None:
+        """Deploy again if there was a replica before.
+
+        Ray Serve may have decided to stop the earlier replica, but still sends it calls until it is killed.
         """
-        if self._was_held and await asyncio.to_thread(self._deployed.is_there):
-            await asyncio.to_thread(self._begin)
-        self._was_held = True
+        if self._was_started and await asyncio.to_thread(self._deployment.has_replica):
+            await asyncio.to_thread(self._deploy)
+        self._was_started = True
 
     async def renew(self, settings: Settings) -> None:
-        """Have the deployment make replicas with ``settings``. One that is there must have been let go; it is ended."""
+        """Use ``settings`` for new replicas; the earlier one must have been stopped."""
         self._settings = settings
-        await asyncio.to_thread(self._begin)
-        self._was_held = False
+        await asyncio.to_thread(self._deploy)
+        self._was_started = False
 
-    def _begin(self) -> None:
-        self._handle = self._deployed.begin(self._settings)
+    def _deploy(self) -> None:
+        self._handle = self._deployment.deploy(self._settings)
         self._streams = self._handle.options(stream=True)
 
 
-class Deployed:
-    """The application of one replica in Ray Serve, by its name."""
+class ApplicationDeployment:
+    """A replica as an application of its own in Ray Serve."""
 
-    def __init__(self, serve: Any, name: str, each: ReplicaConfig, lock: Lock) -> None:
-        """``lock``: one at a time begins."""
+    def __init__(self, serve: Any, name: str, resources: ReplicaConfig, lock: Lock) -> None:
+        """Create a deployment; ``lock`` serializes the deployments of all replicas."""
         self._serve = serve
         self._name = name
-        self._each = each
+        self._resources = resources
         self._lock = lock
 
     @property
     def _application(self) -> str:
         return f"{APPLICATION}-{self._name}"
 
-    def is_there(self) -> bool:
-        """Whether it has a replica, also one that is closing."""
-        return has_replica(self._serve, self._application, self._name)
+    def has_replica(self) -> bool:
+        """Return whether it has a replica, also one that is stopping."""
+        return _has_replica(self._serve, self._application, self._name)
 
-    def begin(self, settings: Settings) -> Any:
-        """Without a replica, with ``settings``; one that was there is ended. A DeploymentHandle."""
-        bound = bind_replica(self._serve, self._name, self._each, settings)
+    def deploy(self, settings: Settings) -> Any:
+        """Deploy it with ``settings`` and without a replica; return its DeploymentHandle."""
+        bound = bind_replica(self._serve, self._name, self._resources, settings)
         with self._lock:
             if self._application in self._serve.status().applications:
                 self._serve.delete(self._application)
             return self._serve.run(bound, name=self._application, route_prefix=None)
 
 
-class Bound:
-    """The deployment of one replica in an application that has the front, too: it cannot begin alone."""
+class SharedDeployment:
+    """A replica in the same application as the front, so that it cannot be deployed alone."""
 
     def __init__(self, serve: Any, application: str, name: str, handle: Any) -> None:
+        """Create the deployment ``name`` of ``application``, which ``handle`` addresses."""
         self._serve = serve
         self._application = application
         self._name = name
         self._handle = handle
 
-    def is_there(self) -> bool:
-        """Whether it has a replica, also one that is closing."""
-        return has_replica(self._serve, self._application, self._name)
+    def has_replica(self) -> bool:
+        """Return whether it has a replica, also one that is stopping."""
+        return _has_replica(self._serve, self._application, self._name)
 
-    def begin(self, settings: Settings) -> Any:
-        """Its DeploymentHandle, once it has no replica, which nobody holds and Ray Serve ends; ``settings`` are the
-        application's.
-        """
-        until_s = time.monotonic() + DRAIN_S
-        while self.is_there() and time.monotonic() < until_s:
+    def deploy(self, settings: Settings) -> Any:
+        """Wait until Ray Serve has stopped the replica; return the DeploymentHandle. ``settings`` are not used."""
+        deadline_s = time.monotonic() + DRAIN_S
+        while self.has_replica() and time.monotonic() < deadline_s:
             time.sleep(0.2)
         return self._handle
 
 
-def has_replica(serve: Any, application: str, name: str) -> bool:
-    """Whether the deployment ``name`` has a replica, also one that is closing."""
-    told = serve.status().applications.get(application)
-    deployed = None if told is None else told.deployments.get(name)
-    return deployed is not None and any(deployed.replica_states.values())
+def _has_replica(serve: Any, application: str, name: str) -> bool:
+    """Return whether the deployment ``name`` has a replica, also one that is stopping."""
+    status = serve.status().applications.get(application)
+    deployment = None if status is None else status.deployments.get(name)
+    return deployment is not None and any(deployment.replica_states.values())
 
 
-def bind_replica(serve: Any, name: str, each: ReplicaConfig, settings: Settings, drain_s: float = DRAIN_S) -> Any:
-    """An application of Ray Serve that is one replica with ``settings``, or none while nobody holds it."""
-    from diffserve.cluster.replica import EngineReplica
+def bind_replica(serve: Any, name: str, resources: ReplicaConfig, settings: Settings, drain_s: float = DRAIN_S) -> Any:
+    """Return a Ray Serve application with one replica while it is called, and none otherwise."""
+    from diffserve.cluster.actor import ReplicaActor
 
     deployment = serve.deployment(
         name=name,
-        max_ongoing_requests=MANY,  # the front and the engine count; nothing waits in between
+        max_ongoing_requests=UNLIMITED,  # the front and the engine limit them
         graceful_shutdown_timeout_s=drain_s,
-        ray_actor_options={"num_cpus": each.cpus, "num_gpus": each.gpus},
+        ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
         autoscaling_config={
             "min_replicas": 0,
             "max_replicas": 1,
-            "target_ongoing_requests": MANY,
+            "target_ongoing_requests": UNLIMITED,
             "upscale_delay_s": 0.0,
             "downscale_delay_s": CLOSES_AFTER_S,
             "downscale_to_zero_delay_s": CLOSES_AFTER_S,
             "look_back_period_s": LOOK_BACK_S,
         },
-    )(EngineReplica)
+    )(ReplicaActor)
     return deployment.bind(msgspec.msgpack.encode(settings))
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """ConfigError unless the Ray that was started with it asks for a token and serves as ``SERVED`` says."""
+    """Raise ConfigError unless Ray's ``environment`` requires a token and has the values of ``SERVED``."""
     if environment.get("RAY_AUTH_MODE") != "token":
-        raise ConfigError("this Ray asks nobody for a token; start it with RAY_AUTH_MODE=token.")
+        raise ConfigError("this Ray does not require a token; start it with RAY_AUTH_MODE=token.")
     for name, value in SERVED.items():
         if environment.get(name) != value:
-            raise ConfigError(f"this Ray was not started with {name}={value}; every process of it must have that.")
+            raise ConfigError(f"this Ray was not started with {name}={value}; set it for every process of Ray.")
 
 
 @contextmanager
 def ray_cluster(
     settings: Settings, cluster: ClusterConfig, *, address: str = "", token_file: Path, folder: Path | None = None
 ) -> Iterator[dict[str, RayCalls]]:
-    """The replicas' deployments, by their names, in a Ray of this process or in the one at ``address``.
+    """Start or join Ray and deploy the replicas; stop everything that was started here afterwards.
 
-    ``token_file``: of a Ray of this process it is made anew, readable to its owner alone; at ``address`` it must be
-    that of the cluster. ``folder``: where a Ray of this process keeps its things. Afterwards nothing that was started
-    here is left running; a cluster that was joined goes on.
-    Raises ConfigError where ray is not installed, or there is no cluster, or not one with that token.
+    Args:
+        settings: Settings of the replicas.
+        cluster: The replicas.
+        address: Address of a Ray cluster to join; "" starts one on this machine.
+        token_file: Token of the cluster at ``address``; for a new Ray it is written, readable only by its owner.
+        folder: Folder for the files of a new Ray.
+
+    Yields:
+        The calls to each replica, by its name.
+
+    Raises:
+        ConfigError: ray is not installed, or there is no cluster with this token.
     """
     local = LOCAL | {name: os.environ.get(name, NO_PORT) for name in METRIC_PORTS}
     os.environ.update(FIXED | {"RAY_AUTH_TOKEN_PATH": str(token_file)} | ({} if address else local))
@@ -231,8 +240,8 @@ def ray_cluster(
         yield _deploy(serve, settings, cluster)
     finally:
         if address and ray.is_initialized():
-            for one in cluster.deployments:
-                serve.delete(f"{APPLICATION}-{one.name}")
+            for deployment in cluster.deployments:
+                serve.delete(f"{APPLICATION}-{deployment.name}")
         ray.shutdown()
 
 
@@ -242,28 +251,31 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
         if address:
             ray.init(address=address, **quiet)
             return
-        taken = [one.takes for one in cluster.deployments]
+        resources = [deployment.resources for deployment in cluster.deployments]
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=max(1, math.ceil(sum(each.cpus for each in taken))),  # as the file says, whatever the machine has
-            num_gpus=math.ceil(sum(each.gpus for each in taken)),
+            num_cpus=max(1, math.ceil(sum(replica.cpus for replica in resources))),  # not the machine's cores
+            num_gpus=math.ceil(sum(replica.gpus for replica in resources)),
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
             _temp_dir=None if folder is None else str(folder),
             **quiet,
         )
-    except Exception as error:  # Ray raises of every kind
-        said = str(error).strip().partition("\n")[0]
+    except Exception as error:  # Ray raises many types
+        reason = str(error).strip().partition("\n")[0]
         where = f"there is no cluster to join at {address!r}" if address else "Ray does not start"
-        raise ConfigError(f"{where}: {said}") from None
+        raise ConfigError(f"{where}: {reason}") from None
 
 
 def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str, RayCalls]:
     lock = Lock()
     return {
-        one.name: RayCalls(Deployed(serve, one.name, one.takes, lock), settings_of(settings, one.stage))
-        for one in cluster.deployments
+        deployment.name: RayCalls(
+            ApplicationDeployment(serve, deployment.name, deployment.resources, lock),
+            settings_of(settings, deployment.stage),
+        )
+        for deployment in cluster.deployments
     }
 
 

@@ -25,7 +25,7 @@ from diffserve.api.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
 from diffserve.processes.child_signals import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
-from diffserve.service.engine.fleet import open_engines, told_of_devices
+from diffserve.service.engine.local import describe_engines, open_engines
 from diffserve.service.front import Front
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import ENV_KEY, KeyRing
@@ -180,8 +180,8 @@ class _Server:
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if devices := told_of_devices(self._settings):
-            self._say(devices)
+        if engines := describe_engines(self._settings):
+            self._say(engines)
         is_closed = self._ring is not None and self._ring.is_closed
         if not is_closed and not is_loopback(self._settings.serve.host):
             self._say("anybody who reaches this address may paint: there are no keys")

@@ -67,9 +67,9 @@ class PretendReplica:
                 raise ValueError("nobody asks that here")
 
     async def _live(self) -> AsyncGenerator[bytes, None]:
-        self.is_held = True
+        self.is_held, dies = True, self._dies
         try:
-            await self._moment(self._start_s)
+            await self._moment(self._start_s, dies)
             profile = self.settings.model
             if profile.path == BROKEN:
                 yield ipc.frame(ipc.LoadFailed(code="model_load_error", message="there is no such model"))
@@ -80,11 +80,12 @@ class PretendReplica:
             while True:
                 pong = ipc.Pong(number=0, num_requests=len(self.inside), num_ticks=0, tick_s=0.0, patience_s=0.0)
                 yield ipc.frame(pong)
-                await self._moment(0.05)
+                await self._moment(0.05, dies)
         finally:
             self.is_held = False
 
     async def _work(self, submit: bytes) -> AsyncGenerator[bytes, None]:
+        dies = self._dies
         (body,) = ipc.bodies(submit)
         command = ipc.decode_command(body)
         assert isinstance(command, ipc.Submit)
@@ -99,16 +100,16 @@ class PretendReplica:
                 await asyncio.Event().wait()
             yield ipc.frame(Accepted(request_id=request_id, seed=seed or 77, num_images=1, queue_position=0))
             yield ipc.frame(Progress(request_id=request_id, image_index=0, step_index=1, num_steps=2))
-            await self._moment(self._paint_s)
+            await self._moment(self._paint_s, dies)
             self.painted.append((request_id, seed or 77))
             yield ipc.frame(Finished(request_id=request_id, num_painted=1, num_failed=0))
         finally:
             self.inside.discard(request_id)
 
-    async def _moment(self, seconds: float) -> None:
+    async def _moment(self, seconds: float, dies: asyncio.Event) -> None:
         """RuntimeError where it is killed meanwhile."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._dies.wait(), seconds or 0.001)
+            await asyncio.wait_for(dies.wait(), seconds or 0.001)
             raise RuntimeError("killed")
 
 

@@ -64,7 +64,7 @@ class Cluster:
     def settle(self) -> None:
         """Two replicas with the usual settings, both ready and with nothing to do."""
         if self.write():
-            StateFile(self.folder).renew()
+            StateFile(self.folder).redeploy()
         wait_for(lambda: self.num_ready == 2, 3 * SOON_S, "two replicas")
         self.server.wait_until_idle()
 

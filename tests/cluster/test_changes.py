@@ -24,15 +24,15 @@ def test_files_that_are_wrong_are_refused_and_all_goes_on_as_it_was(cluster: Clu
     ):
         cluster.write(**files)
         with pytest.raises(ConfigError, match=said):
-            StateFile(cluster.folder).renew()
+            StateFile(cluster.folder).redeploy()
     cluster.write()
-    StateFile(cluster.folder).renew()
+    StateFile(cluster.folder).redeploy()
     assert cluster.num_ready == 2
 
 
 def test_replicas_come_with_the_work_and_go_with_it_down_to_none_and_nothing_is_lost(cluster: Cluster) -> None:
     cluster.write(AS_ASKED)
-    StateFile(cluster.folder).renew()
+    StateFile(cluster.folder).redeploy()
     with load(cluster, 1, 5):
         wait_for(lambda: cluster.states == ["off", "ready"], PATIENCE_S, "one replica")
         with load(cluster, 3, 60):

@@ -1,4 +1,4 @@
-"""``diffserve cluster``: two replicas behind the front of ``serve``, and what a local server answers beside."""
+"""``diffserve cluster`` with two replicas, compared with a local server."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_ray_takes_nobody_in_without_the_token(cluster: Cluster) -> None:
     assert "uthenticat" in refused.stderr + refused.stdout
 
 
-def test_who_is_too_many_is_told_in_openais_words(cluster: Cluster) -> None:
+def test_requests_over_the_limit_get_an_openai_error(cluster: Cluster) -> None:
     url, asked = cluster.server.url + GENERATIONS, {"prompt": "a fox", "num_inference_steps": 60}
     with ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(lambda _: httpx.post(url, json=asked, timeout=200), range(16)))
@@ -82,11 +82,11 @@ def test_who_is_too_many_is_told_in_openais_words(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_hangs_up_has_left_the_replica_within_a_few_steps(cluster: Cluster, is_streamed: bool) -> None:
+def test_a_disconnect_cancels_the_request_within_a_few_steps(cluster: Cluster, is_streamed: bool) -> None:
     check_hang_up(cluster.server, is_streamed=is_streamed)
 
 
-def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(cluster: Cluster) -> None:
+def test_requests_of_a_killed_replica_restart_elsewhere_and_streams_end_with_an_error(cluster: Cluster) -> None:
     url, num_lost = cluster.server.url + GENERATIONS, len(cluster.told("replica lost"))
     whole = httpx.post(url, json=LONG, timeout=200).json()["data"][0]["b64_json"]
     cluster.wait_until_told_idle()
@@ -98,8 +98,8 @@ def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(
         again = painting.result()
         assert again.status_code == 200, again.text[:500]
         assert again.json()["data"][0]["b64_json"] == whole
-        [moved] = cluster.told("request begins anew")
-        assert moved["reason"] == f"{first['name']} was lost"
+        [moved] = cluster.told("request restarts on another replica")
+        assert moved["reason"] == f"replica {first['name']} was lost"
 
         cluster.server.wait_until_ready()
         cluster.wait_until_told_idle()
@@ -113,7 +113,7 @@ def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(
     assert last["error"]["code"] == "engine_unavailable"
     assert "try again" in last["error"]["message"]
     assert "b64_json" not in told.text
-    assert len(cluster.told("request begins anew")) == 1
+    assert len(cluster.told("request restarts on another replica")) == 1
     cluster.settle()
     assert httpx.post(url, json=LONG, timeout=200).json()["data"][0]["b64_json"] == whole
     assert len(cluster.told("replica lost")) == num_lost + 2, "who is begun anew stays"

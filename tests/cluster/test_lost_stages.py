@@ -1,4 +1,4 @@
-"""A picture whose stage is lost while it is painted, over pretenders: how long a stage is waited for, and how often."""
+"""Loss of a stage while an image is generated, over simulated replicas: patience and number of retries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from diffserve.api.errors import EngineUnavailable
 from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster import stages
 from diffserve.cluster.config import ClusterConfig, StagesConfig
-from diffserve.cluster.engines import MOST_LOST
-from diffserve.cluster.stages import StagedEngines
+from diffserve.cluster.pool import MAX_ATTEMPTS
+from diffserve.cluster.stages import StagedPool
 from diffserve.settings.layers import load_settings
 from tests.cluster.pretenders import PretendReplica
 
@@ -22,11 +22,11 @@ SOON_S = 20.0
 
 
 @asynccontextmanager
-async def up() -> AsyncIterator[tuple[StagedEngines, PretendReplica]]:
+async def up() -> AsyncIterator[tuple[StagedPool, PretendReplica]]:
     """Stages of one replica each, and the one that denoises."""
     settings, cluster = load_settings(env={}), ClusterConfig(stages=StagesConfig(together=False))
     calls = {one.name: PretendReplica(settings, paint_s=PAINT_S) for one in cluster.deployments}
-    engines = StagedEngines(settings, cluster, calls)
+    engines = StagedPool(settings, cluster, calls)
     engines.start()
     try:
         await until(lambda: engines.is_ready)
@@ -41,17 +41,17 @@ async def until(look: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def paint(engines: StagedEngines) -> list[object]:
+async def paint(engines: StagedPool) -> list[object]:
     async with engines.submit(GenerationRequest(prompt="a fox", seed=5), is_whole=True) as events:
         return [event async for event in events]
 
 
-def test_a_stage_is_waited_for_from_when_it_is_lost_however_long_it_has_painted(
+def test_the_patience_with_a_stage_starts_at_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:
         async with up() as (engines, denoiser):
-            for seat in engines.seats:
+            for seat in (own for pool in engines.pools.values() for own in pool.replicas):
                 seat.start_s = 0.0
             painting = asyncio.create_task(paint(engines))
             await until(lambda: denoiser.inside)
@@ -60,16 +60,16 @@ def test_a_stage_is_waited_for_from_when_it_is_lost_however_long_it_has_painted(
             assert isinstance((await painting)[-1], Finished)
             assert [seed for _, seed in denoiser.painted] == [5]
 
-    monkeypatch.setattr(stages, "PATIENCE_S", 0.7 * PAINT_S)
-    monkeypatch.setattr("diffserve.cluster.seat.AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr(stages, "RETRY_TIMEOUT_S", 0.7 * PAINT_S)
+    monkeypatch.setattr("diffserve.cluster.replica.RESTART_DELAY_S", 0.01)
     asyncio.run(work())
 
 
-def test_a_picture_that_loses_every_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_loses_every_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with up() as (engines, denoiser):
             painting = asyncio.create_task(paint(engines))
-            for _ in range(MOST_LOST):
+            for _ in range(MAX_ATTEMPTS):
                 await until(lambda: denoiser.inside)
                 denoiser.kill()
                 await until(lambda: not denoiser.inside)
@@ -78,5 +78,5 @@ def test_a_picture_that_loses_every_replica_is_given_up(monkeypatch: pytest.Monk
             await until(lambda: engines.is_ready)
             assert not denoiser.painted
 
-    monkeypatch.setattr("diffserve.cluster.seat.AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr("diffserve.cluster.replica.RESTART_DELAY_S", 0.01)
     asyncio.run(work())

@@ -34,6 +34,6 @@ def test_other_settings_are_taken_replica_by_replica_under_load_and_nothing_is_l
         wait_for(lambda: clients.num_done > before + 3, SOON_S, "pictures of replicas with other settings")
         assert cluster.num_ready == 2
     assert not known & {cluster.process_of(one["name"]).pid for one in cluster.state}
-    assert len(cluster.told("replica has other settings")) == 2
+    assert len(cluster.told("replica redeployed")) == 2
     for _ in range(4):  # both replicas paint some of them
         assert cluster.server.client.post("/v1/images/generations", json=SIMILAR).status_code == 200

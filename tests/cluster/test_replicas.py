@@ -1,4 +1,4 @@
-"""The replicas as one, over pretenders: books, scaling, requests that move, and other settings for all, under load."""
+"""Ray pool over simulated replicas: counts, scaling, restarts and redeployment under load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError
 from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
-from diffserve.cluster.engines import RayEngines
+from diffserve.cluster.pool import RayPool
 from diffserve.cluster.redeploy import redeploy
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import load_settings
@@ -33,15 +33,15 @@ class Fleet:
             scaling=ScalingConfig(rows_per_replica=rows, idle_s=idle_s),
         )
         self.replicas = {f"replica-{number}": PretendReplica(self.settings, **moments) for number in range(most)}
-        self.engines = RayEngines(self.settings, self.cluster, self.replicas)
+        self.engines = RayPool(self.settings, self.cluster, self.replicas)
 
     @property
     def held(self) -> list[str]:
-        return [name for name, one in self.replicas.items() if one.is_held]
+        return [name for name, replica in self.replicas.items() if replica.is_held]
 
     @property
     def renew(self) -> dict[str, Callable[[Settings], Coroutine[Any, Any, None]]]:
-        return {name: one.renew for name, one in self.replicas.items()}
+        return {name: replica.renew for name, replica in self.replicas.items()}
 
     async def paint(self, prompt: str = "a fox", *, is_whole: bool = True, seed: int | None = None) -> list[object]:
         """All events of a picture."""
@@ -74,26 +74,26 @@ def other(settings: Settings, path: str) -> Settings:
     return replace(settings, model=replace(settings.model, path=path))
 
 
-def test_how_many_are_inside_the_replicas_own_books_say() -> None:
+def test_replicas_count_their_requests() -> None:
     async def work() -> None:
         async with up(2, 2, 2, paint_s=60.0) as fleet:
             painting = asyncio.create_task(fleet.paint())
-            await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
+            await fleet.until(lambda: any(replica.inside for replica in fleet.replicas.values()))
             assert await fleet.engines.num_requests() == 1
             fleet.replicas["replica-1"].num_strangers = 5  # which this front has sent nobody
             assert await fleet.engines.num_requests() == 6
-            await fleet.until(lambda: sum(seat.num_inside for seat in fleet.engines.seats) == 1)
+            await fleet.until(lambda: sum(seat.reported_requests for seat in fleet.engines.replicas) == 1)
             painting.cancel()
-            await fleet.until(lambda: not any(one.inside for one in fleet.replicas.values()))
+            await fleet.until(lambda: not any(replica.inside for replica in fleet.replicas.values()))
             assert await fleet.engines.num_requests() == 5
 
     run(work)
 
 
-def test_a_replica_that_is_lost_while_it_is_asked_is_left_out_and_without_any_that_is_said() -> None:
+def test_a_replica_lost_during_a_question_is_left_out_and_without_replicas_the_question_fails() -> None:
     async def work() -> None:
         async with up(1, 2, 1) as fleet:
-            fleet.engines.seats[1].ready = fleet.engines.seats[0].ready  # that it is up is not true any more
+            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # that it is up is not true any more
 
             async def lost(question: bytes) -> bytes:
                 raise RuntimeError("gone")
@@ -107,7 +107,7 @@ def test_a_replica_that_is_lost_while_it_is_asked_is_left_out_and_without_any_th
     run(work)
 
 
-def test_threads_that_have_no_loop_may_ask_which_models_there_are() -> None:
+def test_threads_without_an_event_loop_read_the_models() -> None:
     async def work() -> None:
         async with up(1, 1, 1) as fleet:
             [model] = await asyncio.to_thread(lambda: fleet.engines.models)
@@ -118,10 +118,10 @@ def test_threads_that_have_no_loop_may_ask_which_models_there_are() -> None:
     run(work)
 
 
-def test_scaling_goes_on_after_it_failed_and_tells_of_it(
+def test_scaling_continues_after_an_error_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("diffserve.cluster.engines.SCALE_EVERY_S", 0.01)
+    monkeypatch.setattr("diffserve.cluster.pool.SCALE_EVERY_S", 0.01)
 
     async def work() -> None:
         async with up(1, 2, 1, rows=1.0, paint_s=0.5) as fleet:
@@ -144,14 +144,14 @@ def test_scaling_goes_on_after_it_failed_and_tells_of_it(
     assert [one.getMessage() for one in caplog.records] == ["scaling failed; it is tried again"] * 3
 
 
-def test_what_a_lost_replica_held_begins_anew_with_its_seed_unless_somebody_heard_of_it() -> None:
+def test_requests_of_a_lost_replica_restart_with_their_seed_unless_they_are_streamed() -> None:
     async def work() -> None:
         async with up(2, 2, 2, paint_s=0.3) as fleet:
             for is_whole in (True, False):
                 painting = asyncio.create_task(fleet.paint(is_whole=is_whole))
-                await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
-                [holder] = [one for one in fleet.replicas.values() if one.inside]
-                [left] = [one for one in fleet.replicas.values() if one is not holder]
+                await fleet.until(lambda: any(replica.inside for replica in fleet.replicas.values()))
+                [holder] = [replica for replica in fleet.replicas.values() if replica.inside]
+                [left] = [replica for replica in fleet.replicas.values() if replica is not holder]
                 await asyncio.sleep(0.1)
                 holder.kill()
                 if is_whole:
@@ -166,22 +166,22 @@ def test_what_a_lost_replica_held_begins_anew_with_its_seed_unless_somebody_hear
     run(work)
 
 
-def test_work_of_a_lost_replica_that_nobody_says_anything_of_moves_at_once_also_before_it_began() -> None:
+def test_requests_of_a_silent_lost_replica_move_at_once() -> None:
     async def work() -> None:
         async with up(2, 2, 2) as fleet:
-            for one in fleet.replicas.values():
-                one.is_silent = True
+            for replica in fleet.replicas.values():
+                replica.is_silent = True
             painting = asyncio.create_task(fleet.paint())
-            await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
-            [holder] = [one for one in fleet.replicas.values() if one.inside]
-            for one in fleet.replicas.values():
-                one.is_silent = one is holder
+            await fleet.until(lambda: any(replica.inside for replica in fleet.replicas.values()))
+            [holder] = [replica for replica in fleet.replicas.values() if replica.inside]
+            for replica in fleet.replicas.values():
+                replica.is_silent = replica is holder
             holder.kill()
             assert isinstance((await painting)[-1], Finished)
             assert not holder.inside
             await fleet.until(lambda: fleet.engines.num_ready == 2)
             job = fleet.engines.submit(GenerationRequest(prompt="a fox"))
-            await asyncio.gather(*(seat.let_go() for seat in fleet.engines.seats))
+            await asyncio.gather(*(seat.stop() for seat in fleet.engines.replicas))
             with pytest.raises(EngineUnavailable, match="please try again"):
                 _ = [event async for event in job]
 
@@ -189,7 +189,7 @@ def test_work_of_a_lost_replica_that_nobody_says_anything_of_moves_at_once_also_
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 2), (2, 3)])
-def test_other_settings_come_replica_by_replica_and_nothing_is_lost(least: int, most: int) -> None:
+def test_redeployment_goes_replica_by_replica_without_losing_requests(least: int, most: int) -> None:
     async def work() -> None:
         async with up(least, most, least, start_s=0.1, paint_s=0.05) as fleet:
             is_over, answered, least_ready = asyncio.Event(), list[object](), [least]
@@ -208,7 +208,7 @@ def test_other_settings_come_replica_by_replica_and_nothing_is_lost(least: int, 
             await asyncio.gather(*clients)
             assert num_before > 4
             assert all(isinstance(one, Finished) for one in answered)
-            assert {one.settings.model.path for one in fleet.replicas.values()} == {"embedded-turbo"}
+            assert {replica.settings.model.path for replica in fleet.replicas.values()} == {"embedded-turbo"}
             assert fleet.engines.settings is new
             assert len(fleet.held) == least
             assert min(least_ready) >= max(1, least - (least == most)), "all that were wanted were there all the time"
@@ -217,12 +217,12 @@ def test_other_settings_come_replica_by_replica_and_nothing_is_lost(least: int, 
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 2), (2, 2)])
-def test_settings_that_do_not_load_are_taken_back_and_the_reason_is_said(least: int, most: int) -> None:
+def test_settings_that_do_not_load_are_rolled_back_with_the_reason(least: int, most: int) -> None:
     async def work() -> None:
         async with up(least, most, least) as fleet:
             with pytest.raises(ModelLoadError, match="there is no such model"):
                 await redeploy(fleet.engines, fleet.renew, other(fleet.settings, BROKEN))
-            assert all(one.settings is fleet.settings for one in fleet.replicas.values())
+            assert all(replica.settings is fleet.settings for replica in fleet.replicas.values())
             assert fleet.engines.settings is fleet.settings
             await fleet.until(lambda: fleet.engines.num_ready >= least)
             assert isinstance((await fleet.paint())[-1], Finished)
@@ -231,7 +231,7 @@ def test_settings_that_do_not_load_are_taken_back_and_the_reason_is_said(least: 
     run(work)
 
 
-def test_a_sole_replica_is_missed_while_it_changes_and_those_who_ask_are_told_when_to_come_back() -> None:
+def test_a_single_replica_is_unavailable_during_a_redeployment_and_requests_get_retry_after() -> None:
     async def work() -> None:
         async with up(1, 1, 1, start_s=0.2, paint_s=0.2) as fleet:
             painting = asyncio.create_task(fleet.paint())
@@ -251,12 +251,12 @@ def test_a_sole_replica_is_missed_while_it_changes_and_those_who_ask_are_told_wh
     run(work)
 
 
-def test_one_that_is_leaving_stays_for_who_comes_meanwhile() -> None:
+def test_a_draining_replica_is_kept_for_a_new_request() -> None:
     async def work() -> None:
         async with up(0, 1, 1, paint_s=0.3) as fleet:
             painting = asyncio.create_task(fleet.paint())
             await fleet.until(lambda: fleet.replicas["replica-0"].inside)
-            fleet.engines.seats[0].leave()
+            fleet.engines.replicas[0].drain()
             assert not fleet.engines.is_ready
             assert isinstance((await fleet.paint())[-1], Finished)
             assert isinstance((await painting)[-1], Finished)

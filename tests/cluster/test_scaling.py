@@ -12,8 +12,8 @@ import pytest
 
 from diffserve.api.errors import ConfigError
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_arguments, read_cluster
+from diffserve.cluster.pool import Scaler
 from diffserve.cluster.ray_calls import FIXED, SERVED, check_environment
-from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.state import ClusterState, StateFile
 
 UP_TO_THREE = ClusterConfig(
@@ -67,7 +67,7 @@ def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path)
 
 def test_a_ray_of_somebody_else_needs_a_token_and_proxies_as_we_say() -> None:
     check_environment(FIXED | SERVED)
-    with pytest.raises(ConfigError, match="asks nobody for a token; start it with RAY_AUTH_MODE=token"):
+    with pytest.raises(ConfigError, match="does not require a token; start it with RAY_AUTH_MODE=token"):
         check_environment(SERVED)
     with pytest.raises(ConfigError, match="was not started with RAY_SERVE_ENABLE_HA_PROXY=0"):
         check_environment(FIXED | SERVED | {"RAY_SERVE_ENABLE_HA_PROXY": "1"})
@@ -77,7 +77,7 @@ def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[stages]\ntogether = false\n[replicas]\nmax = 2\ngpus = 1.0\n[encode]\ncpus = 0.5\n")
     cluster = read_cluster(path)
-    found = [(one.name, one.stage, one.takes.cpus, one.takes.gpus) for one in cluster.deployments]
+    found = [(one.name, one.stage, one.resources.cpus, one.resources.gpus) for one in cluster.deployments]
     assert found == [
         ("encode-0", "encode", 0.5, 0.0),
         ("denoise-0", "denoise", 1.0, 1.0),
@@ -140,11 +140,11 @@ def test_what_a_killed_front_told_is_nobody_s(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(f'{{"pid": {stranger.pid}, "replicas": []}}')
     state, reader = StateFile(tmp_path), StateFile(tmp_path)
     try:
-        with state.held():
-            assert reader.is_held()
+        with state.locked():
+            assert reader.is_locked()
             assert reader.read() is None
             assert not reader.end(1.0)
-            state.tell(ClusterState(pid=os.getpid()))
+            state.write(ClusterState(pid=os.getpid()))
             assert reader.read() == ClusterState(pid=os.getpid())
         assert stranger.poll() is None
     finally:
@@ -157,7 +157,7 @@ import os, signal, sys
 from pathlib import Path
 from diffserve.cluster.state import StateFile
 state = StateFile(Path(sys.argv[1]))
-with state.held(), state.ray_folder() as folder:
+with state.locked(), state.ray_folder() as folder:
     (folder / "session").mkdir()
     print(folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -174,11 +174,11 @@ def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_pat
     if who == "cluster down":
         assert not state.end(1.0)
     else:
-        with state.held():
+        with state.locked():
             pass
     assert not left.exists()
     (tmp_path / "cluster-ray").write_text(str(other))
-    with state.held(), state.ray_folder() as folder:
+    with state.locked(), state.ray_folder() as folder:
         assert folder.is_dir()
     assert not folder.exists()
     assert other.is_dir(), "it is not where we make them"
@@ -187,10 +187,10 @@ def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_pat
 
 def test_a_deployed_front_is_told_nothing_by_signals(tmp_path: Path) -> None:
     state, reader = StateFile(tmp_path), StateFile(tmp_path)
-    with state.held():
-        state.tell(ClusterState(pid=os.getpid(), is_deployed=True))
+    with state.locked():
+        state.write(ClusterState(pid=os.getpid(), is_deployed=True))
         with pytest.raises(ConfigError, match="give its args another revision"):
-            reader.renew()
+            reader.redeploy()
         with pytest.raises(ConfigError, match="serve shutdown ends it"):
             reader.end(1.0)
 
@@ -199,13 +199,13 @@ def test_a_front_that_is_patient_has_the_folder_when_the_other_goes(tmp_path: Pa
     state, patient = StateFile(tmp_path), StateFile(tmp_path)
 
     def take() -> bool:
-        with patient.held(60.0):
-            return patient.is_held()
+        with patient.locked(60.0):
+            return patient.is_locked()
 
     with ThreadPoolExecutor(1) as pool:
-        with state.held():
+        with state.locked():
             taken = pool.submit(take)
-            with pytest.raises(ConfigError, match="a cluster is up in"), StateFile(tmp_path).held():
+            with pytest.raises(ConfigError, match="a cluster is up in"), StateFile(tmp_path).locked():
                 pass
             assert not taken.done()
         assert taken.result()

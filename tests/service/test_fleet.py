@@ -48,7 +48,7 @@ def with_most(server: RunningServer) -> str:
     return "" if len(set(queues.values())) < 2 else max(queues, key=lambda member: queues[member])
 
 
-def test_a_member_that_is_killed_in_mid_step_costs_neither_its_neighbour_nor_an_answer_that_is_told_whole(
+def test_a_killed_engine_affects_neither_the_other_engine_nor_requests_without_streaming(
     pair: RunningServer,
 ) -> None:
     assert "2 engines: cpu, " in pair.output.read_text()
@@ -68,7 +68,7 @@ def test_a_member_that_is_killed_in_mid_step_costs_neither_its_neighbour_nor_an_
         psutil.Process(pids[lost]).kill()
         assert '"code":"engine_unavailable"' in streaming.result(timeout=SOON_S).text
         painted = [files_of(answer.result(timeout=START_S)) for answer in answers]
-    [anew] = events(pair, "request begins anew")
+    [anew] = events(pair, "request restarts on another replica")
     assert anew["member"] == neighbour
     wait_for(lambda: told(pair, "engine_up") == {"0": 1.0, "1": 1.0}, START_S, "the member that was lost")
     again = {line["member"]: line["engine_pid"] for line in events(pair, "engine ready")}
@@ -80,7 +80,7 @@ def test_a_member_that_is_killed_in_mid_step_costs_neither_its_neighbour_nor_an_
         assert painted == list(pool.map(lambda asked: files_of(pair.paint(**asked)), (beside, moved)))
 
 
-def test_a_client_that_hangs_up_frees_its_place_and_all_engines_count_as_one(pair: RunningServer) -> None:
+def test_a_disconnect_frees_the_slot_and_the_statistics_are_sums(pair: RunningServer) -> None:
     wait_for(lambda: told(pair, "engine_up") == {"0": 1.0, "1": 1.0}, START_S, "both engines")
     body = {"prompt": "a rose", "num_inference_steps": 1000, "stream": True}
     with (

@@ -15,8 +15,8 @@ from diffserve.api.engine_stats import (
     merged,
 )
 from diffserve.api.errors import ConfigError
-from diffserve.service.engine import fleet
-from diffserve.service.engine.fleet import settings_of_each, told_of_devices
+from diffserve.service.engine import local
+from diffserve.service.engine.local import describe_engines, settings_per_device
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag, load_settings
 
@@ -51,24 +51,24 @@ def stats(scale: int) -> EngineStats:
 
 
 def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "num_cores", lambda: 7)
-    each = settings_of_each(settings("cuda:0, cpu,cpu"))
+    monkeypatch.setattr(local, "num_cores", lambda: 7)
+    each = settings_per_device(settings("cuda:0, cpu,cpu"))
     assert [(one.model.device, one.models[0].device) for one in each] == [("cuda:0",) * 2, ("cpu",) * 2, ("cpu",) * 2]
     assert [one.engine.threads for one in each] == [None, 3, 3]
     assert (
-        told_of_devices(settings("cpu,cpu", DIFFSERVE_ENGINE_THREADS="1")) == "2 engines: cpu, 1 thread; cpu, 1 thread"
+        describe_engines(settings("cpu,cpu", DIFFSERVE_ENGINE_THREADS="1")) == "2 engines: cpu, 1 thread; cpu, 1 thread"
     )
-    assert told_of_devices(settings("cuda:0,cuda:1")) == "2 engines: cuda:0; cuda:1"
-    many = [one.engine.threads for one in settings_of_each(settings(",".join(["cpu"] * 20)))]
+    assert describe_engines(settings("cuda:0,cuda:1")) == "2 engines: cuda:0; cuda:1"
+    many = [one.engine.threads for one in settings_per_device(settings(",".join(["cpu"] * 20)))]
     assert many == [1] * 20
 
 
 def test_without_devices_there_is_one_engine_as_configured() -> None:
     plain = load_settings(env={})
-    assert settings_of_each(plain) == [plain]
-    assert told_of_devices(plain) == ""
-    [one] = settings_of_each(settings("cuda:1"))
-    assert (one.model.device, one.engine.threads, told_of_devices(settings("cuda:1"))) == ("cuda:1", None, "")
+    assert settings_per_device(plain) == [plain]
+    assert describe_engines(plain) == ""
+    [one] = settings_per_device(settings("cuda:1"))
+    assert (one.model.device, one.engine.threads, describe_engines(settings("cuda:1"))) == ("cuda:1", None, "")
 
 
 @pytest.mark.parametrize(

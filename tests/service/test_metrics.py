@@ -343,17 +343,17 @@ def test_steps_that_led_to_no_picture_are_wasted_by_reason() -> None:
         made = Job[Event](GenerationRequest(prompt="a"), lambda _: None)
         for index, step in enumerate(steps):
             for before in range(1, step + 1):
-                made.wasted_by(Progress(request_id="a", image_index=index, step_index=before, num_steps=9))
+                made.wasted_steps(Progress(request_id="a", image_index=index, step_index=before, num_steps=9))
         return made
 
     late = Failed(request_id="a", code="deadline_exceeded", message="x")
-    assert job(3, 4).wasted_by(late) == ("deadline", 7)
-    assert job(2).wasted_by(None) == ("cancelled", 2)
-    assert job(2, 1).wasted_by(EngineUnavailable("x")) == ("lost", 3)
+    assert job(3, 4).wasted_steps(late) == ("deadline", 7)
+    assert job(2).wasted_steps(None) == ("cancelled", 2)
+    assert job(2, 1).wasted_steps(EngineUnavailable("x")) == ("lost", 3)
     lost = job(5, 6)
-    assert lost.wasted_by(ImageFailed(request_id="a", image_index=0, code="x", message="x")) == ("failed", 5)
-    assert lost.wasted_by(None) == ("cancelled", 6)
-    assert lost.wasted_by(None) == ("cancelled", 0)
+    assert lost.wasted_steps(ImageFailed(request_id="a", image_index=0, code="x", message="x")) == ("failed", 5)
+    assert lost.wasted_steps(None) == ("cancelled", 6)
+    assert lost.wasted_steps(None) == ("cancelled", 0)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Who gets a request: where its model, its adapters and its prefix are, unless that one is too far behind."""
+"""Routing by model, adapters, prefix and queue length."""
 
 from __future__ import annotations
 
@@ -8,83 +8,91 @@ from benchmarks.bench_routing import POOL_WINDOWS, at_random, drawn, routed, run
 from diffserve.api.text_types import ChatMessage, TextRequest
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.models.loras import Lora
-from diffserve.service.engine.router import BLOCK_WORDS, Bounds, MemberQueue, RouteNeeds, Router, chain, needs_of
+from diffserve.service.engine.router import (
+    BLOCK_WORDS,
+    AffinityWeights,
+    ReplicaQueue,
+    RouteNeeds,
+    Router,
+    chain,
+    route_needs,
+)
 
 STYLE = "an oil painting in the style of the old masters with warm light"
-IDLE = MemberQueue(0.0)
+IDLE = ReplicaQueue(0.0)
 
 
 def needs(prompt: str, cost: float = 10.0, *, model: str = "", loras: tuple[Lora, ...] = ()) -> RouteNeeds:
     params = DiffusionParams(loras=loras)
-    return needs_of(GenerationRequest(prompt=prompt, model=model, diffusion=params), cost, "first")
+    return route_needs(GenerationRequest(prompt=prompt, model=model, diffusion=params), cost, "first")
 
 
-def queues(*costs: float) -> dict[str, MemberQueue]:
+def queues(*costs: float) -> dict[str, ReplicaQueue]:
     """By member; all of them have the first model."""
-    return {f"m{number}": MemberQueue(cost, frozenset({"first"})) for number, cost in enumerate(costs)}
+    return {f"m{number}": ReplicaQueue(cost, frozenset({"first"})) for number, cost in enumerate(costs)}
 
 
 def test_without_anything_to_go_by_the_shortest_queue_is_chosen() -> None:
     router = Router()
     assert router.choose(needs("a fox"), queues(3.0, 1.0, 2.0)) == "m1"
-    assert router.choose(needs_of(TextRequest(prompt="once"), 1.0), queues(3.0, 1.0, 0.5)) == "m2"
+    assert router.choose(route_needs(TextRequest(prompt="once"), 1.0), queues(3.0, 1.0, 0.5)) == "m2"
 
 
 def test_a_prompt_goes_where_its_beginning_was_until_that_one_is_half_a_request_behind() -> None:
-    router = Router(Bounds(prefix=0.5))
-    router.sent("m1", needs(f"{STYLE}, a fox"))
+    router = Router(AffinityWeights(prefix=0.5))
+    router.record("m1", needs(f"{STYLE}, a fox"))
     asked = needs(f"{STYLE}, an owl", cost=10.0)
-    assert router.num_found("m1", asked) == BLOCK_WORDS
+    assert router.num_known_words("m1", asked) == BLOCK_WORDS
     assert router.choose(asked, queues(0.0, 4.9)) == "m1"
     assert router.choose(asked, queues(0.0, 5.1)) == "m0"
     assert router.choose(needs("an owl", cost=10.0), queues(0.0, 4.9)) == "m0"
 
 
 def test_the_longest_prefix_counts_whole_and_shorter_ones_in_part() -> None:
-    router = Router(Bounds(prefix=1.0))
-    router.sent("m1", needs(f"{STYLE}, a fox on a hill in the rain"))
-    router.sent("m2", needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at dawn"))
+    router = Router(AffinityWeights(prefix=1.0))
+    router.record("m1", needs(f"{STYLE}, a fox on a hill in the rain"))
+    router.record("m2", needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at dawn"))
     asked = needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at noon", cost=10.0)
-    assert 0 < router.num_found("m1", asked) < router.num_found("m2", asked)
+    assert 0 < router.num_known_words("m1", asked) < router.num_known_words("m2", asked)
     assert router.choose(asked, queues(0.0, 8.0, 9.0)) == "m2"
     assert router.choose(asked, queues(9.0, 2.0, 9.0)) == "m1"
 
 
 def test_a_model_and_adapters_weigh_more_than_a_prefix() -> None:
     router = Router()
-    router.sent("m0", needs("a fox"))
-    where = {"m0": IDLE, "m1": MemberQueue(100.0, frozenset({"photo"}))}
+    router.record("m0", needs("a fox"))
+    where = {"m0": IDLE, "m1": ReplicaQueue(100.0, frozenset({"photo"}))}
     assert router.choose(needs("a fox", model="photo"), where) == "m1"
     ink = (Lora(name="ink"),)
-    router.sent("m1", needs("a boat", loras=ink))
+    router.record("m1", needs("a boat", loras=ink))
     assert router.choose(needs("a boat", loras=ink), queues(0.0, 39.0)) == "m1"
     assert router.choose(needs("a boat", loras=ink), queues(0.0, 46.0)) == "m0"
     assert router.choose(needs("a boat", loras=(Lora(name="other"),)), queues(0.0, 1.0)) == "m0"
 
 
-def test_a_model_that_is_being_loaded_for_somebody_draws_those_who_ask_for_it_next() -> None:
+def test_a_model_that_is_being_loaded_attracts_further_requests_for_it() -> None:
     router = Router()
-    router.sent("m1", needs("a fox", model="photo"))
+    router.record("m1", needs("a fox", model="photo"))
     assert router.choose(needs("a boat", model="photo"), queues(0.0, 30.0)) == "m1"
 
 
-def test_a_member_that_began_anew_has_nothing() -> None:
+def test_a_restarted_replica_has_nothing_cached() -> None:
     router = Router()
-    router.sent("m1", needs("a fox"))
+    router.record("m1", needs("a fox"))
     assert router.choose(needs("a fox"), queues(0.0, 1.0)) == "m1"
     router.forget("m1")
     assert router.choose(needs("a fox"), queues(0.0, 1.0)) == "m0"
 
 
-def test_what_is_remembered_is_bounded_and_beginnings_outlive_ends() -> None:
-    router = Router(most_keys=3)
+def test_the_index_is_bounded_and_evicts_prefixes_last() -> None:
+    router = Router(max_keys=3)
     words = [f"word{number}" for number in range(3 * BLOCK_WORDS)]
-    router.sent("m0", needs(" ".join(words)))
+    router.record("m0", needs(" ".join(words)))
     for number in range(100):
-        router.sent("m1", needs(f"prompt {number}"))
-    assert router.num_found("m1", needs("prompt 99")) == 2
-    assert router.num_found("m1", needs("prompt 9")) == 0
-    assert router.num_found("m0", needs(" ".join(words))) >= BLOCK_WORDS
+        router.record("m1", needs(f"prompt {number}"))
+    assert router.num_known_words("m1", needs("prompt 99")) == 2
+    assert router.num_known_words("m1", needs("prompt 9")) == 0
+    assert router.num_known_words("m0", needs(" ".join(words))) >= BLOCK_WORDS
 
 
 def test_equal_keys_mean_equal_words_and_all_that_salts_them() -> None:
@@ -99,8 +107,8 @@ def test_equal_keys_mean_equal_words_and_all_that_salts_them() -> None:
 def test_a_conversation_goes_on_where_it_began(salt: bytes) -> None:
     router = Router()
     turns = [ChatMessage(role="user", content=STYLE), ChatMessage(role="assistant", content="a fox, then")]
-    router.sent("m1", needs_of(TextRequest(messages=(turns[0],), cache_salt=b"mine"), 4.0))
-    asked = needs_of(TextRequest(messages=tuple(turns), cache_salt=salt), 4.0)
+    router.record("m1", route_needs(TextRequest(messages=(turns[0],), cache_salt=b"mine"), 4.0))
+    asked = route_needs(TextRequest(messages=tuple(turns), cache_salt=salt), 4.0)
     assert router.choose(asked, queues(0.0, 1.0)) == ("m1" if salt else "m0")
 
 

@@ -228,7 +228,7 @@ def cluster_up(
         arguments = [word for word in sys.argv[1:] if word != "--detach"]
         return detach(arguments, Path(settings.serve.data_dir).expanduser())
     mount = partial(mount_page, grace_s=settings.serve.page_grace_s) if settings.serve.page else None
-    return up(settings, cluster, address=address, token_file=token_file, mount_page=mount, read_again=read)
+    return up(settings, cluster, address=address, token_file=token_file, mount_page=mount, read_files=read)
 
 
 @cluster_app.command("status")

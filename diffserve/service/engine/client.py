@@ -1,16 +1,8 @@
-"""The engine as the front door knows it: one process at a time, watched, and restarted when it is lost.
+"""Client of one engine process, which is supervised and restarted when it is lost.
 
-starting --ready--> up --lost--> waiting (0 s, 0.5 s, 1 s, 2 s, ...) --> starting
-a load error at the first start, or five losses within five minutes, none of an engine that had been up for a minute:
-``failed`` resolves and nothing is restarted
+    starting --ready--> up --lost--> waiting (0 s, 0.5 s, 1 s, 2 s, ...) --> starting
 
-It is lost when its process ends, when it says that its device is, and when it does not get on: a tick that takes longer
-than any should, or no word at all for ``[serve] hang_after_s``; while it loads, in which its process did not compute
-or read either, since on a busy machine libraries keep it from words for minutes. Then it is killed. Those inside are
-told at once.
-
-With ``[serve] spare_engine`` a second process stands by, its libraries imported and nothing loaded, to take its place
-if it still answers then; one that ends meanwhile is replaced.
+After a load error at the first start, or ``MAX_LOSSES`` losses within ``LOSS_WINDOW_S``, it is not restarted.
 """
 
 from __future__ import annotations
@@ -41,16 +33,16 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 MAX_LOSSES = 5
 LOSS_WINDOW_S = 300.0
-HEALTHY_S = 60.0  # an engine that was up for so long begins the count of losses anew
+HEALTHY_S = 60.0  # the count of losses restarts after so long without a loss
 LONGEST_OVERDUE_S = 30.0
 PING_EVERY_S = 2.0
-SILENT_AFTER_S = 10.0  # without a pong for so long it is not ready
-SPARE_AFTER_S = 10.0  # so long an engine has the machine for itself before a spare is made ready
-LOADING_ANSWERS_S = 30.0  # at least so long one that loads is given to answer: libraries keep it from that for seconds
-SPARE_ANSWERS_S = 2.0  # a spare that does not within this time is stuck itself
-SPARE_STARTS_S = 15.0  # unless it is as young as this: it imports its libraries, and nothing else comes sooner
-LINGER_S = 5.0  # so long a process that was killed is waited for: one that hangs in a driver never ends
-USUAL_LOAD_S = 10.0  # where none was measured
+SILENT_AFTER_S = 10.0  # not ready after so long without a pong
+SPARE_AFTER_S = 10.0  # delay before a spare starts, so that the engine starts undisturbed
+LOADING_ANSWERS_S = 30.0  # least patience with an engine that loads: libraries block it for seconds
+SPARE_ANSWERS_S = 2.0  # a spare that does not answer in this time is stuck
+SPARE_STARTS_S = 15.0  # a younger spare still imports its libraries and may take longer
+LINGER_S = 5.0  # wait for a killed process, at most: one that hangs in a driver never ends
+USUAL_LOAD_S = 10.0  # default without a measurement
 LOAD_TIMES = "load-seconds"
 
 E = TypeVar("E")
@@ -59,22 +51,22 @@ log = logging.getLogger("diffserve.engine")
 
 
 class EngineClient:
-    """Keeps an engine process alive and hands requests to it.
+    """Supervises an engine process and hands requests to it: see ``Engines`` and ``Replica``.
 
-    settings   what it was started with
-    info       the first model, ``None`` until the first engine is up
-    text_info  the language model beside it; ``None`` until then, and where there is none
-    metrics    what the answers showed, over all engines
-    failed     resolves to the error for which no further engine is started
-    paths      how UNet calls are made, stored in the data folder and given to every engine
-    silent_s   seconds for which the engine has said nothing, counted while we listen: a loop that stood still heard
-               nothing, and proves nothing
+    An engine is lost when its process ends or reports its device as lost, when a tick takes too long, or when it is
+    silent for ``[serve] hang_after_s``; while it loads, silence counts only if the process neither computes nor reads.
+    With ``[serve] spare_engine`` a second process with imported libraries is ready to take its place.
+
+    Attributes:
+        paths: Store of the UNet paths that every engine gets.
+        silent_s: Seconds without an answer, counted while this process listens: a blocked event loop proves nothing.
     """
 
-    def __init__(self, settings: Settings, *, metrics: Metrics | None = None, member: str = "") -> None:
-        """``metrics``: of all engines, where this is one of several, the ``member``; ``None``: its own."""
+    def __init__(self, settings: Settings, *, metrics: Metrics | None = None, name: str = "") -> None:
+        """Create a client; in a pool, ``metrics`` are shared and ``name`` identifies the engine."""
         self.settings = settings
-        self._of = {"member": member} if member else {}  # for the log
+        self.name = name
+        self._of = {"member": name} if name else {}  # for the log
         self.info: ModelInfo | None = None
         self.text_info: LanguageModelInfo | None = None
         self._known_models: tuple[ServedModel, ...] = ()
@@ -106,51 +98,56 @@ class EngineClient:
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """Every image model that requests may name, the first one first; none until the first engine is up."""
+        """Image models that requests may name, the default one first; empty until the first engine is ready."""
         return self._known_models if self._connection is None else self._connection.models or self._known_models
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the engine, also of one that loads or was lost; ``None`` before the first."""
+    def engine_id(self) -> int | None:
+        """Process id of the engine, also while it loads or after it was lost; ``None`` before the first."""
         return None if self._connection is None else self._connection.pid
 
     @property
     def load_s(self) -> float | None:
-        """Seconds that the engine took to load, 0 while it does; ``None`` before the first began."""
+        """Seconds that the engine took to load, 0 while it loads; ``None`` before the first."""
         return None if self._connection is None else self._connection.load_s
 
     @property
+    def is_expected(self) -> bool:
+        """Whether its failure counts as one of its pool, which is always so."""
+        return True
+
+    @property
     def is_ready(self) -> bool:
-        """Whether a request handed over now would be painted."""
+        """Whether the engine would start a request now."""
         connection = self._connection
         is_up = self._is_up and connection is not None and not connection.lost.done()
         return is_up and self.silent_s < SILENT_AFTER_S
 
     @property
     def num_ready(self) -> int:
-        """Whether there is one that works: 1 or 0."""
+        """Number of engines that are ready, 1 or 0."""
         return int(self.is_ready)
 
     @property
     def retry_after_s(self) -> float:
-        """While there is no engine: seconds until there should be one, as long as the last took to load; 1 at least.
+        """Expected seconds until the engine is ready, at least 1, based on the last load time.
 
-        One that is overdue may take as long again as it is late.
+        An engine that is overdue is expected to take as long again as it is late.
         """
         left_s = self._ready_at_s - self._now()
         return max(1.0, left_s, min(-left_s, LONGEST_OVERDUE_S))
 
     def require_ready(self) -> None:
-        """EngineUnavailable, with when to come back, unless a request handed over now would be painted."""
+        """Raise EngineUnavailable, with the time for a retry, if the engine is not ready."""
         refuse_unready(self)
 
     def start(self) -> None:
-        """Start the first engine and watch over it."""
-        self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._stands_by)
+        """Start the first engine and supervise it."""
+        self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._has_live_spare)
         self._supervising = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
-        """End the engine; whatever it still holds ends in EngineUnavailable."""
+        """Stop the engine; unfinished requests end in EngineUnavailable."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
@@ -161,49 +158,51 @@ class EngineClient:
         self._is_up = False
 
     def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
-        """Hand ``request`` to the engine. EngineUnavailable while there is none; ``is_whole``: see ``Engines``, there
-        is no other that could begin it anew.
+        """Hand ``request`` to the engine; see ``Engines``. There is no other engine that could restart it.
 
-        Its job raises InvalidRequest where nothing is loaded that could do it.
+        Raises:
+            EngineUnavailable: The engine is not ready.
         """
         job = Job(request, self.cancel, watch, is_whole=is_whole)
         self.take(job)
         return job
 
     def take(self, job: Job[Any]) -> None:
-        """Have the engine do the request of ``job``, and feed it. EngineUnavailable while there is none."""
-        self._up().take(job)
+        """Start the request of ``job`` and feed it its events; raise EngineUnavailable if the engine is not ready."""
+        self._ready_connection().take(job)
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up, if it is not over; its place is free at the engine's next step."""
+        """Cancel a request; its slot is free at the engine's next step. Ignored if it has ended."""
         if self._connection is not None:
             self._connection.cancel(request_id)
 
     def interrupt(self, request_id: str) -> None:
-        """End a request for images early, if it is not over, with the unfinished pictures."""
+        """End an image request early with its unfinished images; ignored if it has ended."""
         if self._connection is not None:
             self._connection.interrupt(request_id)
 
-    def look_again(self, name: str) -> None:
-        """Have the engine look at the files of a model that it could not read. EngineUnavailable without one."""
-        self._up().look_again(name)
+    def retry_load(self, name: str) -> None:
+        """Read the files of a model that failed to load again; raise EngineUnavailable if the engine is not ready."""
+        self._ready_connection().retry_load(name)
 
     async def num_requests(self) -> int:
-        """How many requests are in the engine, by its own books. EngineUnavailable while there is none."""
-        return (await self._up().ping()).num_requests
+        """Return the number of requests that the engine counts; raise EngineUnavailable if it is not ready."""
+        return (await self._ready_connection().ping()).num_requests
 
     async def trace(self) -> list[list[str]]:
-        """Per recent UNet call, the request id of every row. EngineUnavailable while there is none."""
-        return await self._up().trace()
+        """Return the request id of every row of the recent UNet calls; raise EngineUnavailable if it is not ready."""
+        return await self._ready_connection().trace()
 
     async def stats(self) -> EngineStats | None:
-        """The engine's numbers as of a moment ago; ``None`` before its first tick. EngineUnavailable while there is
-        none.
-        """
-        return await self._up().stats()
+        """Return the engine's statistics; ``None`` before its first tick.
 
-    def _up(self) -> EngineConnection:
-        """The engine. EngineUnavailable while there is none."""
+        Raises:
+            EngineUnavailable: The engine is not ready.
+        """
+        return await self._ready_connection().stats()
+
+    def _ready_connection(self) -> EngineConnection:
+        """Return the connection to the engine; raise EngineUnavailable if it is not ready."""
         self.require_ready()
         assert self._connection is not None
         return self._connection
@@ -211,8 +210,8 @@ class EngineClient:
     async def _supervise(self) -> None:
         while not self.failed.done():
             try:
-                await self._one_life()
-            except OSError as error:  # no process or no socket to be had: as good as lost
+                await self._run_once()
+            except OSError as error:  # no process or no socket: the same as a loss
                 log.error("engine did not start", extra={"reason": error.strerror})
             if self.failed.done():
                 return
@@ -224,13 +223,13 @@ class EngineClient:
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0
-            self._ready_at_s = self._now() + pause_s + self._load_times.expected_s(spare=self._stands_by)
+            self._ready_at_s = self._now() + pause_s + self._load_times.expected_s(spare=self._has_live_spare)
             log.warning("engine restarts", extra={"pause_s": pause_s, **self._of})
             await asyncio.sleep(pause_s)
 
-    async def _one_life(self) -> None:
-        """Start an engine and stay with it until it is gone."""
-        was_spare = self._stands_by
+    async def _run_once(self) -> None:
+        """Start an engine and supervise it until it is lost."""
+        was_spare = self._has_live_spare
         connection = self._connection = await self._next_engine()
         connection.on_models = self.paths.remember
         engine = replace(self._load.engine, served_paths=self.paths.known())
@@ -252,8 +251,8 @@ class EngineClient:
             self.info, self.text_info, self._known_models = ready.info, ready.language, ready.models
             self._is_up = True
             seconds = {"load_s": round(connection.load_s, 1)}
-            told = {"model": ready.info.model_id, "engine_pid": connection.pid, **seconds, **self._of}
-            log.info("engine ready", extra=told)
+            extra = {"model": ready.info.model_id, "engine_pid": connection.pid, **seconds, **self._of}
+            log.info("engine ready", extra=extra)
             if not connection.has_built:
                 await LISTINGS.run(self._load_times.learn, connection.load_s, spare=was_spare)
             up_since_s = self._now()
@@ -266,19 +265,19 @@ class EngineClient:
             self._is_up = False
             if self._now() - up_since_s >= HEALTHY_S:
                 self._losses.clear()
-            self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._stands_by)
-            await self._bury(connection)
+            self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._has_live_spare)
+            await self._log_exit(connection)
 
     @property
-    def _stands_by(self) -> bool:
-        """Whether there is a spare, alive."""
+    def _has_live_spare(self) -> bool:
+        """Whether there is a spare process that has not ended."""
         return self._spare is not None and not self._spare.lost.done()
 
     async def _next_engine(self) -> EngineConnection:
-        """The spare where there is one that answers, else a process that has everything before it."""
-        stands_by = self._stands_by
+        """Return the spare if it answers, else a new process."""
+        is_live = self._has_live_spare
         spare, self._spare = self._spare, None
-        if spare is not None and stands_by:
+        if spare is not None and is_live:
             patience_s = max(SPARE_ANSWERS_S, self._spare_since_s + SPARE_STARTS_S - self._now())
             try:
                 async with asyncio.timeout(patience_s):
@@ -290,10 +289,10 @@ class EngineClient:
         return await EngineConnection.start(self.metrics)
 
     async def _keep_spare(self) -> None:
-        """Have a spare ready, and another when that one is lost."""
+        """Start a spare, and another one when it is lost."""
         while self._has_spare:
             await asyncio.sleep(SPARE_AFTER_S)
-            if self._stands_by:
+            if self._has_live_spare:
                 continue
             if self._spare is not None:
                 log.warning("the spare engine is gone", extra={"engine_pid": self._spare.pid})
@@ -305,24 +304,24 @@ class EngineClient:
                 log.warning("no spare engine", extra={"reason": str(error)})
 
     async def _watch(self, connection: EngineConnection, *, until: asyncio.Future[Any]) -> None:
-        """Ask how it gets on ``until`` that is done, or it is lost; give it up when it does not get on."""
+        """Ping the engine until ``until`` is done or it is lost; abandon it if it hangs or is silent."""
         pong: asyncio.Task[ipc.Pong] | None = None
         self.silent_s = idle_s = 0.0
         work = connection.work()
         patience_s = self._hang_after_s if self._is_up else max(self._hang_after_s, LOADING_ANSWERS_S)
-        overs: set[asyncio.Future[Any]] = {connection.lost, until}
+        ends: set[asyncio.Future[Any]] = {connection.lost, until}
         try:
-            while not any(over.done() for over in overs):
+            while not any(end.done() for end in ends):
                 pong = pong or asyncio.create_task(connection.ping())
-                await asyncio.wait({*overs, pong}, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                if any(over.done() for over in overs):
+                await asyncio.wait({*ends, pong}, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if any(end.done() for end in ends):
                     return
                 if pong.done():
                     self.silent_s = idle_s = 0.0
-                    told, pong = pong.result(), None
-                    if told.hangs:
-                        connection.abandon(Loss("hang", f"tick {told.num_ticks + 1} has taken {told.tick_s:.0f} s"))
-                    await asyncio.wait(overs, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                    answer, pong = pong.result(), None
+                    if answer.hangs:
+                        connection.abandon(Loss("hang", f"tick {answer.num_ticks + 1} has taken {answer.tick_s:.0f} s"))
+                    await asyncio.wait(ends, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 self.silent_s += PING_EVERY_S
                 before, work = work, connection.work()
@@ -334,15 +333,15 @@ class EngineClient:
                 pong.cancel()
                 await asyncio.gather(pong, return_exceptions=True)
 
-    async def _bury(self, connection: EngineConnection) -> None:
-        """Say why it is gone, once it is; one that lingers is left behind."""
+    async def _log_exit(self, connection: EngineConnection) -> None:
+        """Log why the engine was lost, after its process has ended or ``LINGER_S`` have passed."""
         closing = asyncio.create_task(connection.closed.wait())
         await asyncio.wait({closing}, timeout=LINGER_S)
         closing.cancel()
         loss = connection.lost.result()
         self.metrics.lost_engine(loss.kind)
-        said = {"engine_pid": connection.pid, "exit_code": connection.exit_code, "reason": loss.reason, **self._of}
-        log.error("engine lost", extra=said)
+        extra = {"engine_pid": connection.pid, "exit_code": connection.exit_code, "reason": loss.reason, **self._of}
+        log.error("engine lost", extra=extra)
 
     def _load_failed(self, error: DiffserveError) -> None:
         if self.info is None:
@@ -360,43 +359,43 @@ class EngineClient:
 
 
 def watch_engines(metrics: Metrics, engines: Sequence[EngineClient]) -> None:
-    """Tell of ``engines`` at each scrape: of the one that has been silent for longest, and took longest to load."""
+    """Show in ``metrics`` the longest silence and load time of ``engines``, and their models."""
 
     def infos() -> dict[tuple[str, ...], float]:
-        served = ((one.name, one.info) for engine in engines for one in engine.models)
+        served = ((model.name, model.info) for engine in engines for model in engine.models)
         return {(name, info.digest, info.dtype): 1.0 for name, info in served if info is not None}
 
     def loads() -> dict[tuple[str, ...], float]:
-        known = [engine.load_s for engine in engines if engine.load_s is not None]
-        return {(): max(known)} if known else {}
+        times = [engine.load_s for engine in engines if engine.load_s is not None]
+        return {(): max(times)} if times else {}
 
-    said = "Seconds for which the engine has said nothing, also while it loads."
-    metrics.watch("engine_heartbeat_age_seconds", said, lambda: {(): max(engine.silent_s for engine in engines)})
+    text = "Seconds since the last answer of the engine, also while it loads."
+    metrics.watch("engine_heartbeat_age_seconds", text, lambda: {(): max(engine.silent_s for engine in engines)})
     metrics.watch("model_load_seconds", "Seconds from telling the engine what to load to its first tick.", loads)
     metrics.watch("model_info", "The models that are served; always 1.", infos, "model", "digest", "dtype")
 
 
 class LoadTimes:
-    """How long this model takes to load on this machine, by a spare process and by a new one; kept on disk."""
+    """Load times of the model on this machine, in a spare and in a new process; stored on disk."""
 
     def __init__(self, settings: Settings) -> None:
         model = settings.model
         self._cache = DiskCache.at(settings.engine.cache_dir)
         self._key = f"{model.path} {model.device} {model.dtype} {settings.text.model}"
-        self._known = {spare: self._read(spare) for spare in (False, True)}
+        self._times = {spare: self._read(spare) for spare in (False, True)}
 
     def expected_s(self, *, spare: bool) -> float:
-        """Seconds that the next load should take."""
-        return self._known[spare] or self._known[False] or USUAL_LOAD_S
+        """Return the expected seconds of the next load."""
+        return self._times[spare] or self._times[False] or USUAL_LOAD_S
 
     def learn(self, load_s: float, *, spare: bool) -> None:
-        """The last one counts: a file that is in memory now is there the next time, too."""
-        self._known[spare] = load_s
-        self._cache.write(LOAD_TIMES, self._named(spare), round(load_s, 3))
+        """Store the last load time: a file that is in the page cache now will probably be there the next time."""
+        self._times[spare] = load_s
+        self._cache.write(LOAD_TIMES, self._key_of(spare), round(load_s, 3))
 
     def _read(self, spare: bool) -> float | None:
-        kept = self._cache.read(LOAD_TIMES, self._named(spare))
-        return float(kept) if isinstance(kept, (int, float)) and 0.0 < kept < 3600.0 else None
+        load_s = self._cache.read(LOAD_TIMES, self._key_of(spare))
+        return float(load_s) if isinstance(load_s, (int, float)) and 0.0 < load_s < 3600.0 else None
 
-    def _named(self, spare: bool) -> str:
+    def _key_of(self, spare: bool) -> str:
         return f"{self._key} spare" if spare else self._key

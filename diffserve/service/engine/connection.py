@@ -1,7 +1,7 @@
-"""One engine process, from its birth to its death, seen from asyncio.
+"""Connection to one engine process over a socket pair.
 
-The process inherits one end of a socket pair: nothing is bound in the file system or on the network, and whoever dies
-first is noticed by the other as the end of the stream.
+The process inherits one end of the pair: nothing is bound in the file system or on the network, and each side notices
+the end of the other as the end of the stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diffserve.api.errors import (
 )
 from diffserve.api.types import Progress, ServedModel
 from diffserve.processes.wait_policy import bound_spinning
-from diffserve.service.engine.engines import LAST, Job
+from diffserve.service.engine.engines import END_OF_JOB, Job
 from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
@@ -39,44 +39,41 @@ ENGINE_MODULE = "diffserve.engine.process"
 READ_BYTES = 1 << 18
 LEAST_WORK_S = 0.1
 MALLOC_ARENAS = "2"
-"""Heaps of glibc in an engine; it would make eight for every core, and none gives the others what it has free."""
+"""Heaps of glibc in an engine: the default is eight per core, and free memory of one is not used by the others."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
-ENDS = (*LAST, DiffserveError)
 
 
 class ProcessWork(NamedTuple):
-    """What a process has done so far."""
+    """CPU time and bytes read of a process."""
 
     computed_s: float = 0.0
     read_bytes: int = 0
 
     def goes_on_since(self, before: ProcessWork) -> bool:
-        """Whether it has done more by now than threads do that wait for one another."""
+        """Return whether it has worked since ``before``, more than waiting threads do."""
         return self.computed_s - before.computed_s >= LEAST_WORK_S or self.read_bytes > before.read_bytes
 
 
 class Loss(NamedTuple):
-    """Why an engine is gone: ``kind`` is one of device, hang, silence and crash, ``reason`` is for the log."""
+    """Reason of a loss: ``kind`` is device, hang, silence or crash; ``reason`` is for the log."""
 
     kind: str
     reason: str
 
 
 class EngineConnection:
-    """A running engine process.
+    """A running engine process; one without a ``load`` command waits with imported libraries, as a spare.
 
-    ready    what it loaded, once it can paint, or a ModelLoadError
-    closed   set once the process is gone; every job has ended by then
-    lost     resolves to why nothing that it holds will be finished, as soon as that is known; its process may linger
-    metrics  told of every event, and of every request that the engine refuses
-    load_s   seconds from when it was told what to load to ready, 0 before
-    on_models    called with the models of every report that names them
-    on_building  called when the engine compiles before it is ready, with the most seconds that this may take
-    has_built    whether it did; its load time says little about the next one then
-
-    A process that nobody told what to load waits, its libraries imported: a spare.
+    Attributes:
+        ready: Future with what the engine loaded, or a ModelLoadError.
+        closed: Set when the process has ended; every job has ended by then.
+        lost: Future with the reason why the jobs are lost; the process may end later.
+        load_s: Seconds from the load command until ready, 0 before.
+        on_models: Called with the models of every report that lists them.
+        on_building: Called when the engine compiles before it is ready, with the maximum seconds that this may take.
+        has_built: Whether it compiled, so that its load time does not predict the next one.
     """
 
     def __init__(
@@ -89,15 +86,15 @@ class EngineConnection:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
-        self.ready.add_done_callback(asyncio.Future.exception)  # no complaint when nobody asks any more
+        self.ready.add_done_callback(asyncio.Future.exception)  # marks an exception as retrieved
         self.closed = asyncio.Event()
         self.lost: asyncio.Future[Loss] = loop.create_future()
         self.load_s = 0.0
-        self._told_s = 0.0
+        self._load_sent_s = 0.0
         self.on_building: Callable[[float], None] = lambda _: None
         self.has_built = False
         self.on_models: Callable[[tuple[ServedModel, ...]], None] = lambda _: None
-        self._is_leaving = False
+        self._is_stopping = False
         self._metrics = metrics
         self._output = output
         self._process = process
@@ -111,69 +108,68 @@ class EngineConnection:
 
     @classmethod
     async def start(cls, metrics: Metrics) -> EngineConnection:
-        """Start a process. OSError where there is none to be had."""
+        """Start a process; raise OSError if that is impossible."""
         environment = os.environ | _OFFLINE
         bound_spinning(environment)
         environment.setdefault("MALLOC_ARENA_MAX", MALLOC_ARENAS)
-        ours, theirs = socket.socketpair()
-        with theirs, EngineOutput() as output:
+        server_end, engine_end = socket.socketpair()
+        with engine_end, EngineOutput() as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
+                *(sys.executable, "-m", ENGINE_MODULE, "--fd", str(engine_end.fileno())),
+                pass_fds=(engine_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output.end,  # whatever a library prints belongs into the log
+                stdout=output.end,  # output of libraries belongs in the log
                 stderr=output.end,
                 env=environment,
             )
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=server_end)
         return cls(process, reader, writer, metrics, output)
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code once it has ended; minus the signal's number when a signal ended it."""
+        """Exit code after the end, negative for a signal."""
         return self._process.returncode
 
     def load(self, load: ipc.Load) -> None:
-        """Tell it, once, what to load; ``ready`` tells the rest."""
-        self._told_s = asyncio.get_running_loop().time()
+        """Send the load command, once; ``ready`` has the result."""
+        self._load_sent_s = asyncio.get_running_loop().time()
         self._send(load)
 
     def take(self, job: Job[Any]) -> None:
-        """Hand the request of ``job`` over, and feed it. EngineUnavailable where the process is gone."""
+        """Start the request of ``job`` and feed it its events; raise EngineUnavailable if the process is lost."""
         if self.lost.done():
             raise self._gone()
         request = cast(ipc.AnyRequest, job.request)
-        data = ipc.frame(ipc.Submit(request=request))  # before it is in the books: may be refused
+        data = ipc.frame(ipc.Submit(request=request))  # may raise, so before the job is stored
         self._jobs[job.request_id] = job
         self._write(data)
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up, if it is not over; its place is free at the engine's next step."""
+        """Cancel a request; its slot is free at the engine's next step. Ignored if it has ended."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
-            self._metrics.ended(job.kind, "cancelled")
-            self._metrics.wasted(*job.wasted_by(None))
+            job.record_cancel(self._metrics)
             self._send(ipc.Cancel(request_id=request_id))
 
     def interrupt(self, request_id: str) -> None:
-        """End a request for images early, if it is not over, with the unfinished pictures."""
+        """End an image request early with its unfinished images; ignored if it has ended."""
         if request_id in self._jobs:
             self._jobs[request_id].was_interrupted = True
             self._send(ipc.Interrupt(request_id=request_id))
 
-    def look_again(self, name: str) -> None:
-        """Have the engine look at the files of a model that it could not read."""
+    def retry_load(self, name: str) -> None:
+        """Read the files of a model that failed to load again."""
         self._send(ipc.LookAgain(name=name))
 
     def work(self) -> ProcessWork:
-        """What its process has done so far, as far as the system says."""
+        """Return the work of the process so far, as far as the system reports it."""
         computed_s, read_bytes = 0.0, 0
-        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # the last: nobody counts reads here
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # AttributeError: no read counts
             process = psutil.Process(self.pid)
             spent = process.cpu_times()
             computed_s = spent.user + spent.system
@@ -181,24 +177,24 @@ class EngineConnection:
         return ProcessWork(computed_s, read_bytes)
 
     async def ping(self) -> ipc.Pong:
-        """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
+        """Return the engine's progress; wait while it is silent, raise EngineUnavailable if it is lost."""
         answer = await self._ask(ipc.Ping)
         assert isinstance(answer, ipc.Pong)
         return answer
 
     async def trace(self) -> list[list[str]]:
-        """Per recent UNet call, the request id of every row."""
+        """Return the request id of every row of the recent UNet calls."""
         answer = await self._ask(ipc.ReadTrace)
         return answer.unet_calls if isinstance(answer, ipc.Trace) else []
 
     async def stats(self) -> EngineStats | None:
-        """The engine's numbers as of a moment ago; None before its first tick."""
+        """Return the engine's statistics; ``None`` before its first tick."""
         answer = await self._ask(ipc.ReadStats)
         return answer.stats if isinstance(answer, ipc.Stats) else None
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""
-        self._is_leaving = True
+        """End the process by closing the socket; kill it if it has not ended after ``grace_s``."""
+        self._is_stopping = True
         self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), grace_s)
@@ -206,14 +202,14 @@ class EngineConnection:
         await self.closed.wait()
 
     def abandon(self, loss: Loss) -> None:
-        """End every job now, then the process, which may take its time: one that hangs in a driver cannot be killed."""
+        """End every job now and kill the process, which may not end if it hangs in a driver."""
         self._lose(loss)
         self.kill()
 
     def kill(self) -> None:
-        """End the process at once.
+        """Kill the process.
 
-        By its number: ``Process.kill`` would look whether it has ended, and what it had ended with would be lost.
+        By its id: ``Process.kill`` would poll the process, and its exit code would be lost.
         """
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
@@ -239,7 +235,7 @@ class EngineConnection:
             self._answers.pop(number, None)
 
     async def _read(self) -> None:
-        """Give every report to whom it concerns, until the stream ends; then end everything that still waits."""
+        """Dispatch reports until the stream ends, then end all jobs and questions."""
         try:
             frames = ipc.FrameReader()
             while data := await self._reader.read(READ_BYTES):
@@ -252,14 +248,14 @@ class EngineConnection:
 
     def _dispatch(self, report: ipc.Report) -> None:
         match report:
-            case Progress(request_id=request_id):  # first, being most of them, and no end of anything
+            case Progress(request_id=request_id):  # first: most reports are of this type
                 job = self._jobs.get(request_id)
                 if job is not None:
                     self._metrics.observe(job.kind, report)
-                    job.wasted_by(report)  # nothing is yet
+                    job.wasted_steps(report)  # counts the step; none is wasted yet
                     job.feed(report)
             case ipc.Ready():
-                self.load_s = asyncio.get_running_loop().time() - self._told_s
+                self.load_s = asyncio.get_running_loop().time() - self._load_sent_s
                 self.models = report.models
                 self.on_models(report.models)
                 self.ready.set_result(report)
@@ -283,23 +279,14 @@ class EngineConnection:
                 self._feed(report.request_id, report)
 
     def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
-        is_last = isinstance(event, ENDS)
+        is_last = isinstance(event, END_OF_JOB)
         job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
-        if job is None:  # it was cancelled from here and nobody listens
-            return
-        if isinstance(event, DiffserveError):
-            self._metrics.ended(job.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
-        else:
-            self._metrics.observe(job.kind, event)
-            if (waited_s := job.waited_for_preview_s(event)) is not None:
-                self._metrics.observe_first_preview(waited_s)
-        reason, num_steps = job.wasted_by(event)
-        if num_steps:
-            self._metrics.wasted(reason, num_steps)
-        job.feed(event)
+        if job is not None:  # else it was cancelled here
+            job.record(event, self._metrics)
+            job.feed(event)
 
     def _lose(self, loss: Loss) -> None:
-        """Nothing comes of what is inside: tell everybody at once."""
+        """End all jobs and questions with EngineUnavailable."""
         if self.lost.done():
             return
         self.lost.set_result(loss)
@@ -310,7 +297,7 @@ class EngineConnection:
                 answer.set_exception(self._gone())
 
     def _gone(self) -> EngineUnavailable:
-        if self._is_leaving:
+        if self._is_stopping:
             return EngineUnavailable("the server stopped before this was finished; please try again in a moment.")
         return EngineUnavailable(
             "the engine stopped before this was finished; it is being restarted, please try again.",
@@ -332,15 +319,15 @@ class EngineConnection:
 
 
 def refusal_in(report: ipc.Rejected) -> DiffserveError:
-    """The error that ``report`` stands for."""
+    """Return the error that ``report`` describes."""
     if report.code == DeadlineUnreachable.default_code:
         predicted_s, retry_after_s = report.predicted_s, report.retry_after_s
         return DeadlineUnreachable(report.message, predicted_s=predicted_s, retry_after_s=retry_after_s)
     if report.retry_after_s is not None:
         return QueueFull(report.message, retry_after_s=report.retry_after_s)
-    known = ABOUT_SERVER.get(report.code)
-    if known is not None:
-        return known(report.message)
+    error_type = ABOUT_SERVER.get(report.code)
+    if error_type is not None:
+        return error_type(report.message)
     if report.code == DiffserveError.default_code:
         return DiffserveError(OUR_MISTAKE)
     return InvalidRequest(report.message, param=report.param, code=report.code)

@@ -1,6 +1,6 @@
-"""What the service knows of whatever paints: one face, whether an engine stands behind it, several, or a cluster.
+"""The interface between the HTTP service and whatever runs its requests.
 
-``engine/client.py`` is one engine process that is restarted when it is lost.
+``EngineClient`` (one engine process) and ``ReplicaPool`` (several processes, or replicas on Ray) implement it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
+from diffserve.api import ipc
 from diffserve.api.embedding_types import EMBEDDING_TERMINAL
 from diffserve.api.engine_stats import EngineStats
 from diffserve.api.errors import DeadlineExceeded, DiffserveError, EngineUnavailable, InvalidRequest
@@ -33,28 +34,37 @@ from diffserve.service.http.errors import error_of
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
 
-LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
-"""Events after which there are no more of a request."""
+FINAL_EVENTS = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
+"""Types of the last event of a request."""
 
-HOW_FAR = (Progress, Queued)
-"""Events that nobody reads who waits for the whole of it."""
+END_OF_JOB = (*FINAL_EVENTS, DiffserveError)
+"""Types after which a job is fed nothing more."""
+
+PROGRESS_EVENTS = (Progress, Queued)
+"""Types of events that a caller who waits for the complete result does not read."""
 
 E = TypeVar("E")
 Watch = Callable[[object], None]
 
 
 class Job(Generic[E]):
-    """A submitted request as an asynchronous iterator of its events, the terminal one last.
+    """A submitted request: an asynchronous iterator of its events that ends with the terminal one.
 
-    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), what it failed at, or that it was
-    cancelled or the engine is lost (EngineUnavailable). Leaving its ``async with`` block early cancels the request:
-    ``cancel`` is told its id, also where it is over. ``watch`` is told of every event when it comes, however slowly
-    they are read; one that ``is_whole`` is read without those that tell how far it is.
+    Iterating raises InvalidRequest or QueueFull if the engine refuses the request, the error at which it failed, and
+    EngineUnavailable if it was cancelled or its engine is lost. Leaving the ``async with`` block cancels the request.
     """
 
     def __init__(
         self, request: Asks[E], cancel: Callable[[str], None], watch: Watch | None = None, *, is_whole: bool = False
     ) -> None:
+        """Create a job that is fed by its engine.
+
+        Args:
+            request: The submitted request.
+            cancel: Called with the request id at the end of the ``async with`` block, also after the last event.
+            watch: Called with every event when it arrives, independently of the reader.
+            is_whole: The reader waits for the complete result: ``PROGRESS_EVENTS`` are not queued for it.
+        """
         self.request = request
         self.request_id = request.request_id
         self.kind = request.kind
@@ -63,46 +73,65 @@ class Job(Generic[E]):
         self._watch = watch
         self.was_interrupted = False
         self._is_whole = is_whole
-        self._since_s = time.monotonic()
+        self._submitted_s = time.monotonic()
         self._has_preview = False
-        self._steps: dict[int, int] = {}  # by picture, of those that are on their way
+        self._unfinished_steps: dict[int, int] = {}  # steps done, by the index of an unfinished image
 
-    def waited_for_preview_s(self, event: object) -> float | None:
-        """Seconds since it was submitted, for the first preview of it; else ``None``."""
-        if self._has_preview or not isinstance(event, Preview):
-            return None
-        self._has_preview = True
-        return time.monotonic() - self._since_s
+    def record(self, event: ipc.AnyEvent | DiffserveError, metrics: Metrics) -> None:
+        """Count ``event``, or the error that ends the job, in ``metrics``."""
+        if isinstance(event, DiffserveError):
+            metrics.ended(self.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
+        else:
+            metrics.observe(self.kind, event)
+        if isinstance(event, Preview) and not self._has_preview:
+            self._has_preview = True
+            metrics.observe_first_preview(time.monotonic() - self._submitted_s)
+        reason, num_steps = self.wasted_steps(event)
+        if num_steps:
+            metrics.wasted(reason, num_steps)
 
-    def wasted_by(self, event: object) -> tuple[str, int]:
-        """Why steps led to no picture because of ``event``, and how many; ``None``: its client is gone."""
+    def record_cancel(self, metrics: Metrics) -> None:
+        """Count in ``metrics`` that the client left before the end."""
+        metrics.ended(self.kind, "cancelled")
+        metrics.wasted(*self.wasted_steps(None))
+
+    def wasted_steps(self, event: object) -> tuple[str, int]:
+        """Return the steps that ``event`` makes useless.
+
+        Args:
+            event: An event or error of this request; ``None`` if its client left.
+
+        Returns:
+            The reason ("cancelled", "deadline", "failed" or "lost") and the number of steps; "" and 0 if no step is
+            wasted.
+        """
         match event:
             case Progress(image_index=index, step_index=step):
-                self._steps[index] = step
+                self._unfinished_steps[index] = step
             case Painted(result=result):
-                self._steps.pop(result.image_index, None)
+                self._unfinished_steps.pop(result.image_index, None)
             case ImageFailed(image_index=index):
-                return "failed", self._steps.pop(index, 0)
+                return "failed", self._unfinished_steps.pop(index, 0)
             case Failed(code=code):
-                return "deadline" if code == DeadlineExceeded.default_code else "failed", self._all_steps()
+                return "deadline" if code == DeadlineExceeded.default_code else "failed", self._pop_steps()
             case DiffserveError():
-                return "lost", self._all_steps()
+                return "lost", self._pop_steps()
             case Cancelled() | None:
-                return "cancelled", self._all_steps()
+                return "cancelled", self._pop_steps()
             case _:
                 pass
         return "", 0
 
-    def _all_steps(self) -> int:
-        num_steps = sum(self._steps.values())
-        self._steps.clear()
+    def _pop_steps(self) -> int:
+        num_steps = sum(self._unfinished_steps.values())
+        self._unfinished_steps.clear()
         return num_steps
 
     def feed(self, event: E | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
         if self._watch is not None:
             self._watch(event)
-        if not (self._is_whole and isinstance(event, HOW_FAR)):
+        if not (self._is_whole and isinstance(event, PROGRESS_EVENTS)):
             self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[E]:
@@ -118,7 +147,7 @@ class Job(Generic[E]):
             if isinstance(event, Cancelled):
                 raise EngineUnavailable("the request was cancelled by the server.")
             yield event
-            if isinstance(event, LAST):
+            if isinstance(event, FINAL_EVENTS):
                 return
 
     async def __aenter__(self) -> Self:
@@ -129,81 +158,91 @@ class Job(Generic[E]):
 
 
 class Engines(Protocol):
-    """Whatever paints. Made within a running event loop, started once, and stopped once."""
+    """One or more engines behind the HTTP service, created in a running event loop, started and stopped once."""
 
     @property
     def settings(self) -> Settings:
-        """What it was started with."""
+        """Settings that the engines were started with."""
 
     @property
     def info(self) -> ModelInfo | None:
-        """The first model; ``None`` until the first engine is up."""
+        """Description of the first image model; ``None`` until the first engine is ready."""
 
     @property
     def text_info(self) -> LanguageModelInfo | None:
-        """The language model beside it; ``None`` until then, and where there is none."""
+        """Description of the language model; ``None`` until the first engine is ready, or without such a model."""
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """Every image model that requests may name, the first one first; none until the first engine is up."""
+        """Image models that requests may name, the default one first; empty until the first engine is ready."""
 
     @property
     def metrics(self) -> Metrics:
-        """What the answers showed, over all engines."""
+        """Metrics of the events of all engines."""
 
     @property
     def failed(self) -> asyncio.Future[DiffserveError]:
-        """Resolves to the error for which no further engine is started."""
+        """Future with the error for which engines are no longer restarted."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request handed over now would be painted."""
+        """Whether an engine would start a request now."""
 
     @property
     def retry_after_s(self) -> float:
-        """While there is no engine: seconds until there should be one, 1 at least."""
+        """Expected seconds until an engine is ready, at least 1."""
 
     @property
     def num_ready(self) -> int:
-        """How many engines work side by side now."""
+        """Number of engines that are ready."""
 
     def require_ready(self) -> None:
-        """EngineUnavailable, with when to come back, unless a request handed over now would be painted."""
+        """Raise EngineUnavailable, with the time for a retry, if no engine is ready."""
 
     def start(self) -> None:
-        """Start the first engines and watch over them."""
+        """Start the engines and supervise them."""
 
     async def stop(self) -> None:
-        """End the engines; whatever they still hold ends in EngineUnavailable."""
+        """Stop the engines; their unfinished requests end in EngineUnavailable."""
 
     def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
-        """Hand ``request`` to an engine. EngineUnavailable while there is none.
+        """Hand a request to an engine.
 
-        ``is_whole``: nobody hears of it before it is over. Where its engine is lost, another may then begin it anew,
-        as long as nothing came of it that cannot come twice: ``watch`` and the job may hear of its first events again.
-        Its job raises InvalidRequest where nothing is loaded that could do it.
+        Args:
+            request: The request.
+            watch: Called with every event when it arrives.
+            is_whole: The caller waits for the complete result. If the engine is lost before the first output, another
+                engine may then restart the request: ``watch`` gets the first events again.
+
+        Returns:
+            The job. It raises InvalidRequest if no loaded model can do the request.
+
+        Raises:
+            EngineUnavailable: No engine is ready.
         """
 
     def interrupt(self, request_id: str) -> None:
-        """End a request for images early: its job goes on with the unfinished pictures. Ignored where it is over."""
+        """End an image request early with its unfinished images; ignored if it has ended."""
 
-    def look_again(self, name: str) -> None:
-        """Have the files of a model looked at again that could not be read. EngineUnavailable without an engine."""
+    def retry_load(self, name: str) -> None:
+        """Read the files of a model that failed to load again; raise EngineUnavailable if no engine is ready."""
 
     async def num_requests(self) -> int:
-        """How many requests are in the engines, by their own books. EngineUnavailable without an engine."""
+        """Return the number of requests that the engines count; raise EngineUnavailable if no engine is ready."""
 
     async def trace(self) -> list[list[str]]:
-        """Per recent UNet call, the request id of every row. EngineUnavailable without an engine."""
+        """Return the request id of every row of the recent UNet calls; raise EngineUnavailable without an engine."""
 
     async def stats(self) -> EngineStats | None:
-        """The engines' numbers as of a moment ago, as one; ``None`` before the first tick. EngineUnavailable without
-        an engine.
+        """Return the sum of the engines' statistics; ``None`` before the first tick.
+
+        Raises:
+            EngineUnavailable: No engine is ready.
         """
 
 
 def refuse_unready(engines: Engines) -> None:
-    """EngineUnavailable, with when to come back, unless ``engines`` are ready."""
+    """Raise EngineUnavailable, with the time for a retry, if ``engines`` are not ready."""
     if not engines.is_ready:
         raise EngineUnavailable(
             "the engine is not ready: it is loading its model; please try again in a moment.",

@@ -1,4 +1,4 @@
-"""What an engine process says on its standard output and standard error, taken into the log of this one."""
+"""Standard output and standard error of an engine process, passed on to the log of this process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ log = logging.getLogger("engine")
 class EngineOutput:
     """A pipe whose ``end`` is the process's standard output and standard error.
 
-    JSON lines, as the process itself writes them, pass as they are; the rest (what a library in C prints, the last
-    words of a crash) is told line by line.
+    Log records, which are JSON lines, pass unchanged; other output (of C libraries, of a crash) is logged line by line.
     """
 
     def __init__(self) -> None:
-        self._ours, self.end = os.pipe()
+        self._read_end, self.end = os.pipe()
         self._lines = Lines(sys.stderr, log)
         self._reading = asyncio.create_task(self._read(), name="engine output")
 
@@ -33,33 +32,33 @@ class EngineOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The process has its ``end``, or there is none: this one needs it no more."""
+        """Close this process's copy of ``end``."""
         os.close(self.end)
 
     async def wait_until_read(self, patience_s: float = 1.0) -> None:
-        """Until the last words of a process that is gone are told; a grandchild may keep the pipe open for longer."""
+        """Wait until the output of an ended process is read; a grandchild may keep the pipe open for longer."""
         await asyncio.wait({self._reading}, timeout=patience_s)
         self._reading.cancel()
 
     async def _read(self) -> None:
         reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._ours, "rb", buffering=0)
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._read_end, "rb", buffering=0)
         )
         try:
             while True:
                 try:
                     line = await reader.readuntil(b"\n")
-                except asyncio.IncompleteReadError as last:
-                    self._tell(last.partial)
+                except asyncio.IncompleteReadError as error:
+                    self._log_line(error.partial)
                     return
                 except asyncio.LimitOverrunError as overrun:
                     line = await reader.readexactly(overrun.consumed)
-                self._tell(line)
+                self._log_line(line)
         finally:
             transport.close()
 
-    def _tell(self, line: bytes) -> None:
+    def _log_line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r\n")
         if _is_record(line):
             pass_on(text, log)
@@ -68,7 +67,7 @@ class EngineOutput:
 
 
 def _is_record(line: bytes) -> bool:
-    """Whether ``line`` is a record as ``logs`` writes it."""
+    """Return whether ``line`` is a record that ``logs`` wrote."""
     if not line.startswith(b'{"ts":'):
         return False
     try:

@@ -1,27 +1,8 @@
-"""Which of several members gets a request: the one that has what it needs, unless that one is too far behind.
+"""Request routing by cache affinity and load: chooses the replica for each request.
 
-What a request needs may be somewhere already: its model is loaded there, its adapters lie in memory, and the pages of
-its prompt (the text encoder's and the UNet's keys and values, the language model's) are there since somebody said the
-same or began alike. So of all members the one is chosen that minimises
-
-    queued cost - (bounds.model    where the model is loaded
-                 + bounds.adapters where the adapters are
-                 + bounds.prefix   times the prefix found there, as a part of the longest found anywhere) * own cost
-
-in words: a member that has all of the longest prefix is taken while the work before it there exceeds the least by less
-than ``bounds.prefix`` requests like this one; else it is the shortest queue. Among equals that member wins which
-remembers the least, as it has most room.
-
-Sources. To send a prompt where its prefix was, by an approximate index of the texts that were sent, and to the shortest
-queue once that is out of balance, is SGLang's cache-aware routing (Zheng et al. 2024, arXiv 2312.07104, and its
-router); a cost that trades overlap against load in one sum is Preble's (Srivatsa et al. 2024, arXiv 2407.00023). The
-power of two choices (Mitzenmacher 2001) is for those who know queues by hearsay; here every queue is known, since all
-requests pass through one place, so that all are compared.
-
-Prefixes are kept as the page pool keeps them (``runtime/kv/prefix_index.py``): a chain of hashes, one for each block.
-There blocks are of tokens; here no tokenizer is at hand, so they are of words, half a page each, and the end of a text,
-however short, is a block as well. What is remembered is bounded and the longest unused goes first, so the index may be
-wrong in both ways, and costs no more than a prompt that is read once more. Nothing here waits, or knows of asyncio.
+A prompt is routed where its prefix is probably cached (approximate prefix index, as in SGLang's cache-aware router,
+arXiv 2312.07104), unless that replica's queue is too long; overlap and load are one sum, as in Preble (arXiv
+2407.00023). Pure data structures: nothing here waits, or depends on asyncio.
 """
 
 from __future__ import annotations
@@ -29,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
+
+from cachetools import LRUCache
 
 from diffserve.api.embedding_types import EmbeddingRequest
 from diffserve.api.rewrite_types import RewriteRequest
@@ -40,38 +22,44 @@ from diffserve.api.text_types import TextRequest
 from diffserve.api.types import GenerationRequest
 
 BLOCK_WORDS: Final = 8
-"""A page has 16 tokens; half of that finds prompts which part early, and is still seldom found by chance."""
+"""Words per block: half a KV page of 16 tokens, so that early differences count and chance matches are rare."""
 
-MOST_CHARS: Final = 16_384
-"""Of a text no more than its beginning tells where it goes."""
+MAX_CHARS: Final = 16_384
+"""Characters at the beginning of a text that are indexed."""
 
-MOST_TEXTS: Final = 8
-"""Of a request that has many, the first do."""
+MAX_TEXTS: Final = 8
+"""Texts of a request that are indexed."""
 
-MOST_KEYS: Final = 8192
-"""Remembered of each member, by default."""
+MAX_KEYS: Final = 8192
+"""Default number of keys that are stored for each replica."""
 
 KEY_BYTES: Final = 16
 T = TypeVar("T")
 _WORD = re.compile(r"\w+|[^\w\s]")
 
-Routed = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
+RoutedRequest = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
 
 
 class TextBlock(NamedTuple):
-    """A part of a text: what it is filed under, which stands for all that came before it, too, and its weight."""
+    """A block of words of a text.
+
+    Attributes:
+        key: Hash of this block and of all blocks before it.
+        num_words: Number of words in the block.
+    """
 
     key: bytes
     num_words: int
 
 
 class RouteNeeds(NamedTuple):
-    """What a request needs, as far as it matters where it goes.
+    """The properties of a request that matter for routing.
 
-    cost      of the work, in any unit that queues are counted in, too
-    model     the name of the model; "": any member has it
-    adapters  keys of what is loaded beside the model
-    texts     each as a chain of blocks
+    Attributes:
+        cost: Work, in the unit of the queues.
+        model: Name of the model; "" if every replica has it.
+        adapters: Keys of the LoRAs and ControlNets.
+        texts: The texts as chains of blocks.
     """
 
     cost: float
@@ -80,10 +68,10 @@ class RouteNeeds(NamedTuple):
     texts: tuple[tuple[TextBlock, ...], ...] = ()
 
 
-class Bounds(NamedTuple):
-    """By how many requests of its own cost one may be further behind elsewhere, for what is there.
+class AffinityWeights(NamedTuple):
+    """How much longer the queue of a replica with cached state may be, in requests of the same cost.
 
-    A prefix saves the reading of a text, adapters are read from a disk in about a second, and a model in many.
+    A cached prefix saves the encoding of a text, adapters are read from disk in about a second, and a model in many.
     """
 
     prefix: float = 0.5
@@ -91,71 +79,90 @@ class Bounds(NamedTuple):
     model: float = 16.0
 
 
-class MemberQueue(NamedTuple):
-    """A member as it stands: the cost of all that waits or is being done there, and the names of the models that are
-    loaded.
-    """
+class ReplicaQueue(NamedTuple):
+    """The load of a replica: cost of its unfinished requests, and names of its loaded models."""
 
     cost: float
     models: frozenset[str] = frozenset()
 
 
 class Router:
-    """Chooses, and remembers what was sent where: at most ``most_keys`` of each member."""
+    """Approximate index of the state that each replica has cached, filled from the requests that were sent to it.
 
-    def __init__(self, bounds: Bounds | None = None, *, most_keys: int = MOST_KEYS) -> None:
-        self.bounds = bounds or Bounds()
-        self.most_keys = most_keys
-        self._kept: dict[str, OrderedDict[bytes, None]] = {}
+    Prefixes are stored as in the page pool (``runtime/kv/prefix_index.py``), as a chain of hashes, but of words in
+    place of tokens: there is no tokenizer here. The end of a text, however short, is a block as well. The index forgets
+    the least recently used keys, so it may be wrong in both directions; an error costs one repeated prefill.
+    """
 
-    def choose(self, needs: RouteNeeds, queues: Mapping[str, MemberQueue]) -> str:
-        """The id among ``queues``, which must have one, of the member that should get it; nothing is remembered."""
-        found = {member: self.num_found(member, needs) for member in queues}
-        most = max(found.values())
+    def __init__(self, weights: AffinityWeights | None = None, *, max_keys: int = MAX_KEYS) -> None:
+        """Create an empty index with at most ``max_keys`` keys for each replica."""
+        self.weights = weights or AffinityWeights()
+        self.max_keys = max_keys
+        self._keys: dict[str, LRUCache[bytes, None]] = {}
 
-        def behind(member: str) -> tuple[float, int]:
-            queue, kept = queues[member], self._kept.get(member, OrderedDict())
-            credit = self.bounds.prefix * found[member] / most if most else 0.0
-            if needs.adapters and all(key in kept for key in needs.adapters):
-                credit += self.bounds.adapters
-            if needs.model and (needs.model in queue.models or _name(needs.model) in kept):
-                credit += self.bounds.model
-            return queue.cost - credit * needs.cost, len(kept)
+    def choose(self, needs: RouteNeeds, queues: Mapping[str, ReplicaQueue]) -> str:
+        """Choose the replica for a request; ``record`` must be called when it is sent.
 
-        return min(queues, key=behind)
+        The chosen replica minimizes ``queue cost - credit * request cost``, where the credit is the sum of the weights
+        of what it has: the model, the adapters, and the prefix as a fraction of the longest one that any replica has.
+        Of equal replicas the one with the fewest keys is chosen, since it has the most room.
 
-    def sent(self, member: str, needs: RouteNeeds) -> None:
-        """``member`` has, or will have, what that request needs."""
-        kept = self._kept.setdefault(member, OrderedDict())
-        blocks = (block.key for text in needs.texts for block in reversed(text))  # so that beginnings outlive ends
-        for key in (*blocks, *needs.adapters, *([_name(needs.model)] if needs.model else [])):
-            kept[key] = None
-            kept.move_to_end(key)
-        while len(kept) > self.most_keys:
-            kept.popitem(last=False)
+        Args:
+            needs: Properties of the request.
+            queues: At least one replica, by name.
+        """
+        num_words = {name: self.num_known_words(name, needs) for name in queues}
+        longest = max(num_words.values())
 
-    def forget(self, member: str) -> None:
-        """``member`` has nothing any more."""
-        self._kept.pop(member, None)
+        def penalty(name: str) -> tuple[float, int]:
+            queue, keys = queues[name], self._known_keys(name)
+            credit = self.weights.prefix * num_words[name] / longest if longest else 0.0
+            if needs.adapters and all(key in keys for key in needs.adapters):
+                credit += self.weights.adapters
+            if needs.model and (needs.model in queue.models or _model_key(needs.model) in keys):
+                credit += self.weights.model
+            return queue.cost - credit * needs.cost, len(keys)
 
-    def num_found(self, member: str, needs: RouteNeeds) -> int:
-        """Words at the beginnings of the texts that ``member`` should have pages of."""
-        kept = self._kept.get(member, OrderedDict())
-        return sum(_num_found(text, kept) for text in needs.texts)
+        return min(queues, key=penalty)
+
+    def record(self, replica: str, needs: RouteNeeds) -> None:
+        """Note that ``replica`` has, or will soon have, what the request needs."""
+        keys = self._keys.setdefault(replica, LRUCache(self.max_keys))
+        blocks = (block.key for text in needs.texts for block in reversed(text))  # so that prefixes are evicted last
+        for key in (*blocks, *needs.adapters, *([_model_key(needs.model)] if needs.model else [])):
+            keys[key] = None
+
+    def forget(self, replica: str) -> None:
+        """Drop all keys of ``replica``, whose engine was restarted."""
+        self._keys.pop(replica, None)
+
+    def num_known_words(self, replica: str, needs: RouteNeeds) -> int:
+        """Return the number of words at the beginnings of the texts that ``replica`` should have cached."""
+        keys = self._known_keys(replica)
+        return sum(_num_known_words(text, keys) for text in needs.texts)
+
+    def _known_keys(self, replica: str) -> Mapping[bytes, None]:
+        return self._keys.get(replica, {})
 
 
-def needs_of(request: Routed, cost: float, first_model: str = "") -> RouteNeeds:
-    """What ``request`` needs. ``first_model``: the name of the model of those that name none."""
+def route_needs(request: RoutedRequest, cost: float, first_model: str = "") -> RouteNeeds:
+    """Return the properties of ``request`` that matter for routing.
+
+    Args:
+        request: The request.
+        cost: Its work, in the unit of the queues.
+        first_model: Name of the model of requests that name none.
+    """
     match request:
         case EncodeRequest(generation=generation):
-            return needs_of(generation, cost, first_model)
+            return route_needs(generation, cost, first_model)
         case DecodeRequest():
             return RouteNeeds(cost, request.model or first_model)
         case GenerationRequest(diffusion=params):
             model = request.model or first_model
             names = [
-                *(("lora", one.name) for one in params.loras),
-                *(("control", one.name) for one in params.controlnets),
+                *(("lora", lora.name) for lora in params.loras),
+                *(("control", control.name) for control in params.controlnets),
             ]
             adapters = tuple(_key(b"", f"{kind} {model} {name}".encode()) for kind, name in names)
             salt = b"".join(adapters) + f"image {model} {params.clip_skip}".encode()
@@ -165,36 +172,35 @@ def needs_of(request: Routed, cost: float, first_model: str = "") -> RouteNeeds:
             return RouteNeeds(cost, model, adapters, tuple(texts))
         case TextRequest():
             salt = b"text" + request.cache_salt
-            said = request.prompt or "".join(_told((one.role, one.content) for one in request.messages))
-            return RouteNeeds(
-                cost, texts=(token_chain(salt, request.token_ids) if request.token_ids else chain(salt, said),)
-            )
+            if request.token_ids:
+                return RouteNeeds(cost, texts=(token_chain(salt, request.token_ids),))
+            turns = ((message.role, message.content) for message in request.messages)
+            return RouteNeeds(cost, texts=(chain(salt, request.prompt or "".join(_conversation(turns))),))
         case RewriteRequest():
             salt = f"rewrite {request.options.style}".encode() + request.cache_salt
             return RouteNeeds(cost, texts=(chain(salt, request.wish),))
         case EmbeddingRequest():
             model = request.model or first_model
             salt = f"image {model} 1".encode()
-            read = [chain(salt, text) for text in request.texts[:MOST_TEXTS]]
-            read += [token_chain(salt, ids) for ids in request.token_ids[:MOST_TEXTS]]
-            return RouteNeeds(cost, model, texts=tuple(read))
+            texts = [chain(salt, text) for text in request.texts[:MAX_TEXTS]]
+            texts += [token_chain(salt, ids) for ids in request.token_ids[:MAX_TEXTS]]
+            return RouteNeeds(cost, model, texts=tuple(texts))
 
 
 def chain(salt: bytes, text: str) -> tuple[TextBlock, ...]:
-    """The blocks of ``text``; equal keys mean equal ``salt`` and words, case aside, all the way back to the first."""
-    words = _WORD.findall(text[:MOST_CHARS].casefold())
+    """Split ``text`` into blocks; equal keys mean equal salt and equal words, ignoring case, from the beginning on."""
+    words = _WORD.findall(text[:MAX_CHARS].casefold())
     return tuple(_chained(salt, [" ".join(part).encode(errors="replace") for part in _parts(words)], len(words)))
 
 
 def token_chain(salt: bytes, token_ids: Sequence[int]) -> tuple[TextBlock, ...]:
-    """The same of numbers."""
-    ids = token_ids[: MOST_CHARS // 4]
+    """Split a text of token ids into blocks, as ``chain`` splits words."""
+    ids = token_ids[: MAX_CHARS // 4]
     return tuple(_chained(salt, [array("q", part).tobytes() for part in _parts(ids)], len(ids)))
 
 
 def _parts(words: Sequence[T]) -> list[Sequence[T]]:
-    """Of ``BLOCK_WORDS`` each, the last of what is left."""
-    return [words[at : at + BLOCK_WORDS] for at in range(0, len(words), BLOCK_WORDS)]
+    return [words[start : start + BLOCK_WORDS] for start in range(0, len(words), BLOCK_WORDS)]
 
 
 def _chained(salt: bytes, parts: Sequence[bytes], num_words: int) -> Iterator[TextBlock]:
@@ -204,26 +210,26 @@ def _chained(salt: bytes, parts: Sequence[bytes], num_words: int) -> Iterator[Te
         yield TextBlock(key, min(BLOCK_WORDS, num_words - number * BLOCK_WORDS))
 
 
-def _num_found(text: Iterable[TextBlock], kept: Mapping[bytes, None]) -> int:
-    found = 0
+def _num_known_words(text: Iterable[TextBlock], keys: Mapping[bytes, None]) -> int:
+    num_words = 0
     for block in text:
-        if block.key not in kept:
+        if block.key not in keys:
             break
-        found += block.num_words
-    return found
+        num_words += block.num_words
+    return num_words
 
 
-def _told(turns: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """A conversation as far as it counts, one turn after the other."""
+def _conversation(turns: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the turns of a conversation until ``MAX_CHARS`` characters are reached."""
     num_chars = 0
     for role, content in turns:
-        if num_chars >= MOST_CHARS:
+        if num_chars >= MAX_CHARS:
             return
         num_chars += len(content)
-        yield f"{role}: {content[:MOST_CHARS]}\n"
+        yield f"{role}: {content[:MAX_CHARS]}\n"
 
 
-def _name(model: str) -> bytes:
+def _model_key(model: str) -> bytes:
     return _key(b"", f"model {model}".encode())
 
 

@@ -119,7 +119,7 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         try:
             info = find_model(body.model, self._engine.models, self._engine.text_info)
         except ModelLoadError:
-            self._engine.look_again(body.model or "")
+            self._engine.retry_load(body.model or "")
             raise
         with_pictures = self._with_pictures(body)
         await self._checks.files.fill(request, *with_pictures)
