@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.runtime.arithmetic import choose_for
+from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
 from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner

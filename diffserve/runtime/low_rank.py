@@ -249,7 +249,7 @@ def adapting(rows: RowLoRAs | None) -> Iterator[None]:
 
 
 def adaptable(network: nn.Module) -> dict[str, nn.Module]:
-    """The layers that may be changed, by name: linear ones and convolutions without groups, quantised or not."""
+    """The layers that may be changed, by name: linear ones and convolutions without groups, quantized or not."""
     return {
         name: layer
         for name, layer in network.named_modules()

@@ -22,11 +22,11 @@ from diffserve.models.few_step import find_few_step
 from diffserve.models.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.models.model_files import refuse_pickle
 from diffserve.models.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
-from diffserve.runtime.arithmetic import choose_for
-from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
+from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files
+from diffserve.runtime.loading.component_overrides import LoadedVAE, NamedParts
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import (
     BUILT_IN,
@@ -36,17 +36,25 @@ from diffserve.runtime.loading.family import (
     location_of,
     native_size,
 )
-from diffserve.runtime.loading.formulation import noise_schedule
-from diffserve.runtime.loading.named_parts import NamedParts
-from diffserve.runtime.loading.original_vae import LoadedVAE
+from diffserve.runtime.loading.placement import with_spread
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
+from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
-from diffserve.runtime.loading.spread import with_spread
 from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
-from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
+from diffserve.runtime.quantization import (
+    CALIBRATION_EDITION,
+    ONCE_A_PROMPT,
+    THE_PIXELS,
+    convert_static,
+    describe_left,
+    kept_or_measured,
+    measure_ranges,
+    prompts_of,
+    schemes,
+)
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.text.handover import NOTHING

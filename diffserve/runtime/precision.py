@@ -1,6 +1,6 @@
 """Device and precision of the networks: chosen once at start, with the reason in one sentence.
 
-Which layers a quantised precision is for is in ``runtime.quantisation``.
+Which layers a quantized precision is for is in ``runtime.quantization``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from diffserve.runtime.accelerators import (
 from diffserve.settings.config import DTYPE_ALIASES, DTYPES, OFFLOADS, replace_removed_dtype
 
 INT8, INT8_DYNAMIC, INT8_STATIC = "int8", "int8_dynamic", "int8_static"
-#: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
+#: Canonical dtype name -> the torch dtype the networks compute in. What is quantized computes in whatever the device
 #: likes best, where it does not multiply in 8 bits.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Canonical name of a precision with fewer bits -> what is said of it.
-QUANTISED: Final = {
+QUANTIZED: Final = {
     INT8: "int8 weights, {best} arithmetic",
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
@@ -62,7 +62,7 @@ class Spread(NamedTuple):
 class DeviceChoice:
     """Where and how precisely the networks run.
 
-    dtype          canonical name: float32, bfloat16, float16, or one of ``QUANTISED``
+    dtype          canonical name: float32, bfloat16, float16, or one of ``QUANTIZED``
     compute_dtype  what activations are held in (for int8: the dtype that weights are expanded to)
     reason         one sentence for the log and for ``diffserve doctor``
     offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
@@ -71,7 +71,7 @@ class DeviceChoice:
     spread         where the parts go of a model that has several devices; ``device`` is that of latents and pages
     rooms          of one such part (see ``of``): what it may take of which device
 
-    Raises ConfigError for weights that are quantised at load and should rest elsewhere.
+    Raises ConfigError for weights that are quantized at load and should rest elsewhere.
     """
 
     device: torch.device
@@ -131,13 +131,13 @@ class DeviceChoice:
 
     @property
     def unet_scheme(self) -> str | None:
-        """What layers of the UNet are to hold, a name of ``QUANTISED``; ``None``: ``compute_dtype``."""
-        return self.dtype if self.dtype in QUANTISED else None
+        """What layers of the UNet are to hold, a name of ``QUANTIZED``; ``None``: ``compute_dtype``."""
+        return self.dtype if self.dtype in QUANTIZED else None
 
     @property
     def text_scheme(self) -> str | None:
         """The same of text encoders, which run once a prompt."""
-        return INT8 if self.dtype in QUANTISED else None
+        return INT8 if self.dtype in QUANTIZED else None
 
 
 def choose_device(
@@ -159,15 +159,15 @@ def choose_device(
     if name == "auto":
         said = f"{best_name}, {best_reason}{rests}"
         return DeviceChoice(chosen, best_name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
-    if name not in QUANTISED:
+    if name not in QUANTIZED:
         return DeviceChoice(chosen, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload)
     _refuse_absent_unit(chosen, name)
-    said = f"{QUANTISED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
+    said = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
     return DeviceChoice(chosen, name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
 
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:
-    """Raise ConfigError where ``device`` cannot multiply as the quantised precision ``name`` asks."""
+    """Raise ConfigError where ``device`` cannot multiply as the quantized precision ``name`` asks."""
     if name in (INT8_DYNAMIC, INT8_STATIC) and device.type == "cpu" and cpu_int8_unit() is None:
         raise ConfigError(
             f"dtype is {name}, and this CPU does not multiply int8 in hardware ({', '.join(CPU_INT8_FLAGS)}); "
@@ -272,7 +272,7 @@ def _cpu_flags(cpuinfo: Path) -> set[str] | None:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that ``tensor`` really holds; for a quantised weight the sum of its parts."""
+    """Bytes that ``tensor`` really holds; for a quantized weight the sum of its parts."""
     names = getattr(tensor, "tensor_data_names", None)
     if names is None:
         return tensor.numel() * tensor.element_size()
@@ -281,6 +281,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def weights_bytes(network: nn.Module) -> int:
-    """Bytes of the weights of ``network``, scales of quantised ones included."""
+    """Bytes of the weights of ``network``, scales of quantized ones included."""
     scales = (buffer for name, buffer in network.named_buffers() if name.endswith("weight_scales"))
     return sum(map(tensor_bytes, (*network.parameters(), *scales)))

@@ -20,9 +20,8 @@ from diffserve.api.types import Event, GenerationRequest, ImageResult
 from diffserve.cli import main
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.runtime.activations import hollow_twin
 from diffserve.runtime.loading.pruned import prune_directory
-from diffserve.runtime.needs import needs_of
+from diffserve.runtime.needs import hollow_twin, needs_of
 from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.runtime.unet.compiled import _circumstances
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of

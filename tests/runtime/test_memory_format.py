@@ -14,7 +14,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image import runner
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.controlnet_shelf import ControlNetShelf
+from diffserve.runtime.controlnet_store import ControlNetShelf
 from diffserve.runtime.unet import memory_format
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.runtime.unet.memory_format import faster_format, has_choice, set_memory_format

@@ -25,10 +25,10 @@ from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPl
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.controlnet_shelf import ControlNetShelf
+from diffserve.runtime.controlnet_store import ControlNetShelf
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
-from diffserve.runtime.lora_shelf import LoRAShelf
+from diffserve.runtime.lora_store import LoRAShelf
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool, uses_pages
 from diffserve.runtime.threads import Threads, make_threads

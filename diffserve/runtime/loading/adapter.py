@@ -23,10 +23,10 @@ from diffserve.disk_cache import DiskCache
 from diffserve.models.model_files import find_weights, read_json
 from diffserve.models.profiles import ADAPTER_FILE, AdapterSpec
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
+from diffserve.runtime.loading.component_overrides import OWN_PARTS, NamedParts
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.runtime.loading.lora import LoRAFile
-from diffserve.runtime.loading.named_parts import OWN_PARTS, NamedParts
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
 

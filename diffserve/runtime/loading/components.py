@@ -14,8 +14,7 @@ from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import TORCH_DTYPES, DeviceChoice
-from diffserve.runtime.unet.gated_layers import use_halved_gates
-from diffserve.runtime.unet.steady_layers import use_steady_layers
+from diffserve.runtime.unet.layers import use_halved_gates, use_steady_layers
 
 TINY_VAE: Final = "AutoencoderTiny"
 """TAESD (https://github.com/madebyollin/taesd): a small autoencoder that gives latents, not their distribution."""
@@ -125,7 +124,7 @@ def load_component(
     checkpoint: Checkpoint,
     choice: DeviceChoice,
     *,
-    quantise: str | None = None,
+    quantize: str | None = None,
     adapt: Callable[[TensorSource], None] | None = None,
     channels_last: bool = False,
 ) -> Any:
@@ -139,7 +138,7 @@ def load_component(
     source = TensorSource.renamed(checkpoint, names)
     if adapt is not None:
         adapt(source)
-    fill(network, source, choice, quantise=quantise, channels_last=channels_last)
+    fill(network, source, choice, quantize=quantize, channels_last=channels_last)
     return network
 
 

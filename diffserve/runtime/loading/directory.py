@@ -10,14 +10,7 @@ from typing import Any
 from diffserve.api.errors import ModelLoadError
 from diffserve.models.model_files import DIFFUSERS_STEM, find_weights, read_json, refuse_pickle
 from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest
-from diffserve.runtime.loading.components import (
-    ALLOWED_CLASSES,
-    IGNORED_COMPONENTS,
-    build_unet,
-    load_component,
-)
-from diffserve.runtime.loading.formulation import read_scheduler
-from diffserve.runtime.loading.named_parts import (
+from diffserve.runtime.loading.component_overrides import (
     OWN_PARTS,
     TEXT_CLASSES,
     Adapt,
@@ -25,6 +18,13 @@ from diffserve.runtime.loading.named_parts import (
     load_text_encoders,
     load_vae,
 )
+from diffserve.runtime.loading.components import (
+    ALLOWED_CLASSES,
+    IGNORED_COMPONENTS,
+    build_unet,
+    load_component,
+)
+from diffserve.runtime.loading.scheduler_config import read_scheduler
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.pruning import shrink_as_told
@@ -54,7 +54,7 @@ def load_directory(
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), unet_choice)
     unet_files = shrink_as_told(unet, path / "unet")
     weights = Checkpoint.open(find_weights(path / "unet", DIFFUSERS_STEM, dtype=choice.dtype))
-    load_component(unet, weights, unet_choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
+    load_component(unet, weights, unet_choice, quantize=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
     vae = named.made_vae or load_vae(named.vae_place(path / "vae"), choice.of("vae"), is_sdxl="_2" in suffixes)
     return LoadedParts(
         unet=unet,

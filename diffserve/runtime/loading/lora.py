@@ -7,7 +7,7 @@ A LoRA (Hu et al., 2021, arXiv 2106.09685) holds a pair for each layer that it c
 
 Files may also hold changes without a low-rank form: differences of weights and biases, LoKr and DoRA.
 ``diffserve.models.lora_layers`` reads the names. Here a change is merged into a network that loads, in float32,
-and then cast or quantised like any other tensor; ``runtime.low_rank`` has it for single rows instead.
+and then cast or quantized like any other tensor; ``runtime.low_rank`` has it for single rows instead.
 """
 
 from __future__ import annotations

@@ -19,18 +19,19 @@ from diffserve.models.model_files import read_json
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
-from diffserve.runtime.loading.directory import read_index
-from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
-from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
-from diffserve.runtime.loading.named_parts import (
+from diffserve.runtime.loading.component_overrides import (
     OWN_PARTS,
+    LoadedVAE,
     NamedParts,
     load_text_encoders,
     load_vae,
+    read_original_vae,
 )
-from diffserve.runtime.loading.original_vae import LoadedVAE, read_original_vae
-from diffserve.runtime.loading.single_file_names import use_original_names
+from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
+from diffserve.runtime.loading.directory import read_index
+from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
+from diffserve.runtime.loading.scheduler_config import SCHEDULER_FILE, edm_normalization, edm_scheduler, read_scheduler
+from diffserve.runtime.loading.single_file_keys import use_original_names
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
@@ -178,7 +179,7 @@ def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> 
             f"{file.where}: its text encoder knows {network.config.vocab_size} tokens, CLIP's vocabulary has "
             f"{VOCABULARY_SIZE}; put its tokenizer and configurations in {Path(file.where).with_suffix('')}."
         )
-    file.fill(network, add, choice, quantise=choice.text_scheme)
+    file.fill(network, add, choice, quantize=choice.text_scheme)
     if spec.drop_last:
         # OpenCLIP's last layer and projection, which SD 2 does not use
         unused = (f"{prefix}transformer.resblocks.{network.config.num_hidden_layers}.", f"{prefix}text_projection")
@@ -198,7 +199,7 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     def add(source: TensorSource, name: str) -> str:
         return source.add(name, keys.unet_key(name, layers, with_attention))
 
-    return file.fill(network, add, choice, quantise=choice.unet_scheme)
+    return file.fill(network, add, choice, quantize=choice.unet_scheme)
 
 
 def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
@@ -209,7 +210,7 @@ def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
             "or a directory (--vae, model.vae)."
         )
     inferred = partial(infer.infer_vae, checkpoint, keys.VAE_PREFIX, is_sdxl=is_sdxl)
-    config = file.config("vae", lambda: inferred() | edm_normalisation(checkpoint))
+    config = file.config("vae", lambda: inferred() | edm_normalization(checkpoint))
     vae, used = read_original_vae(checkpoint, keys.VAE_PREFIX, config, choice, is_sdxl=is_sdxl)
     file.used |= used
     return vae._replace(files=[])

@@ -1,6 +1,6 @@
 """Build a network empty and fill it tensor by tensor: every key accounted for, every shape compared.
 
-A weight that is to hold fewer bits is quantised as soon as it has been read and before the next one is, so the most
+A weight that is to hold fewer bits is quantized as soon as it has been read and before the next one is, so the most
 that is ever held is the finished model plus one tensor. Weights that rest elsewhere (``offload``) come when their layer
 runs.
 """
@@ -23,11 +23,10 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.accelerators import compute_capability
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
-from diffserve.runtime.loading.spread import straddle
+from diffserve.runtime.loading.placement import dispatch, make_device_map, place_of, straddle
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_layer, schemes
+from diffserve.runtime.quantization import quantize_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.vae.plan import vae_dtype
 
@@ -114,12 +113,12 @@ def fill(
     source: TensorSource,
     choice: DeviceChoice,
     *,
-    quantise: str | None = None,
+    quantize: str | None = None,
     channels_last: bool = False,
 ) -> None:
     """Give every parameter of the empty ``module`` its tensor, in ``choice.compute_dtype``, where it is to rest.
 
-    quantise       what layers are to hold (``runtime.quantisation``); None: ``choice.compute_dtype``
+    quantize       what layers are to hold (``runtime.quantization``); None: ``choice.compute_dtype``
     channels_last  store convolutions channels last where ``is_channels_last``: the decoders, not the UNet
 
     Raises ModelLoadError naming the keys that are missing, unexpected or of the wrong shape, with file and both shapes.
@@ -128,7 +127,7 @@ def fill(
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
-    narrow = schemes(module, quantise) if quantise else {}
+    narrow = schemes(module, quantize) if quantize else {}
     device_map = make_device_map(module, choice)
     resting: dict[str, Read] = {}
     let_go_bytes = 0  # of full weights, since the heap was last given back: what lies between narrow ones stays there
@@ -145,7 +144,7 @@ def fill(
             resting[name] = partial(torch.Tensor.detach, tensor)
         owner, _, part = name.rpartition(".")
         if part == "weight" and owner in narrow:
-            quantise_layer(module.get_submodule(owner), narrow[owner])
+            quantize_layer(module.get_submodule(owner), narrow[owner])
             let_go_bytes += tensor.nbytes
             if let_go_bytes > HEAP_BYTES and choice.device.type == "cpu":
                 give_heap_back()

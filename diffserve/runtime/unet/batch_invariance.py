@@ -10,13 +10,15 @@ same. So a group that is new is painted at once, row by row, and its pictures ke
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from diffserve.disk_cache import DiskCache
 
@@ -207,3 +209,62 @@ def _agrees(forwards: Tensor, backwards: Tensor, kept: dict[int, Tensor]) -> boo
         return False
     pairs = [(forwards[: len(other)], other[: len(forwards)]) for other in kept.values()]
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+PERIOD = 8191
+"""Weights repeat after so many numbers: neighbours that change places, or by opposite amounts, change the sum."""
+
+
+def with_layer_sums(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
+    """(R, N) int64: the bits of what ``run`` gives, (R, ...), and after them a sum of the bits of each layer's output,
+    weighted by place. ``run`` calls ``network`` once. 16 bits.
+    """
+    sums: list[Tensor] = []
+
+    def add(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.element_size() == 2:
+            sums.append(_sum(output))
+
+    leaves = [module for module in network.modules() if next(module.children(), None) is None]
+    hooks = [leaf.register_forward_hook(add) for leaf in leaves]
+    try:
+        output = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    bits = output.contiguous().view(torch.int32 if output.element_size() == 4 else torch.int16).flatten(1)
+    return torch.cat([bits.to(torch.int64), *(made for made in sums if len(made) == len(bits))], dim=1)
+
+
+def bit_sums(outputs: Sequence[Tensor]) -> Tensor:
+    """(R, len(outputs)) int64: of each, (R, ...), a sum of its bits weighted by place."""
+    return torch.cat([_sum(output) for output in outputs], dim=1)
+
+
+def _sum(output: Tensor) -> Tensor:
+    kind = torch.int32 if output.element_size() == 4 else torch.int16
+    bits = output.contiguous().view(kind).flatten(1).to(torch.int32)
+    weights = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device) % PERIOD + 1
+    return (bits * weights).sum(1, keepdim=True, dtype=torch.int64).cpu()
+
+
+class InterruptedCallError(Exception):
+    """A network call was given up between two of its layers."""
+
+
+@contextmanager
+def interrupted_by(has_arrived: Callable[[], bool]) -> Iterator[None]:
+    """Raise InterruptedCallError before the next layer of a network inside, once ``has_arrived`` returns true.
+
+    Compiled calls run to their end.
+    """
+
+    def check(*_: Any) -> None:
+        if has_arrived():
+            raise InterruptedCallError
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -50,9 +50,8 @@ from diffserve.runtime.unet.openvino_package import (
     OpenVINOPackage,
     openvino_version,
 )
-from diffserve.runtime.unet.package import Package
+from diffserve.runtime.unet.package import Package, Streams
 from diffserve.runtime.unet.pruning import widths_of
-from diffserve.runtime.unet.streams import Streams
 from diffserve.settings.config import num_cores
 
 if TYPE_CHECKING:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Barrier
 from typing import Any, Final
 from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
+
+from diffserve.runtime.threads import pool_of_threads
 
 CODE: Final = "*.wrapper.so"
 NODES: Final = "*.wrapper.json"
@@ -156,8 +160,44 @@ _capsule_new: Final[Callable[[int | None, None, None], Any]] = ctypes.PYFUNCTYPE
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a quantised weight is made of (torchao), by the names that ``torch.export`` gives to it."""
+    """What a quantized weight is made of (torchao), by the names that ``torch.export`` gives to it."""
     if hasattr(tensor, "__tensor_flatten__"):
         owner, _, leaf = name.rpartition(".")
         for number, part in enumerate(tensor.__tensor_flatten__()[0]):
             yield f"{owner}.parametrizations.{leaf}.original{number}", getattr(tensor, part)
+
+
+Make = Callable[[Sequence[Tensor]], Tensor]
+"""Makes a call of its tensors, each of as many rows. It must leave Python's lock to others while it computes."""
+
+
+class Streams:
+    """Threads that make calls, kept from call to call: the first one of a thread takes longer."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+    @torch.inference_mode()
+    def run(self, make: Make, tensors: Sequence[Tensor], num_streams: int) -> Tensor:
+        """What ``make`` gives for all rows, in their order: it is called for as many equal shares side by side, which
+        have torch's number of threads together. Raises what it raises, once all are done.
+        """
+        pool = self._pool(num_streams, torch.get_num_threads() // num_streams)
+        shares = zip(*(tensor.chunk(num_streams) for tensor in tensors), strict=True)
+        made = [pool.submit(_make, make, share) for share in shares]
+        wait(made)
+        return torch.cat([one.result() for one in made])
+
+    def _pool(self, num_streams: int, num_threads: int) -> ThreadPoolExecutor:
+        if (num_streams, num_threads) not in self._pools:
+            together, started = torch.get_num_threads(), Barrier(num_streams)
+            pool = pool_of_threads(num_streams, "call", num_threads)
+            wait([pool.submit(started.wait) for _ in range(num_streams)])
+            torch.set_num_threads(together)  # what a thread says holds for it, and for all that begin after it
+            self._pools[num_streams, num_threads] = pool
+        return self._pools[num_streams, num_threads]
+
+
+@torch.inference_mode()
+def _make(make: Make, share: Sequence[Tensor]) -> Tensor:
+    return make(share)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from diffserve.api.micro_conditioning import PLAIN
-from diffserve.runtime.layer_sums import bit_sums
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adaptable, random_set
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
+from diffserve.runtime.unet.batch_invariance import bit_sums
 from diffserve.runtime.unet.call import Compiled, Recorder, UNetArguments
 from diffserve.runtime.unet.controlnet import ControlNetRunner, Residuals, random_residuals
 from diffserve.runtime.unet.cross_attention import KeysValues

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
+from diffserve.runtime.accelerators import least_seconds
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.stopwatch import least_seconds
 from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, compile_package
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.vae.vae import VAERunner

@@ -1,7 +1,7 @@
 """Parts that models have in common, once in memory: text encoders and VAEs that are the same to the last bit.
 
 They are told by a digest of what was loaded, not of files: so a part is found again in a copy, in a checkpoint of
-another layout, and beneath a LoRA that leaves it alone, and one that was quantised or taught words otherwise is not.
+another layout, and beneath a LoRA that leaves it alone, and one that was quantized or taught words otherwise is not.
 Pages of a text encoder go by its digest, too, so models that share it share what it has computed.
 """
 
@@ -12,9 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
-
 import torch
-
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.encoding import TextEncoderRunner
 

@@ -1,29 +1,136 @@
-"""The ControlNets of a folder in memory: read when they are asked for, the longest unused forgotten."""
+"""ControlNets on disk: diffusers' directories, checked against the UNet before any weight is read."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from diffserve.api.errors import InvalidRequest, ModelLoadError
 from diffserve.api.types import Picture
-from diffserve.models.controlnets import PARAM, Control, ControlNetFolder
-from diffserve.runtime.loading.controlnet import ControlNetFiles
+from diffserve.media.canny import Pixels, edge_map
+from diffserve.models.controlnets import (
+    ALLOWED_CLASS,
+    CANNY,
+    PARAM,
+    PASSED_THROUGH,
+    Control,
+    ControlNetFolder,
+    read_controlnet,
+)
+from diffserve.models.model_files import DIFFUSERS_STEM, find_weights
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.components import build, load_component
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.loading.weight_loading import TensorSource, check_keys
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.model import DiffusionModel
-from diffserve.runtime.preprocessors import check_preprocessor, preprocess
+from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.threads import pool_of_threads
-from diffserve.runtime.unet.controlnet import ControlNetRunner
+from diffserve.runtime.unet.controlnet import ControlNetRunner, check_fits
+from diffserve.runtime.unet.layers import use_halved_gates, use_steady_layers
 from diffserve.runtime.unet.memory_format import store_as
+
+
+class ControlNetFiles(NamedTuple):
+    """A ControlNet's configuration and its tensors, opened and not read."""
+
+    directory: Path
+    config: dict[str, Any]
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, directory: Path, dtype: str) -> ControlNetFiles:
+        """Of ``directory``, the variant that suits ``dtype``. Raises ModelLoadError."""
+        config = read_controlnet(directory)
+        return cls(directory, config, Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=dtype)))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(entry.shape) for entry in self.checkpoint.entries.values())
+
+    def network(self, unet: Any, vae_factor: int) -> Any:
+        """The network, empty, every tensor accounted for. Raises ModelLoadError where it does not fit ``unet``, or its
+        files do not fit its configuration.
+        """
+        network = build(ALLOWED_CLASS, self.config, str(self.directory / "config.json"))
+        check_fits(network, unet, vae_factor)
+        check_keys(ALLOWED_CLASS, network.state_dict(), TensorSource.renamed(self.checkpoint, self._names))
+        return network
+
+    def load(self, unet: Any, vae_factor: int, choice: DeviceChoice) -> Any:
+        """The network with its weights in ``choice.compute_dtype``, whatever the UNet's are quantized to."""
+        network = self.network(unet, vae_factor)
+        if choice.device.type == "cpu":
+            use_steady_layers(network, choice.compute_dtype)
+        elif choice.device.type == "cuda":
+            use_halved_gates(network)
+        return load_component(network, self.checkpoint, choice)
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return {key: key for key in self.checkpoint.entries}
+
+
+LIBRARY: Final = "controlnet_aux"
+RANDOM: Final = "shuffle"
+
+logger = logging.getLogger(__name__)
+
+
+def check_preprocessor(name: str) -> None:
+    """InvalidRequest for one that is not here."""
+    if name in (PASSED_THROUGH, CANNY):
+        return
+    names, trouble = _library()
+    if name in names:
+        return
+    known = ", ".join((PASSED_THROUGH, CANNY, *names))
+    more = f"; others come with the package {LIBRARY}, which {trouble}" if trouble else ""
+    raise InvalidRequest(f"the preprocessor is {name!r}; there are {known}{more}.", param=PARAM)
+
+
+def preprocess(control: Control, picture: Pixels) -> Pixels:
+    """Return the control map (height, width, 3) of ``picture`` (height, width, 3). Raises InvalidRequest."""
+    name = control.preprocessor
+    if name == PASSED_THROUGH:
+        return picture
+    if name == CANNY:
+        return edge_map(picture, *control.thresholds, control.resolution)
+    check_preprocessor(name)
+    height, width = picture.shape[:2]
+    try:
+        found = import_quietly(f"{LIBRARY}.processor", "Processor")(name)(Image.fromarray(picture), to_pil=True)
+    except Exception as error:  # its own weights are looked for on the network, which is not asked here
+        said = f"the preprocessor {name!r} of {LIBRARY} cannot be used ({type(error).__name__}); give a control map."
+        raise InvalidRequest(said, param=PARAM) from error
+    return np.asarray(found.convert("RGB").resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)
+
+
+def _library() -> tuple[tuple[str, ...], str]:
+    """The names of the library, less what gives another map each time; and why there are none."""
+    if find_spec(LIBRARY) is None:
+        return (), "is not installed here"
+    try:
+        known: dict[str, Any] = import_quietly(f"{LIBRARY}.processor", "MODELS")
+    except Exception as error:  # whatever one of the many libraries that it wants says
+        logger.warning("%s cannot be imported: %s", LIBRARY, error)
+        return (), f"cannot be imported here ({error})"
+    return tuple(sorted({*known} - {CANNY, PASSED_THROUGH, RANDOM})), ""
+
 
 CHECKED_KEPT: Final = 256
 
@@ -38,7 +145,7 @@ class ReadControl(NamedTuple):
 class ControlNetShelf:
     """The ControlNets of ``model``'s folder. Those whose pictures are being painted are kept; of others, ``max_bytes``.
 
-    They stand where the UNet stands and compute as it does; quantised they are not.
+    They stand where the UNet stands and compute as it does; quantized they are not.
     """
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:

@@ -32,7 +32,7 @@ from diffserve.runtime.low_rank import (
     shape_of,
 )
 from diffserve.runtime.model import DiffusionModel
-from diffserve.runtime.quantised_layers import weight_in_float32
+from diffserve.runtime.quantized_layers import weight_in_float32
 from diffserve.runtime.threads import pool_of_threads
 
 CHECKED_KEPT: Final = 1024

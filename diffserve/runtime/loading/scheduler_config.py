@@ -78,7 +78,7 @@ def edm_scheduler(checkpoint: Checkpoint) -> dict[str, Any] | None:
     }
 
 
-def edm_normalisation(checkpoint: Checkpoint) -> dict[str, Any]:
+def edm_normalization(checkpoint: Checkpoint) -> dict[str, Any]:
     """Entries of the VAE's configuration by ``edm_mean`` and ``edm_std``; none where they are absent."""
     if "edm_mean" not in checkpoint or "edm_std" not in checkpoint:
         return {}

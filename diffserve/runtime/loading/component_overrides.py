@@ -1,16 +1,27 @@
-"""The VAE and the text encoders of a model, from its own directory or from another one that a setting names."""
+"""A VAE in the original layout: a part of a single-file checkpoint, or a file by itself, as sd-vae-ft-mse-840000 and
+sdxl_vae are published.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.api.types import ModelProfile
-from diffserve.models.model_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, find_weights, model_path, read_json
+from diffserve.models.model_files import (
+    DIFFUSERS_STEM,
+    TRANSFORMERS_STEM,
+    find_weights,
+    model_path,
+    read_json,
+    refuse_pickle,
+)
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import (
     build_text_encoder,
@@ -18,10 +29,58 @@ from diffserve.runtime.loading.components import (
     load_component,
     load_tokenizer,
 )
-from diffserve.runtime.loading.original_vae import LoadedVAE, load_vae_file
-from diffserve.runtime.loading.weight_loading import TensorSource, vae_precision
+from diffserve.runtime.loading.single_file_config import infer_vae
+from diffserve.runtime.loading.single_file_keys import VAE_PREFIX, add_vae_tensor, vae_key
+from diffserve.runtime.loading.weight_loading import TensorSource, fill_renamed, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder
+
+
+class LoadedVAE(NamedTuple):
+    """A VAE, what it computes in, and the files that it came from."""
+
+    network: Any
+    dtype: torch.dtype
+    files: list[Path]
+
+
+def read_original_vae(
+    checkpoint: Checkpoint, prefix: str, config: Mapping[str, Any], choice: DeviceChoice, *, is_sdxl: bool
+) -> tuple[LoadedVAE, set[str]]:
+    """(the VAE of ``config`` from the tensors below ``prefix``, their names). Raises ModelLoadError."""
+    network = build_vae(config, checkpoint.where())
+    num_levels = len(network.config.block_out_channels)
+
+    def add(source: TensorSource, name: str) -> str:
+        return add_vae_tensor(source, name, prefix + vae_key(name, num_levels))
+
+    precision = vae_precision(choice, config, is_sdxl=is_sdxl)
+    used = fill_renamed(network, checkpoint, add, precision, channels_last=True)
+    return LoadedVAE(network, precision.compute_dtype, checkpoint.files), used
+
+
+def load_vae_file(file: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
+    """The VAE that is all of ``file``, in the original layout, or as diffusers writes it with config.json beside it.
+
+    The original layout says nothing of the scaling factor: it is that of the model's family. Raises ModelLoadError.
+    """
+    refuse_pickle(file)
+    checkpoint = Checkpoint.open([file])
+    for prefix in ("", VAE_PREFIX):
+        if f"{prefix}decoder.mid.block_1.conv1.weight" in checkpoint:
+            config = infer_vae(checkpoint, prefix, is_sdxl=is_sdxl)
+            return read_original_vae(checkpoint, prefix, config, choice, is_sdxl=is_sdxl)[0]
+    beside = file.with_name("config.json")
+    if "decoder.conv_in.weight" not in checkpoint or not beside.is_file():
+        raise ModelLoadError(
+            f"{file} is no VAE in the original layout (it has no decoder.mid.block_1 tensors), and no config.json "
+            "beside it says what else it is; name a VAE's file or directory (model.vae)."
+        )
+    config = read_json(beside)
+    precision = vae_precision(choice, config, is_sdxl=is_sdxl)
+    network = load_component(build_vae(config, str(beside)), checkpoint, precision, channels_last=True)
+    return LoadedVAE(network, precision.compute_dtype, checkpoint.files)
+
 
 TEXT_CLASSES: Final = {"": "CLIPTextModel", "_2": "CLIPTextModelWithProjection"}
 
@@ -102,7 +161,7 @@ def load_text_encoders(
         network = build_text_encoder(cls, read_json(file), str(file))
         checkpoint = Checkpoint.open(find_weights(directory, TRANSFORMERS_STEM, dtype=choice.dtype))
         own = adapt and partial(adapt, f"text_encoder{suffix}")
-        load_component(network, checkpoint, choice, quantise=choice.text_scheme, adapt=own)
+        load_component(network, checkpoint, choice, quantize=choice.text_scheme, adapt=own)
         encoders.append(TextEncoder.pair(load_tokenizer(tokenizer), network))
         files += checkpoint.files
     return tuple(encoders), files

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.runtime.unet.steady_layers import RowLinear
+from diffserve.runtime.unet.layers import RowLinear
 
 INT8_MOST: Final = 127
 CUBLAS_ROWS: Final = 17
