@@ -1,4 +1,4 @@
-"""Tensors and memory: loading a model, encoding prompts, running UNet rows, and pictures to latents and back."""
+"""Tensors and memory: model loading, prompt encoding, UNet calls, and conversion of images to latents and back."""
 
 from __future__ import annotations
 

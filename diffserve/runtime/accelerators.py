@@ -1,7 +1,7 @@
-"""What a device offers beyond tensors: streams, events, free memory, float64, and NVIDIA's compute capability.
+"""Capabilities of devices, and timing of their work without waiting for it.
 
-CUDA and XPU have the same calls in their torch modules, so code for both goes through ``device_module``. ROCm builds of
-torch call their devices ``cuda``.
+CUDA and XPU have the same calls in their torch modules, so code for both goes through ``device_module``. ROCm builds
+call their devices ``cuda``. Work on CUDA and XPU is timed by events in the stream, on a CPU by the host's clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ACCELERATORS: Final = ("cuda", "xpu", "mps")
 """Device types that ``auto`` may choose."""
 
 STREAM_DEVICES: Final = ("cuda", "xpu")
-"""Device types with several streams, events that are timed, and figures of free memory."""
+"""Device types with several streams, timed events, and figures of free memory."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -65,20 +65,20 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 class TimeSpan(Protocol):
-    """A time that is being taken."""
+    """A measured time, possibly not known yet."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the work is done; before that there are no seconds."""
+        """Whether the work is done and ``seconds`` is known."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
 
 
 @dataclass(frozen=True)
 class HostSpan:
-    """Between two readings of the host's clock."""
+    """Time between two readings of the host's clock."""
 
     seconds: float
     is_here: bool = True
@@ -88,18 +88,18 @@ class HostSpan:
 class DeviceSpan:
     """The time between two events in a device's stream."""
 
-    begun: Any
-    ended: Any
+    first_event: Any
+    last_event: Any
 
     @property
     def is_here(self) -> bool:
-        """Whether the queue has passed both."""
-        return bool(self.ended.query())
+        """Whether the device has passed both events."""
+        return bool(self.last_event.query())
 
     @property
     def seconds(self) -> float:
-        """Of the device; it counts in milliseconds."""
-        return float(self.begun.elapsed_time(self.ended)) / 1e3
+        """Duration in seconds; the device measures milliseconds."""
+        return float(self.first_event.elapsed_time(self.last_event)) / 1e3
 
 
 def least_seconds(
@@ -121,17 +121,17 @@ def least_seconds(
 
 
 class Stopwatch:
-    """Times what ``device`` is given. ``clock``: the host's, in seconds."""
+    """Measures the time of work on ``device``; ``clock`` is the host's, in seconds."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
         self._clock = clock
 
     def start(self) -> Callable[[], TimeSpan | None]:
-        """Begin; what is returned ends it. ``None`` where only the host's clock is known and it does not tell."""
+        """Start a measurement and return a function that ends it; it returns ``None`` on devices without events."""
         if has_streams(self.device):
-            begun = self._event()
-            return lambda: DeviceSpan(begun, self._event())
+            first_event = self._event()
+            return lambda: DeviceSpan(first_event, self._event())
         if self.device.type != "cpu":
             return lambda: None
         started_s = self._clock()

@@ -1,4 +1,4 @@
-"""ControlNets on disk: diffusers' directories, checked against the UNet before any weight is read."""
+"""ControlNets of a model's folder: checked and loaded on demand, and the preprocessors that make control maps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -45,7 +46,7 @@ from diffserve.runtime.unet.memory_format import store_as
 
 
 class ControlNetFiles(NamedTuple):
-    """A ControlNet's configuration and its tensors, opened and not read."""
+    """A ControlNet's configuration, and its opened checkpoint."""
 
     directory: Path
     config: dict[str, Any]
@@ -53,26 +54,24 @@ class ControlNetFiles(NamedTuple):
 
     @classmethod
     def open(cls, directory: Path, dtype: str) -> ControlNetFiles:
-        """Of ``directory``, the variant that suits ``dtype``. Raises ModelLoadError."""
+        """Open the variant in ``directory`` that suits ``dtype``. Raises ModelLoadError."""
         config = read_controlnet(directory)
         return cls(directory, config, Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=dtype)))
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors."""
+        """Number of parameters."""
         return sum(math.prod(entry.shape) for entry in self.checkpoint.entries.values())
 
     def network(self, unet: Any, vae_factor: int) -> Any:
-        """The network, empty, every tensor accounted for. Raises ModelLoadError where it does not fit ``unet``, or its
-        files do not fit its configuration.
-        """
+        """Build the empty network and check it. Raises ModelLoadError if it does not fit ``unet`` or its own files."""
         network = build(ALLOWED_CLASS, self.config, str(self.directory / "config.json"))
         check_fits(network, unet, vae_factor)
         check_keys(ALLOWED_CLASS, network.state_dict(), TensorSource.renamed(self.checkpoint, self._names))
         return network
 
     def load(self, unet: Any, vae_factor: int, choice: DeviceChoice) -> Any:
-        """The network with its weights in ``choice.compute_dtype``, whatever the UNet's are quantized to."""
+        """Load the network in ``choice.compute_dtype``, even if the UNet is quantized."""
         network = self.network(unet, vae_factor)
         if choice.device.type == "cpu":
             use_steady_layers(network, choice.compute_dtype)
@@ -92,15 +91,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_preprocessor(name: str) -> None:
-    """InvalidRequest for one that is not here."""
+    """Raise InvalidRequest if the preprocessor ``name`` is not available."""
     if name in (PASSED_THROUGH, CANNY):
         return
     names, trouble = _library()
     if name in names:
         return
-    known = ", ".join((PASSED_THROUGH, CANNY, *names))
-    more = f"; others come with the package {LIBRARY}, which {trouble}" if trouble else ""
-    raise InvalidRequest(f"the preprocessor is {name!r}; there are {known}{more}.", param=PARAM)
+    available = ", ".join((PASSED_THROUGH, CANNY, *names))
+    hint = f"; others come with the package {LIBRARY}, which {trouble}" if trouble else ""
+    raise InvalidRequest(f"the preprocessor is {name!r}; there are {available}{hint}.", param=PARAM)
 
 
 def preprocess(control: Control, picture: Pixels) -> Pixels:
@@ -113,54 +112,54 @@ def preprocess(control: Control, picture: Pixels) -> Pixels:
     check_preprocessor(name)
     height, width = picture.shape[:2]
     try:
-        found = import_quietly(f"{LIBRARY}.processor", "Processor")(name)(Image.fromarray(picture), to_pil=True)
-    except Exception as error:  # its own weights are looked for on the network, which is not asked here
-        said = f"the preprocessor {name!r} of {LIBRARY} cannot be used ({type(error).__name__}); give a control map."
-        raise InvalidRequest(said, param=PARAM) from error
-    return np.asarray(found.convert("RGB").resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)
+        control_map = import_quietly(f"{LIBRARY}.processor", "Processor")(name)(Image.fromarray(picture), to_pil=True)
+    except Exception as error:  # for example its weights are missing, and nothing is downloaded
+        message = f"the preprocessor {name!r} of {LIBRARY} cannot be used ({type(error).__name__}); give a control map."
+        raise InvalidRequest(message, param=PARAM) from error
+    return np.asarray(control_map.convert("RGB").resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)
 
 
 def _library() -> tuple[tuple[str, ...], str]:
-    """The names of the library, less what gives another map each time; and why there are none."""
+    """Return the deterministic preprocessors of the library, and why there are none."""
     if find_spec(LIBRARY) is None:
         return (), "is not installed here"
     try:
-        known: dict[str, Any] = import_quietly(f"{LIBRARY}.processor", "MODELS")
-    except Exception as error:  # whatever one of the many libraries that it wants says
+        models: dict[str, Any] = import_quietly(f"{LIBRARY}.processor", "MODELS")
+    except Exception as error:  # one of its many dependencies
         logger.warning("%s cannot be imported: %s", LIBRARY, error)
         return (), f"cannot be imported here ({error})"
-    return tuple(sorted({*known} - {CANNY, PASSED_THROUGH, RANDOM})), ""
+    return tuple(sorted({*models} - {CANNY, PASSED_THROUGH, RANDOM})), ""
 
 
-CHECKED_KEPT: Final = 256
+MAX_CHECKED: Final = 256
 
 
 class ReadControl(NamedTuple):
-    """A ControlNet of one picture in memory, and the control map (H, W, 3) that it reads."""
+    """A loaded ControlNet of one image, and its control map (H, W, 3)."""
 
     network: ControlNetRunner
     pixels: NDArray[np.uint8]
 
 
-class ControlNetShelf:
-    """The ControlNets of ``model``'s folder. Those whose pictures are being painted are kept; of others, ``max_bytes``.
+class ControlNetStore:
+    """The ControlNets of ``model``'s folder. Those in use are kept, and of others up to ``max_bytes``.
 
-    They stand where the UNet stands and compute as it does; quantized they are not.
+    They use the UNet's device and dtype, but are not quantized.
     """
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
         self.folder = ControlNetFolder(model.profile.controlnet_dir, model.choice.dtype)
         self.model = model
         self.max_bytes = max_bytes
-        self._checked: OrderedDict[str, None] = OrderedDict()
+        self._checked: LRUCache[str, None] = LRUCache(MAX_CHECKED)
         self._alive: WeakValueDictionary[str, ControlNetRunner] = WeakValueDictionary()
         self._kept: OrderedDict[str, ControlNetRunner] = OrderedDict()
 
     def check(self, controls: Sequence[Control]) -> bytes:
-        """A digest of the ControlNets that ``controls`` name, for whatever must not mix them up.
+        """Return a digest of the ControlNets that ``controls`` name, for cache keys.
 
-        Raises InvalidRequest for one that is not there, was made for another model or is not whole by its files'
-        headers, and for a preprocessor that is not here.
+        Raises InvalidRequest for one that does not exist, does not fit the model or has damaged headers, and for an
+        unavailable preprocessor.
         """
         digests = []
         for control in controls:
@@ -172,62 +171,58 @@ class ControlNetShelf:
                 except ModelLoadError as error:
                     raise self._refused(control.name, directory, error) from None
                 self._checked[digest] = None
-                while len(self._checked) > CHECKED_KEPT:
-                    self._checked.popitem(last=False)
             digests.append(digest)
         return hashlib.sha256("\n".join(digests).encode()).digest()
 
     def begin(self, controls: Sequence[Control], pictures: Sequence[Picture]) -> Future[list[ReadControl]]:
-        """``controls``, checked, on their way into memory and their ``pictures`` on theirs to control maps, beside
-        whatever else is done. One after the other, so that none is read twice.
-        """
+        """Load ``controls`` and make the control maps of ``pictures`` in a background thread, one after the other."""
         return self._reader.submit(
             lambda: [
-                ReadControl(self._found(control.name), preprocess(control, picture.array))
+                ReadControl(self._find(control.name), preprocess(control, picture.array))
                 for control, picture in zip(controls, pictures, strict=True)
             ]
         )
 
     def take(self, name: str) -> ControlNetRunner:
-        """The ControlNet ``name``, read now unless it is in memory. Raises InvalidRequest."""
-        found = self._found(name)
-        self.keep(found)
-        return found
+        """Return the ControlNet ``name``, loading it if needed. Raises InvalidRequest."""
+        network = self._find(name)
+        self.keep(network)
+        return network
 
-    def keep(self, found: ControlNetRunner) -> None:
-        """It is being used, so it is among the last to go."""
-        self._kept[found.digest] = found
-        self._kept.move_to_end(found.digest)
-        num_bytes = sum(one.num_bytes for one in self._kept.values())
+    def keep(self, network: ControlNetRunner) -> None:
+        """Mark ``network`` as the most recently used one."""
+        self._kept[network.digest] = network
+        self._kept.move_to_end(network.digest)
+        num_bytes = sum(runner.num_bytes for runner in self._kept.values())
         while num_bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             num_bytes -= dropped.num_bytes
 
     def of_digest(self, digest: str) -> ControlNetRunner:
-        """One that is in memory. Raises KeyError where it is not any more."""
+        """Return the ControlNet of ``digest``. Raises KeyError if it is no longer in memory."""
         return self._alive[digest]
 
     @property
     def planned_bytes(self) -> int:
-        """Memory that is to be left for weights: of all ControlNets of the folder, but not more than are kept."""
+        """Memory to reserve for weights: those of all ControlNets of the folder, at most ``max_bytes``."""
         total = 0
         for directory in self.folder.usable().values():
             try:
                 total += self._bytes(self._opened(directory))
             except ModelLoadError:
-                continue  # whoever asks for it is told
+                continue  # requests for it are rejected
         return min(total, self.max_bytes)
 
     @cached_property
     def _reader(self) -> ThreadPoolExecutor:
         return pool_of_threads(1, "controlnets")
 
-    def _found(self, name: str) -> ControlNetRunner:
+    def _find(self, name: str) -> ControlNetRunner:
         directory, digest = self._stamped(name)
-        found = self._alive.get(digest)
-        if found is None:
-            found = self._alive[digest] = self._read(name, directory, digest)
-        return found
+        network = self._alive.get(digest)
+        if network is None:
+            network = self._alive[digest] = self._read(name, directory, digest)
+        return network
 
     def _read(self, name: str, directory: Path, digest: str) -> ControlNetRunner:
         choice = self.model.choice
@@ -235,8 +230,8 @@ class ControlNetShelf:
             files = self._opened(directory)
             need, free = self._bytes(files), free_bytes(self.model.device)
             if free is not None and need > free and choice.offload == "none":
-                said = f"it takes {need >> 20} MiB of memory, there are {free >> 20}"
-                raise ModelLoadError(said)
+                problem = f"it takes {need >> 20} MiB of memory, there are {free >> 20}"
+                raise ModelLoadError(problem)
             network = files.load(self.model.unet.network, self.model.vae.factor, choice)
             store_as(network, self.model.unet.memory_format)
         except ModelLoadError as error:
@@ -244,7 +239,7 @@ class ControlNetShelf:
         return ControlNetRunner(name, digest, network, device=choice.device, dtype=self.model.dtype)
 
     def _stamped(self, name: str) -> tuple[Path, str]:
-        """Where it lies, and a digest of its files' names, sizes and times: of other files it is another."""
+        """Return the directory, and a digest of the names, sizes and times of its files."""
         directory = self.folder.find(name)
         try:
             stats = [(file.name, file.stat()) for file in sorted(directory.iterdir()) if file.is_file()]
@@ -260,6 +255,6 @@ class ControlNetShelf:
         return files.num_parameters * self.model.dtype.itemsize
 
     def _refused(self, name: str, directory: Path, error: ModelLoadError) -> InvalidRequest:
-        """In the words of ``error``, without the place where the folder lies."""
-        said = error.message.replace(f"{directory}/", "").replace(str(directory), directory.name).rstrip(".")
-        return InvalidRequest(f"ControlNet {name!r} cannot be used with {self.model.model_id}: {said}.", param=PARAM)
+        """Return ``error`` as an error of the request, without the path of the folder."""
+        problem = error.message.replace(f"{directory}/", "").replace(str(directory), directory.name).rstrip(".")
+        return InvalidRequest(f"ControlNet {name!r} cannot be used with {self.model.model_id}: {problem}.", param=PARAM)

@@ -18,7 +18,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.room import LOOK_EVERY_S
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import Activations, decode_work, encode_work, hollow_twin, kept_features, margin, step_work
+from diffserve.runtime.needs import Activations, decode_work, encode_work, meta_copy, kept_features, margin, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
@@ -81,7 +81,7 @@ def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEng
     cache, config = DiskCache(tmp_path), EngineConfig()
     found = Activations.of(engine.model, config, cache)
     assert Activations.of(engine.model, config, cache) == found
-    twin = hollow_twin(engine.model)
+    twin = meta_copy(engine.model)
     size, num_rows, cells = (96, 160), 3, 12 * 20
     features = kept_features(twin, size, num_rows)
     assert features is not None

@@ -264,7 +264,7 @@ def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
     model = load_model(export("sd15", LUGGAGE), dtype="float32", device=DEVICE)
     [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
     assert said.endswith(
-        f"3 tensors that painting does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
+        f"3 tensors that generation does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
     )
     expected = tiny("sd15").vae.network.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.vae.network.state_dict().items())

@@ -1,5 +1,7 @@
-"""A VAE in the original layout: a part of a single-file checkpoint, or a file by itself, as sd-vae-ft-mse-840000 and
-sdxl_vae are published.
+"""VAE and text encoders of a model, from its own directory or from a configured path.
+
+A VAE can also be in the original layout: part of a single-file checkpoint, or a file by itself, as
+sd-vae-ft-mse-840000 and sdxl_vae are published.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from diffserve.runtime.text.encoding import TextEncoder
 
 
 class LoadedVAE(NamedTuple):
-    """A VAE, what it computes in, and the files that it came from."""
+    """A VAE, its compute dtype, and the files that it came from."""
 
     network: Any
     dtype: torch.dtype
@@ -47,7 +49,10 @@ class LoadedVAE(NamedTuple):
 def read_original_vae(
     checkpoint: Checkpoint, prefix: str, config: Mapping[str, Any], choice: DeviceChoice, *, is_sdxl: bool
 ) -> tuple[LoadedVAE, set[str]]:
-    """(the VAE of ``config`` from the tensors below ``prefix``, their names). Raises ModelLoadError."""
+    """Load the VAE of ``config`` from the tensors below ``prefix``; return it and the tensors' names.
+
+    Raises ModelLoadError.
+    """
     network = build_vae(config, checkpoint.where())
     num_levels = len(network.config.block_out_channels)
 
@@ -60,9 +65,9 @@ def read_original_vae(
 
 
 def load_vae_file(file: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
-    """The VAE that is all of ``file``, in the original layout, or as diffusers writes it with config.json beside it.
+    """Load the VAE in ``file``, in the original layout, or in diffusers' layout with config.json in the same folder.
 
-    The original layout says nothing of the scaling factor: it is that of the model's family. Raises ModelLoadError.
+    The original layout has no scaling factor, so that of the model's family is used. Raises ModelLoadError.
     """
     refuse_pickle(file)
     checkpoint = Checkpoint.open([file])
@@ -70,15 +75,15 @@ def load_vae_file(file: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedV
         if f"{prefix}decoder.mid.block_1.conv1.weight" in checkpoint:
             config = infer_vae(checkpoint, prefix, is_sdxl=is_sdxl)
             return read_original_vae(checkpoint, prefix, config, choice, is_sdxl=is_sdxl)[0]
-    beside = file.with_name("config.json")
-    if "decoder.conv_in.weight" not in checkpoint or not beside.is_file():
+    config_file = file.with_name("config.json")
+    if "decoder.conv_in.weight" not in checkpoint or not config_file.is_file():
         raise ModelLoadError(
             f"{file} is no VAE in the original layout (it has no decoder.mid.block_1 tensors), and no config.json "
             "beside it says what else it is; name a VAE's file or directory (model.vae)."
         )
-    config = read_json(beside)
+    config = read_json(config_file)
     precision = vae_precision(choice, config, is_sdxl=is_sdxl)
-    network = load_component(build_vae(config, str(beside)), checkpoint, precision, channels_last=True)
+    network = load_component(build_vae(config, str(config_file)), checkpoint, precision, channels_last=True)
     return LoadedVAE(network, precision.compute_dtype, checkpoint.files)
 
 
@@ -88,54 +93,61 @@ Adapt = Callable[[str, TensorSource], None]
 
 
 @dataclass(frozen=True)
-class NamedParts:
-    """What is read in place of the model's own parts; ``None``: its own.
+class ComponentOverrides:
+    """Components that replace the model's own; ``None``: its own.
 
-    vae           as diffusers writes a VAE, a whole model, or a file that is a VAE
-    made_vae      one that is there already, and is used as it is
-    text_encoder  as transformers writes a text encoder, its tokenizer in it or beside it, or a whole model
+    Attributes:
+        vae: A VAE directory of diffusers, a whole model, or a VAE file.
+        text_encoder: A text encoder directory of transformers with its tokenizer inside or next to it, or a whole
+            model.
+        made_vae: A loaded VAE to use.
     """
 
     vae: Path | None = None
     text_encoder: Path | None = None
-    made_vae: LoadedVAE | None = None
+    loaded_vae: LoadedVAE | None = None
 
     @classmethod
-    def of(cls, profile: ModelProfile | None) -> NamedParts:
-        """Those of ``profile``."""
-        named = (profile.vae, profile.text_encoder) if profile else ("", "")
-        vae, text_encoder = (model_path(name) if name else None for name in named)
+    def of(cls, profile: ModelProfile | None) -> ComponentOverrides:
+        """Return the overrides of ``profile``."""
+        paths = (profile.vae, profile.text_encoder) if profile else ("", "")
+        vae, text_encoder = (model_path(name) if name else None for name in paths)
         return cls(vae, text_encoder)
 
-    def vae_place(self, own: Path) -> Path:
-        """Directory or file of the VAE: as named, else ``own``. Raises ModelLoadError where it is not as named."""
+    def vae_place(self, default: Path) -> Path:
+        """Return the VAE's directory or file, by default ``default``. Raises ModelLoadError for an invalid override."""
         if self.vae is None:
-            return own
+            return default
         return self.vae if self.vae.is_file() else _component(self.vae, "vae", "vae")
 
-    def text_directories(self, suffixes: Sequence[str], own: Path | None = None) -> list[tuple[Path, Path]]:
-        """(text encoder, its tokenizer) for every one of ``suffixes``: as named, else in the model's directory ``own``.
+    def text_directories(self, suffixes: Sequence[str], default: Path | None = None) -> list[tuple[Path, Path]]:
+        """Return (text encoder, tokenizer) directories for each of ``suffixes``, by default those in ``default``.
 
-        Raises ModelLoadError where they are not as named.
+        Raises ModelLoadError if the override is not valid.
         """
         if self.text_encoder is None:
-            assert own is not None, "a single file has its own layout"
-            return [(own / f"text_encoder{suffix}", own / f"tokenizer{suffix}") for suffix in suffixes]
-        found = [_component(self.text_encoder, f"text_encoder{suffix}", "text_encoder") for suffix in suffixes]
-        if len(set(found)) < len(found):
+            assert default is not None, "a single file has its own layout"
+            return [(default / f"text_encoder{suffix}", default / f"tokenizer{suffix}") for suffix in suffixes]
+        encoders = [_component(self.text_encoder, f"text_encoder{suffix}", "text_encoder") for suffix in suffixes]
+        if len(set(encoders)) < len(encoders):
             raise ModelLoadError(
-                f"{self.text_encoder} is one text encoder, and the model has {len(found)}; "
+                f"{self.text_encoder} is one text encoder, and the model has {len(encoders)}; "
                 "name a model's directory, with text_encoder and text_encoder_2 (model.text_encoder)."
             )
-        beside = [directory.with_name(f"tokenizer{suffix}") for directory, suffix in zip(found, suffixes, strict=True)]
-        return [(one, other if other.is_dir() else one) for one, other in zip(found, beside, strict=True)]
+        tokenizers = [
+            directory.with_name(f"tokenizer{suffix}") for directory, suffix in zip(encoders, suffixes, strict=True)
+        ]
+        return [
+            (encoder, tokenizer if tokenizer.is_dir() else encoder)
+            for encoder, tokenizer in zip(encoders, tokenizers, strict=True)
+        ]
 
 
-OWN_PARTS: Final = NamedParts()
+NO_OVERRIDES: Final = ComponentOverrides()
 
 
 def load_vae(directory: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
-    """The VAE in ``directory``, or the one that a file of that name is. Raises ModelLoadError."""
+    """Load the VAE from a directory or a file. Raises ModelLoadError."""
     if directory.is_file():
         return load_vae_file(directory, choice, is_sdxl=is_sdxl)
     file = directory / "config.json"
@@ -154,25 +166,28 @@ def load_text_encoders(
     adapt: Adapt | None = None,
     suffixes: Iterable[str] = TEXT_CLASSES,
 ) -> tuple[tuple[TextEncoder, ...], list[Path]]:
-    """(the text encoders in ``directories``, each with its tokenizer's; their files). Raises ModelLoadError."""
+    """Load the text encoders in ``directories`` with their tokenizers; return them and their files.
+
+    Raises ModelLoadError.
+    """
     encoders, files = [], []
     for (directory, tokenizer), suffix, cls in zip(directories, suffixes, classes, strict=False):
         file = directory / "config.json"
         network = build_text_encoder(cls, read_json(file), str(file))
         checkpoint = Checkpoint.open(find_weights(directory, TRANSFORMERS_STEM, dtype=choice.dtype))
-        own = adapt and partial(adapt, f"text_encoder{suffix}")
-        load_component(network, checkpoint, choice, quantize=choice.text_scheme, adapt=own)
+        adapt_encoder = adapt and partial(adapt, f"text_encoder{suffix}")
+        load_component(network, checkpoint, choice, quantize=choice.text_scheme, adapt=adapt_encoder)
         encoders.append(TextEncoder.pair(load_tokenizer(tokenizer), network))
         files += checkpoint.files
     return tuple(encoders), files
 
 
-def _component(named: Path, name: str, setting: str) -> Path:
-    """The directory of component ``name``: in the model's directory ``named``, or ``named`` itself."""
-    for directory in (named / name, named):
+def _component(path: Path, name: str, setting: str) -> Path:
+    """Return the directory of component ``name``: in the model's directory ``path``, or ``path`` itself."""
+    for directory in (path / name, path):
         if (directory / "config.json").is_file():
             return directory
     raise ModelLoadError(
-        f"{named} holds neither {name}/config.json nor config.json; name a directory as diffusers writes it, "
+        f"{path} holds neither {name}/config.json nor config.json; name a directory as diffusers writes it, "
         f"with safetensors in it (model.{setting})."
     )

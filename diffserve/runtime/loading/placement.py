@@ -1,10 +1,8 @@
-"""One model over several devices: which part of it goes where, and what passes between.
+"""Placement of weights: a model over several devices, and weights offloaded to RAM or disk.
 
-What is asked for has the words of diffusers and accelerate. "balanced": the UNet on the first device, text encoders
-and VAE where there is most room beside it. "auto": all of it on the first device where that has room, else the same.
-Only a UNet that no device has room for is split, by accelerate's ``infer_auto_device_map``, between its blocks. Hooks
-of accelerate bring what goes into a module on another device there, and what comes out of it back: between modules all
-is on the first device, whoever calls them.
+The names are those of diffusers and accelerate. "balanced": the UNet on the first device, text encoders and VAE where
+most memory is free. "auto": all on the first device if it fits, else as "balanced". A UNet that fits on no device is
+split between blocks by accelerate, whose hooks move inputs and outputs; between modules all is on the first device.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from diffserve.runtime.memory import free_bytes, keep_heap_small
 from diffserve.runtime.precision import DeviceChoice, Rooms, Spread
 
 WEIGHTS_SHARE: Final = 0.7
-"""Of the memory that is free before a network is loaded; the rest is for activations, the page pool and other parts."""
+"""Share of the free memory for weights; the remainder is for activations, the page pool and other parts."""
 SLACK: Final = 1.1
-"""Of an even share of a network that is split: what one device cannot have, for blocks are whole."""
-WHOLE: Final = ("BasicTransformerBlock", "ResnetBlock2D")
+"""Factor on an even share of a split network: blocks are not divided, so shares are not exactly even."""
+UNSPLIT_MODULES: Final = ("BasicTransformerBlock", "ResnetBlock2D")
 """Modules of a UNet that are not split."""
 
 
@@ -38,9 +36,7 @@ def devices_of(choice: DeviceChoice) -> tuple[torch.device, ...]:
 
 
 def free_over(device: torch.device, device_map: str) -> int | None:
-    """Bytes that are free on ``device``, or, with a ``device_map``, on all that a model may have; ``None`` where nobody
-    says.
-    """
+    """Return the free bytes on ``device``, or with a ``device_map`` on all devices of its type; ``None`` if unknown."""
     if device_map == "none" or not has_streams(device):
         return free_bytes(device)
     return sum(free_bytes(each) or 0 for each in _same_type(device))
@@ -54,11 +50,16 @@ def _same_type(device: torch.device) -> list[torch.device]:
 
 
 def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], device_map: str) -> DeviceChoice:
-    """``choice`` for a model of which a dry run has this memory ``report`` (component, numbers and bytes), over all
-    devices as they have room now.
+    """Return ``choice`` with the parts of a model spread over all devices by their current free memory.
 
-    Raises ConfigError where there is one device, or the model has a refiner, InsufficientMemory where all together have
-    too little room.
+    Args:
+        choice: Device and precision.
+        report: Component, number of parameters and bytes, from a dry run.
+        device_map: none, auto or balanced.
+
+    Raises:
+        ConfigError: There is only one device, or the model has a refiner.
+        InsufficientMemory: The devices together do not have enough memory.
     """
     if device_map == "none":
         return choice
@@ -70,7 +71,7 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
             param="device_map",
         )
     devices = devices_of(choice)
-    if len(devices) < 2 and device_map == "auto":  # it spreads where it has to; that nothing fits is said elsewhere
+    if len(devices) < 2 and device_map == "auto":  # a model that does not fit is reported elsewhere
         return choice
     if len(devices) < 2:
         raise ConfigError(
@@ -78,13 +79,13 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
             "several GPUs. Set it to none; for less memory there is offload.",
             param="device_map",
         )
-    rooms = {str(one): int(WEIGHTS_SHARE * (free_bytes(one) or 0)) for one in devices}
+    rooms = {str(device): int(WEIGHTS_SHARE * (free_bytes(device) or 0)) for device in devices}
     spread = spread_over(part_bytes(report), rooms, device_map)
-    return replace(choice, spread=spread, reason=f"{choice.reason.removesuffix('.')}; {said_of(spread)}.")
+    return replace(choice, spread=spread, reason=f"{choice.reason.removesuffix('.')}; {describe_spread(spread)}.")
 
 
 def part_bytes(report: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """What text encoders, UNet and VAE of a model take, and whatever else is with it, which stays beside the UNet."""
+    """Return the bytes of text encoders, UNet and VAE of a model, and of all else, which stays on the UNet's device."""
     parts = dict.fromkeys(("text", "unet", "vae", "else"), 0)
     for component, _, weights_bytes in report:
         name = "text" if component.startswith("text_encoder") else component
@@ -93,8 +94,9 @@ def part_bytes(report: Iterable[tuple[str, int, int]]) -> dict[str, int]:
 
 
 def spread_over(sizes: Mapping[str, int], rooms: Mapping[str, int], device_map: str) -> Spread:
-    """Where the parts go, by what they take and by what weights may take of each device, the first of which is that of
-    latents and pages. InsufficientMemory where it is too little.
+    """Return the placement of the parts, given their sizes and the free bytes for weights by device.
+
+    The first device is that of latents and pages. Raises InsufficientMemory if the parts do not fit.
     """
     main = next(iter(rooms))
     left = dict(rooms)
@@ -119,17 +121,18 @@ def spread_over(sizes: Mapping[str, int], rooms: Mapping[str, int], device_map: 
 
 
 def _shares(size: int, left: Mapping[str, int], device_map: str) -> Rooms:
-    """What a network of ``size`` bytes may take of each device: "balanced" equal shares, as far as there is room, and
-    of the last one whatever is left then; else as much as there is.
+    """Return the bytes that a network of ``size`` bytes may take of each device.
+
+    "balanced": equal shares, limited by the free memory, and all of the last device. Otherwise all free memory.
     """
     if device_map != "balanced":
         return tuple(left.items())
     level = size / len(left)
-    for _ in left:  # what one has no room for the others take
+    for _ in left:  # the others take what one device cannot hold
         short = [room for room in left.values() if room < level]
         level = (size - sum(short)) / max(1, len(left) - len(short))
-    *first, (last, rest) = left.items()
-    return *((name, min(room, int(SLACK * level))) for name, room in first), (last, rest)
+    *first, (last, last_bytes) = left.items()
+    return *((name, min(room, int(SLACK * level))) for name, room in first), (last, last_bytes)
 
 
 def _too_little(sizes: Mapping[str, int], rooms: Mapping[str, int]) -> InsufficientMemory:
@@ -141,53 +144,56 @@ def _too_little(sizes: Mapping[str, int], rooms: Mapping[str, int]) -> Insuffici
     )
 
 
-def said_of(spread: Spread) -> str:
-    """One clause."""
+def describe_spread(spread: Spread) -> str:
+    """Describe ``spread`` in a clause."""
     return ", ".join(f"{part} on {' and '.join(name for name, _ in rooms)}" for part, rooms in spread._asdict().items())
 
 
 def spread_map(network: nn.Module, choice: DeviceChoice) -> dict[str, torch.device]:
-    """Module names of ``network`` -> devices, for a part's ``choice``. InsufficientMemory where it cannot be cut so."""
+    """Return the device of each module of ``network``. Raises InsufficientMemory if the network cannot be split."""
     names = [name for name, _ in choice.rooms]
     if len(names) == 1 and torch.device(names[0]) == choice.device:
         return {"": choice.device}
-    if len(names) == 1:  # each layer by itself: who runs a text encoder over pages calls its layers, and not it
-        own = {name: part for name, part in network.named_modules() if any(True for _ in part.parameters(False))}
-        return dict.fromkeys(own, torch.device(names[0]))
+    if len(names) == 1:  # each layer by itself: a text encoder over pages is run layer by layer
+        layers = {name: part for name, part in network.named_modules() if any(True for _ in part.parameters(False))}
+        return dict.fromkeys(layers, torch.device(names[0]))
     infer = import_quietly("accelerate", "infer_auto_device_map")
-    most = {index: num_bytes for index, (_, num_bytes) in enumerate(choice.rooms)}
-    most[0] += _largest(network) * choice.compute_dtype.itemsize  # which it keeps free there, for weights that rest
-    with hushed("accelerate.utils.modeling"):  # it says of every device whether it is there
-        found = infer(network, max_memory=most, no_split_module_classes=list(WHOLE), dtype=choice.compute_dtype)
-    if "disk" in found.values():
+    limits = {index: num_bytes for index, (_, num_bytes) in enumerate(choice.rooms)}
+    limits[0] += _largest(network) * choice.compute_dtype.itemsize  # accelerate reserves this for offloaded weights
+    with hushed("accelerate.utils.modeling"):  # it logs every device
+        device_map = infer(
+            network, max_memory=limits, no_split_module_classes=list(UNSPLIT_MODULES), dtype=choice.compute_dtype
+        )
+    if "disk" in device_map.values():
         has = ", ".join(f"{num_bytes / 2**30:.2f} on {name}" for name, num_bytes in choice.rooms)
-        said = f"the UNet cannot be cut so that its blocks find room (GiB: {has}); choose a dtype of fewer bits"
-        raise InsufficientMemory(f"{said}, or set device_map to none and offload to auto.")
-    return {name: torch.device(names[place]) for name, place in found.items()}
+        problem = f"the UNet cannot be cut so that its blocks find room (GiB: {has}); choose a dtype of fewer bits"
+        raise InsufficientMemory(f"{problem}, or set device_map to none and offload to auto.")
+    return {name: torch.device(names[place]) for name, place in device_map.items()}
 
 
 def _largest(network: nn.Module) -> int:
-    """Numbers in the largest piece of ``network`` that is not split."""
+    """Return the number of parameters in the largest unsplit piece of ``network``."""
     sizes = (
-        sum(one.numel() for one in part.parameters(recurse=type(part).__name__ in WHOLE)) for part in network.modules()
+        sum(parameter.numel() for parameter in part.parameters(recurse=type(part).__name__ in UNSPLIT_MODULES))
+        for part in network.modules()
     )
     return max(sizes)
 
 
-def straddle(network: nn.Module, device_map: Mapping[str, torch.device], main: torch.device) -> None:
-    """Have every module of ``network`` that ``device_map`` puts elsewhere run there, for callers on ``main``."""
+def add_device_hooks(network: nn.Module, device_map: Mapping[str, torch.device], main: torch.device) -> None:
+    """Run every module of ``network`` on the device that ``device_map`` names, for callers on ``main``."""
     hook, add = (import_quietly("accelerate.hooks", name) for name in ("AlignDevicesHook", "add_hook_to_module"))
     for name, device in device_map.items():
         for part in _called(network.get_submodule(name)) if device != main else ():
-            own: Any = hook(execution_device=device, io_same_device=True, place_submodules=True)
-            add(part, own)
+            align: Any = hook(execution_device=device, io_same_device=True, place_submodules=True)
+            add(part, align)
 
 
 def _called(part: nn.Module) -> Iterator[nn.Module]:
-    """``part``, or what it lists where it is a list, which nobody calls."""
+    """Yield ``part``, or the elements of a list, which has no forward of its own."""
     if isinstance(part, nn.ModuleList):
-        for one in part:
-            yield from _called(one)
+        for element in part:
+            yield from _called(element)
     else:
         yield part
 
@@ -198,16 +204,16 @@ Place = torch.device | int | str
 logger = logging.getLogger(__name__)
 
 
-class RestingWeights(UserDict[str, Any]):
-    """Parameters by name, each made by the reader that was given for it whenever it is asked for."""
+class OffloadedWeights(UserDict[str, Any]):
+    """Parameters by name, each read again on every access."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        made: torch.Tensor = self.data[name]()
-        return made
+        tensor: torch.Tensor = self.data[name]()
+        return tensor
 
 
 def max_memory(choice: DeviceChoice) -> dict[int | str, int]:
-    """Bytes that weights may take of the device and of main memory, as accelerate and transformers want them told."""
+    """Return the bytes that weights may take of the device and of RAM, with accelerate's keys."""
     device = choice.device
     device_key = (device.index or 0) if has_streams(device) else device.type
     free = import_quietly("accelerate.utils", "get_max_memory")()
@@ -215,7 +221,7 @@ def max_memory(choice: DeviceChoice) -> dict[int | str, int]:
 
 
 def make_device_map(network: nn.Module, choice: DeviceChoice) -> dict[str, Place]:
-    """Module names -> where their weights rest, "" for all that no other says; ``network`` may be empty."""
+    """Return where the weights of each module are stored, "" for all other modules; ``network`` may be empty."""
     if choice.rooms:
         return {**spread_map(network, choice)}
     if choice.offload in ("cpu", "disk"):
@@ -223,12 +229,12 @@ def make_device_map(network: nn.Module, choice: DeviceChoice) -> dict[str, Place
     if choice.offload == "none":
         return {"": choice.device}
     infer = import_quietly("accelerate", "infer_auto_device_map")
-    found: dict[str, Place] = infer(network, max_memory=max_memory(choice), dtype=choice.compute_dtype)
-    return found
+    device_map: dict[str, Place] = infer(network, max_memory=max_memory(choice), dtype=choice.compute_dtype)
+    return device_map
 
 
 def place_of(name: str, device_map: Mapping[str, Place]) -> Place:
-    """Where the parameter ``name`` rests: what the map says of the innermost module that it names."""
+    """Return where the parameter ``name`` is stored: the entry of its innermost module in the map."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map[name]
@@ -237,33 +243,33 @@ def place_of(name: str, device_map: Mapping[str, Place]) -> Place:
 def dispatch(
     network: nn.Module, device_map: Mapping[str, Place], readers: Mapping[str, Callable[[], torch.Tensor]], device: str
 ) -> None:
-    """Put accelerate's hooks on ``network``, which from then on runs on ``device``, wherever its weights rest.
+    """Install accelerate's hooks on ``network``, so that it runs on ``device`` with offloaded weights.
 
-    ``readers`` give the parameters that do not rest there.
+    ``readers`` return the parameters that are offloaded.
     """
     if readers:
         keep_heap_small()
-    with hushed("accelerate.big_modeling"):  # it says of every parameter's absence that it was meant
+    with hushed("accelerate.big_modeling"):  # it logs that missing parameters are intended
         import_quietly("accelerate", "dispatch_model")(
             network,
             device_map=dict(device_map),
             main_device=device,
-            state_dict=RestingWeights(readers),
+            state_dict=OffloadedWeights(readers),
             offload_index={},
             force_hooks=True,
         )
-    logger.info("%s: %d of its tensors rest until they are used", type(network).__name__, len(readers))
+    logger.info("%s: %d of its tensors are offloaded", type(network).__name__, len(readers))
 
 
 def from_pretrained_places(choice: DeviceChoice) -> dict[str, Any]:
-    """What transformers' ``from_pretrained`` is told; the weights that it is not told of it leaves in main memory."""
+    """Return transformers' ``from_pretrained`` arguments for the placement; without any, weights stay in RAM."""
     if choice.offload == "auto":
         return {"device_map": "auto", "max_memory": max_memory(choice)}
     return {"device_map": {"": "disk"}} if choice.offload == "disk" else {}
 
 
 def run_on(network: nn.Module, choice: DeviceChoice) -> None:
-    """Have ``network``, loaded so, run on the device: transformers takes the CPU for one whose weights all rest."""
+    """Run the loaded ``network`` on the device: transformers chooses the CPU if all weights are offloaded."""
     if choice.offload == "cpu":
         import_quietly("accelerate", "cpu_offload")(network, execution_device=choice.device)
     if choice.offload != "disk":

@@ -1,4 +1,7 @@
-"""Layers of a UNet on a CPU that round alike whatever the number of threads or rows, for those that do not."""
+"""Replacement layers of a UNet: steady ones for a CPU, and GEGLU layers with contiguous halves for CUDA.
+
+Steady layers round the same for any number of threads or rows.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ ROWS_TOGETHER: Final = 16
 class Pointwise(nn.Conv2d):
     """A 1x1 convolution of stride 1 without padding, as a matrix product: the same arithmetic.
 
-    In float32 oneDNN sums a 1x1 convolution in an order that depends on the number of threads (seen on AVX-512); a
-    matrix product was seen not to, and takes as long. So the engine may change the number between two calls.
+    In float32 oneDNN sums a 1x1 convolution in an order that depends on the number of threads (measured on AVX-512); a
+    matrix product does not, and takes as long. So the engine may change the number between two calls.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, out, h, w) of (B, in, h, w)."""
+        """Return (B, out, h, w) of ``input`` (B, in, h, w)."""
         num_rows: Any = input.shape[0]
-        if isinstance(num_rows, torch.SymInt):  # for a compiler that has its own
+        if isinstance(num_rows, torch.SymInt):  # a compiler has its own kernel
             return super().forward(input)
         channels, height, width = input.shape[1:]
         output = torch.matmul(self.weight.view(-1, channels), input.reshape(num_rows, channels, height * width))
@@ -31,14 +34,14 @@ class Pointwise(nn.Conv2d):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of one vector a row (of its timestep, say), computed for sixteen rows however few there are.
+    """A linear layer of one vector per row (of its timestep, for example), padded to a multiple of sixteen rows.
 
-    A product with a single vector is summed in another order than one with several. In 16 bits that shows in one number
-    of ten thousand, and such a layer has a few hundred: no trial is sure to find it, and some picture would.
+    A product with a single vector is summed in another order than one with several. In 16 bits that changes one number
+    in ten thousand, too few for a trial to find reliably.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(R, out) of (R, in); tokens, (R, T, in), go the usual way, and so do rows whose number is not known yet."""
+        """Return (R, out) of ``input`` (R, in); tokens (R, T, in) and a symbolic number of rows take the usual path."""
         num_rows: Any = input.shape[0]
         if input.ndim != 2 or isinstance(num_rows, torch.SymInt):
             return super().forward(input)
@@ -47,7 +50,7 @@ class RowLinear(nn.Linear):
 
 
 def use_steady_layers(network: nn.Module, dtype: torch.dtype) -> None:
-    """Put them in; ``dtype``: what ``network`` computes in. What it computes stays the same but for rounding."""
+    """Replace layers of ``network``, which computes in ``dtype``, by steady ones; results differ by rounding only."""
     for name, module in network.named_modules():
         if dtype == torch.float32 and type(module) is nn.Conv2d and _is_pointwise(module):
             module.__class__ = Pointwise
@@ -92,14 +95,14 @@ def use_halved_gates(network: nn.Module) -> None:
 
 
 def _halved(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``GEGLU``, which is imported only with a UNet. It has the name by which others know it."""
+    """Return a subclass of ``GEGLU`` with its name; diffusers, which defines it, is imported only with a UNet."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Return (..., out) of ``hidden_states`` (..., in)."""
         if type(self.proj) is not HalvedLinear or torch.compiler.is_compiling():
             output: Tensor = base.forward(self, hidden_states)
             return output
-        if self.proj._forward_hooks:  # of adapters, and of sums of layers, which are given the whole output
+        if self.proj._forward_hooks:  # hooks of adapters and layer sums need the complete output
             value, gate = (half.contiguous() for half in self.proj(hidden_states).chunk(2, dim=-1))
         else:
             value, gate = self.proj.halves(hidden_states)
