@@ -18,7 +18,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.room import LOOK_EVERY_S
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import Activations, decode_work, encode_work, meta_copy, kept_features, margin, step_work
+from diffserve.runtime.needs import Activations, decode_work, encode_work, kept_features, margin, meta_copy, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
