@@ -104,7 +104,7 @@ class VAERunner:
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Decode to images (B, H, W, 3) float32 ``latents`` (B, C, h, w). Raises NumericalError if one is not finite."""
+        """Decode float32 ``latents`` (B, C, h, w) to images (B, H, W, 3). Raises NumericalError for one not finite."""
         return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
 
     @torch.inference_mode()
