@@ -4,7 +4,7 @@
     python benchmarks/capacity.py --page-only     # the page from the figures that are there
 
 Engines are simulated (``simulator.py``) over the cost of their calls. It was measured on a CPU and on an H200
-(``gpu_suite.py``), and is predicted for other GPUs from the roofline (``diffserve.runtime.roofline``), the share of it
+(``gpu_suite.py``), and is predicted for other GPUs from the roofline (``diffserve.runtime.dry_run``), the share of it
 that kernels reach, and the time of a kernel launch. Each predicted figure has a range: the prediction with slower and
 with faster assumptions. Launch times are read from the results of ``gpu_suite.py``.
 """
@@ -34,9 +34,8 @@ from benchmarks.random_models import save_hollow_model
 from benchmarks.report import RESULTS, hardware, versions, write
 from benchmarks.simulator import Costs, capacity_per_s, loaded, read_costs, replay
 from benchmarks.trace import mixed
-from diffserve.runtime.dry_run import Work
+from diffserve.runtime.dry_run import GPU, Work, find_gpu
 from diffserve.runtime.needs import Needs, needs_of
-from diffserve.runtime.roofline import GPU, find_gpu
 from diffserve.settings.config import EngineConfig
 from diffserve.store.database import Database
 from diffserve.store.history import History, new_entry_id

@@ -23,7 +23,7 @@ from diffserve.runtime.threads import computing_on
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues
-from diffserve.runtime.unet.openvino_package import OpenVINOCompiler, in_waves
+from diffserve.runtime.unet.openvino_package import OpenVINOCompiler, with_embeddings
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -183,7 +183,7 @@ def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
 
     def run(call: UNetArguments) -> Tensor:
         with computing_on(1):  # as ours: torch's threads would be in the way
-            told = [tensor.numpy() for tensor in in_waves(plain, call.tensors)]
+            told = [tensor.numpy() for tensor in with_embeddings(plain, call.tensors)]
         return torch.from_numpy(network(told)[0].copy())
 
     return peers.run(peers.exact, num_rows, run)

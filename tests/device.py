@@ -47,9 +47,9 @@ CPU_ONLY: Final = {
     "runtime/test_lean_imports.py": "starts commands on the CPU",
     "runtime/test_offload.py": "compares offloading to main memory and disk on a CPU",
     "runtime/test_precision.py": "is about the arithmetic of a CPU",
-    "runtime/test_quantisation.py::test_a_layer_of_measured": "is about int8_static, which only a CPU multiplies",
-    "runtime/test_quantisation.py::test_ranges_are_measured": "measures ranges for int8_static",
-    "runtime/test_quantisation.py::test_zeros_stay_exact": "is about int8_static, which only a CPU multiplies",
+    "runtime/test_quantization.py::test_a_layer_of_measured": "is about int8_static, which only a CPU multiplies",
+    "runtime/test_quantization.py::test_ranges_are_measured": "measures ranges for int8_static",
+    "runtime/test_quantization.py::test_zeros_stay_exact": "is about int8_static, which only a CPU multiplies",
     "runtime/test_steady_layers.py": "is about layers that only a CPU uses",
     "runtime/test_threads.py": "measures threads of a CPU",
 }

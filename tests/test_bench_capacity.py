@@ -25,7 +25,7 @@ from benchmarks.capacity import (
 )
 from benchmarks.capacity_page import PAGE, engines_for, front_ms, page
 from benchmarks.simulator import Costs
-from diffserve.runtime.roofline import find_gpu
+from diffserve.runtime.dry_run import find_gpu
 from tests.benches import run_bench
 
 ARM = {

@@ -22,8 +22,8 @@ from diffserve.version import __version__
 
 if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
+    from diffserve.runtime.dry_run import GPU
     from diffserve.runtime.needs import Needs
-    from diffserve.runtime.roofline import GPU
 
 PROBE_BYTES = 1 << 16
 ROWS = (1, 2, 8)
@@ -36,12 +36,12 @@ def run(settings: Settings, gpu: str | None = None) -> int:
 
     Args:
         settings: The settings to report.
-        gpu: Name of a GPU in ``runtime.roofline`` to estimate the minimum step time for.
+        gpu: Name of a GPU in ``runtime.dry_run`` to estimate the minimum step time for.
 
     Raises:
         DiffserveError: The GPU is unknown, or the model cannot be loaded.
     """
-    from diffserve.runtime.roofline import find_gpu
+    from diffserve.runtime.dry_run import find_gpu
 
     roof = find_gpu(gpu) if gpu else None
     console = Console(highlight=False)
@@ -51,7 +51,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     from diffserve.runtime import choose_for, load_model
     from diffserve.runtime.loading.family import location_of
     from diffserve.runtime.loading.library_imports import hushed
-    from diffserve.runtime.loading.spread import with_spread
+    from diffserve.runtime.loading.placement import with_spread
     from diffserve.runtime.needs import needs_of
 
     folders = list(_folders(settings))

@@ -30,8 +30,8 @@ from diffserve.runtime import DiffusionModel, choose_for, load_model
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.needs import needs_of
-from diffserve.runtime.shared_parts import sharing, with_digests
 from diffserve.runtime.text.conditioning import image_tenants, make_pool
+from diffserve.runtime.weight_sharing import sharing, with_digests
 from diffserve.settings.config import AUTO_STYLE, EngineConfig, TextSettings
 
 EMBEDDED: Final = "embedded"

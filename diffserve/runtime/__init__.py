@@ -1,8 +1,8 @@
-"""Tensors and memory: loading a model, encoding prompts, running UNet rows, and pictures to latents and back."""
+"""Tensors and memory: model loading, prompt encoding, UNet calls, and conversion of images to latents and back."""
 
 from __future__ import annotations
 
-from diffserve.runtime.arithmetic import choose_for
+from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
 from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner

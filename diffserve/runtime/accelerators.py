@@ -1,12 +1,15 @@
-"""What a device offers beyond tensors: streams, events, free memory, float64, and NVIDIA's compute capability.
+"""Capabilities of devices, and timing of their work without waiting for it.
 
-CUDA and XPU have the same calls in their torch modules, so code for both goes through ``device_module``. ROCm builds of
-torch call their devices ``cuda``.
+CUDA and XPU have the same calls in their torch modules, so code for both goes through ``device_module``. ROCm builds
+call their devices ``cuda``. Work on CUDA and XPU is timed by events in the stream, on a CPU by the host's clock.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -14,7 +17,7 @@ ACCELERATORS: Final = ("cuda", "xpu", "mps")
 """Device types that ``auto`` may choose."""
 
 STREAM_DEVICES: Final = ("cuda", "xpu")
-"""Device types with several streams, events that are timed, and figures of free memory."""
+"""Device types with several streams, timed events, and figures of free memory."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -59,3 +62,83 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+class TimeSpan(Protocol):
+    """A measured time, possibly not known yet."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the work is done and ``seconds`` is known."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+
+
+@dataclass(frozen=True)
+class HostSpan:
+    """Time between two readings of the host's clock."""
+
+    seconds: float
+    is_here: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSpan:
+    """The time between two events in a device's stream."""
+
+    first_event: Any
+    last_event: Any
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the device has passed both events."""
+        return bool(self.last_event.query())
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds; the device measures milliseconds."""
+        return float(self.first_event.elapsed_time(self.last_event)) / 1e3
+
+
+def least_seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the least time in seconds that ``run`` takes on ``device`` in ``repeats`` calls, after one to warm up."""
+    times = []
+    for _ in range(1 + repeats):
+        synchronize(device)
+        started_s = clock()
+        run()
+        synchronize(device)
+        times.append(clock() - started_s)
+    return min(times[1:])
+
+
+class Stopwatch:
+    """Measures the time of work on ``device``; ``clock`` is the host's, in seconds."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device = device
+        self._clock = clock
+
+    def start(self) -> Callable[[], TimeSpan | None]:
+        """Start a measurement and return a function that ends it; it returns ``None`` on devices without events."""
+        if has_streams(self.device):
+            first_event = self._event()
+            return lambda: DeviceSpan(first_event, self._event())
+        if self.device.type != "cpu":
+            return lambda: None
+        started_s = self._clock()
+        return lambda: HostSpan(self._clock() - started_s)
+
+    def _event(self) -> Any:
+        module = device_module(self.device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self.device))
+        return event

@@ -1,8 +1,7 @@
-"""How well a picture shows what its prompt says, by a CLIP model on disk: the cosine of the two (Radford et al. 2021,
-arXiv 2103.00020, section 2.3). PickScore and its like, trained on people's choices, are such models.
+"""CLIP scores: the cosine of an image and its prompt (Radford et al. 2021, arXiv 2103.00020, section 2.3).
 
-The picture is prepared as the model's ``preprocessor_config.json`` says, in its order: shortest edge, crop, scale,
-colours.
+Any CLIP model on disk works, such as PickScore. Images are prepared as its ``preprocessor_config.json`` says: shortest
+edge, crop, scale, normalization.
 """
 
 from __future__ import annotations
@@ -31,10 +30,14 @@ CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class Preparation:
-    """From a picture to what CLIP looks at.
+    """Conversion of an image to CLIP's input.
 
-    edge_px  length that the shortest side is brought to, by Pillow's filter ``resample``
-    crop_px  (height, width) that are kept of its middle
+    Attributes:
+        edge_px: Length of the resized shortest side.
+        crop_px: (height, width) of the center crop.
+        resample: Pillow's resampling filter.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
     """
 
     edge_px: int
@@ -45,22 +48,29 @@ class Preparation:
 
     @classmethod
     def read(cls, file: Path, side_px: int) -> Preparation:
-        """As ``file`` says, of a model that looks at ``side_px`` squared. Raises ModelLoadError."""
+        """Read ``file`` for a model with inputs of ``side_px`` squared. Raises ModelLoadError."""
         config = read_json(file)
         try:
             size, crop = config.get("size", side_px), config.get("crop_size", side_px)
             edge = size["shortest_edge"] if isinstance(size, dict) else size
             height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
-            mean, std = (tuple(map(float, config.get(f"image_{name}", own))) for name, own in COLOURS)
-            found = cls(int(edge), (int(height), int(width)), int(config.get("resample", 3)), mean, std)
+            mean, std = (tuple(map(float, config.get(f"image_{name}", default))) for name, default in DEFAULTS)
+            preparation = cls(int(edge), (int(height), int(width)), int(config.get("resample", 3)), mean, std)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{file} is not as CLIP's image processor writes it ({error!r}).") from None
-        if found.crop_px != (side_px, side_px) or found.edge_px < side_px or len(mean) != 3 or len(std) != 3:
-            raise ModelLoadError(f"{file} makes pictures of {found.crop_px}; the model looks at {side_px}x{side_px}.")
-        return found
+        if (
+            preparation.crop_px != (side_px, side_px)
+            or preparation.edge_px < side_px
+            or len(mean) != 3
+            or len(std) != 3
+        ):
+            raise ModelLoadError(
+                f"{file} makes pictures of {preparation.crop_px}; the model looks at {side_px}x{side_px}."
+            )
+        return preparation
 
     def __call__(self, pixels: NDArray[np.uint8]) -> Tensor:
-        """(1, 3, height, width) float32 of a picture (height, width, 3)."""
+        """Return (1, 3, height, width) float32 of an image (height, width, 3)."""
         image = Image.fromarray(pixels)
         short, long = sorted(image.size)
         further = int(self.edge_px * long / short)
@@ -73,7 +83,7 @@ class Preparation:
         return colours.permute(2, 0, 1)[None].contiguous()
 
 
-COLOURS: Final = (("mean", CLIP_MEAN), ("std", CLIP_STD))
+DEFAULTS: Final = (("mean", CLIP_MEAN), ("std", CLIP_STD))
 
 
 class ClipScorer:
@@ -93,7 +103,7 @@ class ClipScorer:
 
     @classmethod
     def load(cls, path: str | Path, choice: DeviceChoice) -> ClipScorer:
-        """From a directory as transformers writes it. Raises ModelNotFound or ModelLoadError."""
+        """Load a directory in transformers' layout. Raises ModelNotFound or ModelLoadError."""
         directory = model_path(path)
         if not directory.is_dir():
             raise ModelNotFound(f"there is no scorer at {directory}; model.scorer names the directory of a CLIP model.")
@@ -107,18 +117,16 @@ class ClipScorer:
         return cls(directory.name, network, load_tokenizer(directory), prepare, choice.device)
 
     def begin(self) -> None:
-        """Have torch set up the thread: its first work there sets numbers of threads for all, and others rely on them
-        while they paint.
-        """
+        """Initialize torch in the calling thread, because that resets the number of threads of the process."""
         torch.get_num_threads()
 
     @torch.inference_mode()
     def score(self, prompt: str, pixels: NDArray[np.uint8]) -> float:
-        """The cosine, -1 to 1, of ``prompt`` (as far as CLIP reads it) and a picture (height, width, 3)."""
-        told = self._tokenizer(prompt, truncation=True, max_length=self._window, verbose=False).input_ids
+        """Return the cosine, -1 to 1, of the possibly truncated ``prompt`` and an image (height, width, 3)."""
+        token_ids = self._tokenizer(prompt, truncation=True, max_length=self._window, verbose=False).input_ids
         prepared = self._prepare(pixels)
         with self._queue:
-            ids = send(torch.tensor([told]), self._device)
+            ids = send(torch.tensor([token_ids]), self._device)
             picture = send(prepared, self._device).to(self.network.dtype)
-            found = self.network(input_ids=ids, pixel_values=picture)
-            return float((found.text_embeds.float() * found.image_embeds.float()).sum())
+            output = self.network(input_ids=ids, pixel_values=picture)
+            return float((output.text_embeds.float() * output.image_embeds.float()).sum())

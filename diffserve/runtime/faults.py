@@ -1,13 +1,8 @@
-"""Faults on purpose, so that tests break a real engine process: ``DIFFSERVE_FAULTS=unet.sticky@20,unet.hang@50``.
+"""Fault injection for tests of real engine processes: ``DIFFSERVE_FAULTS=unet.sticky@20,unet.hang@50``.
 
-``unet.KIND@N``, several divided by commas, counts the calls of the UNet from when the engine is ready, the first is 1::
-
-    error    call N raises, the next one works
-    sticky   call N and all after it raise what CUDA says after a failed assertion
-    broken   call N and all after it raise something that no table knows
-    hang     call N never returns, while other threads live on
-
-The variable is read once, as the process begins to serve. Without it nothing is wrapped and nothing is asked.
+``unet.KIND@N`` counts UNet calls from 1 once the engine is ready. error: call N raises. sticky, broken: call N and all
+later ones raise CUDA's message of a failed assertion, or an unknown error. hang: call N never returns. The variable is
+read once when the process starts to serve.
 """
 
 from __future__ import annotations
@@ -35,37 +30,37 @@ logger = logging.getLogger(__name__)
 
 
 class Fault(NamedTuple):
-    """``kind`` at call ``at`` of the UNet."""
+    """A fault of ``kind`` at call ``at`` of the UNet."""
 
     kind: str
     at: int
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults that ``text`` names. ConfigError for what is none."""
-    found = []
+    """Parse the faults in ``text``. Raises ConfigError for an invalid one."""
+    faults = []
     for word in filter(None, text.replace(" ", "").split(",")):
         match = FORM.fullmatch(word)
         if match is None:
             raise ConfigError(f"{VARIABLE} holds {word!r}; a fault is unet.KIND@CALL, KIND of {', '.join(KINDS)}.")
-        found.append(Fault(match[1], int(match[2])))
-    return tuple(found)
+        faults.append(Fault(match[1], int(match[2])))
+    return tuple(faults)
 
 
 def install(unet: UNetRunner) -> None:
-    """Break ``unet`` as the environment says. ConfigError where that is said wrongly."""
+    """Make ``unet`` fail as the environment variable says. Raises ConfigError if that is invalid."""
     faults = parse(os.environ.get(VARIABLE, ""))
     if faults:
         logger.warning("%s is set: this engine breaks on purpose", VARIABLE)
-        unet.predict = broken(unet.predict, faults)  # type: ignore[method-assign]
+        unet.predict = with_faults(unet.predict, faults)  # type: ignore[method-assign]
 
 
-def broken(predict: Callable[..., Any], faults: Sequence[Fault]) -> Callable[..., Any]:
-    """``predict`` with ``faults``."""
+def with_faults(predict: Callable[..., Any], faults: Sequence[Fault]) -> Callable[..., Any]:
+    """Return ``predict`` with ``faults``."""
     calls = itertools.count(1)
 
     @wraps(predict)
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         number = next(calls)
         for kind, at in faults:
             if kind == "hang" and number == at:
@@ -77,6 +72,6 @@ def broken(predict: Callable[..., Any], faults: Sequence[Fault]) -> Callable[...
                 raise RuntimeError(STICKY_TEXT)
             if kind == "broken" and number >= at:
                 raise RuntimeError("a fault on purpose, and for good")
-        return predict(*arguments, **named)
+        return predict(*arguments, **keywords)
 
     return call

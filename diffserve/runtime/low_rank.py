@@ -1,21 +1,8 @@
-"""LoRA for single rows: layers of a network that add a product of their own for each row of a call.
+"""LoRA for single rows: hooks on layers that add low-rank products of each row's own factors.
 
-The base layer computes as it always does, in whatever precision its weight has; then a row x of it gets
-
-    y + (x @ down) @ up        down (in, rank), up (rank, out), scaled by alpha / rank and the row's own weight
-
-(Hu et al., 2021, arXiv 2106.09685; rows of different adapters in one product: Chen et al., "Punica: Multi-Tenant LoRA
-Serving", MLSys 2024.) The factors of a call's rows are stacked, padded with zeros to one rank, so it is two batched
-products. A kernel's ``down`` is a convolution of as many groups as rows; where that is slower (``_is_by_cells``) one
-product too, of every cell with every place of the kernel, and what belongs to one cell is summed. Outside of
-:func:`adapting` nothing is there of it: a call without adapters is the network's own.
-
-Several adapters of a row are one, their factors side by side: the work is that of the sum of their ranks, in no more
-products than for one, and a row's bytes are decided by its own set. They depend on the rank that is padded to, so that
-is one of few (``RANKS``), and rows of different ones do not share calls.
-
-Changes that have no low-rank form (``WholeChange``) are computed row by row: the layer's output for the differences of
-weight and bias is added to each row. The output of linear layers, convolutions and norms is linear in both.
+A row x of a layer gets y + (x @ down) @ up: down (in, rank), up (rank, out), scaled (Hu et al. 2021, arXiv 2106.09685).
+The rows' factors are stacked, padded to one of ``RANKS``, and applied by two batched products (Punica, MLSys 2024).
+Several adapters of a row are concatenated; ``WholeChange`` has changes without low-rank form, applied row by row.
 """
 
 from __future__ import annotations
@@ -34,23 +21,25 @@ from torch.nn import functional as F
 from diffserve.models.lora_layers import MAX_RANK, WHOLE
 
 KEYS_VALUES: Final = (".attn2.to_k", ".attn2.to_v")
-"""Layers of a UNet that are applied to texts and not to pictures."""
+"""Layers of a UNet that process texts, not images."""
 
 RANKS: Final = (16, 64, MAX_RANK)
-"""Ranks that factors are padded to: at most four times the work, and three kinds of calls."""
+"""Padded ranks: at most four times the work, and three kinds of calls. Rows of different ranks do not share calls."""
 
 KEPT_BYTES: Final = 1 << 28
-"""Of stacked factors that are kept from call to call; beyond them layers are stacked anew each time."""
+"""Limit of stacked factors that are kept from call to call; further layers are stacked in every call."""
 
 ALIGNED: Final = 128
-"""Numbers: 256 bytes in 16 bits, 512 in 32."""
+"""Alignment in numbers: 256 bytes in 16 bits, 512 in 32."""
 
 
 class Factors(NamedTuple):
-    """A layer's change for one row, or stacked for R rows, in the dtype that the layer computes in.
+    """Change of a layer for one row, or stacked for R rows, in the layer's compute dtype.
 
-    down  (rank, in, kh, kw) for a convolution, or (kh * kw * rank, in) for one by cells; (in, rank) for a linear layer
-    up    (out, rank) for a convolution, (rank, out) for a linear layer
+    Attributes:
+        down: (rank, in, kh, kw) for a convolution, or (kh * kw * rank, in) for one by cells; (in, rank) for a linear
+            layer.
+        up: (out, rank) for a convolution, (rank, out) for a linear layer.
     """
 
     down: Tensor
@@ -58,9 +47,9 @@ class Factors(NamedTuple):
 
 
 class WholeChange(NamedTuple):
-    """A layer's change for one row as what is added to its weight and bias, in the dtype that the layer computes in.
+    """Differences of a layer's weight and bias for one row, in the layer's compute dtype; ``None``: no difference.
 
-    ``None``: nothing is added.
+    The output of linear layers, convolutions and norms is linear in both, so the output for the differences is added.
     """
 
     weight: Tensor | None
@@ -86,12 +75,13 @@ class WholeChange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoRASet:
-    """What one row is changed by, one adapter or several.
+    """Changes of one row by one or several adapters.
 
-    rank         that the factors of all layers have; ``WHOLE`` where all changes are whole ones
-    layers       factors by layer, for a set with a rank
-    text_digest  of what changes the keys and values of texts, empty where nothing does
-    whole_changes  by layer, for a set without a rank
+    Attributes:
+        rank: Rank of the factors of all layers; ``WHOLE`` for whole changes.
+        layers: Factors by layer, for a set with a rank.
+        text_digest: Digest of the changes of keys and values of texts; empty without any.
+        whole_changes: Whole changes by layer, for a set without a rank.
     """
 
     rank: int
@@ -101,17 +91,17 @@ class LoRASet:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Size of all changes in bytes."""
         changes = (*self.layers.values(), *self.whole_changes.values())
         return sum(tensor.nbytes for change in changes for tensor in change if tensor is not None)
 
 
 class RowLoRAs:
-    """The sets of the rows of a call, one for each, of one rank; ``stacked`` layer by layer where they are wanted.
+    """The sets of a call's rows, all of one rank, stacked layer by layer on demand.
 
-    memory  in which the factors of several rows are stacked, flat, of at most ``KEPT_BYTES``; for want of a ``spare``
-            one that is large enough it is made when the first layer is stacked: new pages cost more than what is
-            copied into them
+    Attributes:
+        memory: Flat buffer of at most ``KEPT_BYTES`` for the stacked factors of several rows. It is ``spare`` if that
+            is large enough, else allocated for the first layer: new pages cost more than the copies.
     """
 
     def __init__(self, sets: Sequence[LoRASet], spare: Tensor | None = None) -> None:
@@ -128,11 +118,11 @@ class RowLoRAs:
     @classmethod
     def of_factors(cls, factors: Mapping[nn.Module, Factors], rank: int = 0) -> RowLoRAs:
         """Make rows of the stacked ``factors`` of each layer; ``rank`` is needed for :meth:`of_all` only."""
-        made = cls(())
-        made.rank = rank
-        made.layers = tuple(factors)
-        made._kept = dict(factors)
-        return made
+        rows = cls(())
+        rows.rank = rank
+        rows.layers = tuple(factors)
+        rows._kept = dict(factors)
+        return rows
 
     @property
     def num_bytes(self) -> int:
@@ -142,8 +132,8 @@ class RowLoRAs:
 
     @cached_property
     def _num_stacked(self) -> int:
-        """Numbers that the stacked factors of all layers have, with gaps for alignment."""
-        changed = (next(one.layers[layer] for one in self.sets if layer in one.layers) for layer in self.layers)
+        """Count of the stacked factors' values in all layers, with gaps for alignment."""
+        changed = (next(rows.layers[layer] for rows in self.sets if layer in rows.layers) for layer in self.layers)
         return len(self.sets) * sum(_aligned(tensor.numel()) for factors in changed for tensor in factors)
 
     @property
@@ -156,31 +146,29 @@ class RowLoRAs:
         """
         if self.rank == WHOLE:
             return False
-        like = next((factors.down for one in self.sets for factors in one.layers.values()), None)
+        like = next((factors.down for lora_set in self.sets for factors in lora_set.layers.values()), None)
         return like is None or self._num_stacked * like.itemsize <= KEPT_BYTES
 
     def of_all(self, layers: Iterable[nn.Module]) -> tuple[Factors, ...]:
-        """The factors of all rows for each of ``layers``; where nobody changes any of one shape, zeros that they
-        share.
-        """
+        """Return the factors of all rows for each of ``layers``; unchanged layers of one shape share zeros."""
         changed = frozenset(self.layers)
         return tuple(self.stacked(layer) if layer in changed else self._zeros(layer) for layer in layers)
 
     def stacked(self, layer: nn.Module) -> Factors:
-        """The factors of all rows for ``layer``; zeros for a row that does not change it."""
+        """Return the factors of all rows for ``layer``; zeros for a row that does not change it."""
         if layer in self._kept:
             return self._kept[layer]
-        own = [one.layers.get(layer) for one in self.sets]
-        nothing = None if all(own) else Factors(*map(torch.zeros_like, next(filter(None, own))))
-        downs, ups = zip(*(factors or nothing for factors in own), strict=True)
-        memory = self._take(len(own) * downs[0].numel()), self._take(len(own) * ups[0].numel())
-        found = Factors(*(_stack(*both) for both in zip((downs, ups), memory, strict=True)))
-        if None not in memory or len(own) == 1:
-            self._kept[layer] = found
-        return found
+        row_factors = [lora_set.layers.get(layer) for lora_set in self.sets]
+        nothing = None if all(row_factors) else Factors(*map(torch.zeros_like, next(filter(None, row_factors))))
+        downs, ups = zip(*(factors or nothing for factors in row_factors), strict=True)
+        memory = self._take(len(row_factors) * downs[0].numel()), self._take(len(row_factors) * ups[0].numel())
+        stacked = Factors(*(_stack(*both) for both in zip((downs, ups), memory, strict=True)))
+        if None not in memory or len(row_factors) == 1:
+            self._kept[layer] = stacked
+        return stacked
 
     def _take(self, size: int) -> Tensor | None:
-        """``size`` numbers of the memory, laid as products like it; ``None`` where there is no more."""
+        """Return ``size`` values of the memory, aligned; ``None`` if it is full."""
         if len(self.sets) == 1:
             return None
         if self._taken is None:
@@ -209,8 +197,9 @@ class RowLoRAs:
         return self._nothing[key]
 
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """``output`` (R, ...) of ``layer``, and what the rows' own factors make of its input (R, ...): in the place of
-        the output, which nobody else has, where it lies in order.
+        """Return ``output`` (R, ...) of ``layer`` plus the products of the rows' factors with its input (R, ...).
+
+        The output is changed in place if it is contiguous: as a hook's argument it has no other user.
         """
         if self.rank == WHOLE:
             return self._add_whole(layer, args[0], output)
@@ -239,7 +228,7 @@ class RowLoRAs:
 
 @contextmanager
 def adapting(rows: RowLoRAs | None) -> Iterator[None]:
-    """While it lasts, calls of the layers have these rows; ``None``: nothing is changed."""
+    """Apply ``rows`` to calls of the layers in the block; ``None``: change nothing."""
     handles = [layer.register_forward_hook(rows.add) for layer in rows.layers] if rows is not None else []
     try:
         yield
@@ -249,7 +238,7 @@ def adapting(rows: RowLoRAs | None) -> Iterator[None]:
 
 
 def adaptable(network: nn.Module) -> dict[str, nn.Module]:
-    """The layers that may be changed, by name: linear ones and convolutions without groups, quantised or not."""
+    """Return the layers that can be changed, by name: linear ones and convolutions without groups, quantized or not."""
     return {
         name: layer
         for name, layer in network.named_modules()
@@ -267,13 +256,13 @@ def norms(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def of_pictures(network: nn.Module, *, has_keys_values: bool) -> tuple[nn.Module, ...]:
-    """Those of a UNet that run in its calls, in order; where these are told no keys and values, those of texts, too."""
+    """Return the layers of a UNet that run in its calls, in order; without paged keys and values all layers."""
     layers = adaptable(network).items()
     return tuple(layer for name, layer in layers if not (has_keys_values and name.endswith(KEYS_VALUES)))
 
 
 def shape_of(layer: nn.Module) -> tuple[int, ...]:
-    """Of the weight of one of them, however it is stored."""
+    """Return the shape of the weight of ``layer``, however it is stored."""
     if isinstance(layer, nn.Conv2d):
         return (layer.out_channels, layer.in_channels, *layer.kernel_size)
     if isinstance(layer, nn.LayerNorm | nn.GroupNorm):
@@ -283,12 +272,17 @@ def shape_of(layer: nn.Module) -> tuple[int, ...]:
 
 
 def joined(layer: nn.Module, changes: Sequence[tuple[Tensor, Tensor]], rank: int, like: torch.Tensor) -> Factors:
-    """``changes`` of ``layer``, each down (r, in, ...) and up (out, r) in float32, side by side, padded with zeros to
-    ``rank``, with dtype and device of ``like``.
+    """Concatenate ``changes`` of ``layer`` and pad them with zeros to ``rank``.
+
+    Args:
+        layer: The layer.
+        changes: Pairs of down (r, in, ...) and up (out, r) in float32.
+        rank: The padded rank.
+        like: Gives dtype and device of the result.
     """
     downs, ups = zip(*changes, strict=True)
     shape = shape_of(layer)
-    down = torch.cat([one.reshape(len(one), *shape[1:]) for one in downs])
+    down = torch.cat([part.reshape(len(part), *shape[1:]) for part in downs])
     up = torch.cat(ups, dim=1)
     missing = rank - len(down)
     down = torch.cat([down, down.new_zeros((missing, *shape[1:]))])
@@ -301,33 +295,31 @@ def joined(layer: nn.Module, changes: Sequence[tuple[Tensor, Tensor]], rank: int
 
 
 def padded_rank(rank: int) -> int | None:
-    """The least of ``RANKS`` that holds ``rank``; ``None`` where that is too much."""
-    return next((known for known in RANKS if rank <= known), None)
+    """Return the least of ``RANKS`` that is at least ``rank``; ``None`` if there is none."""
+    return next((padded for padded in RANKS if rank <= padded), None)
 
 
 def factor_bytes(shapes: Iterable[tuple[int, ...]], rank: int, itemsize: int) -> int:
-    """What the factors of one row take that changes layers of all these ``shapes``, as stacked for a call."""
+    """Return the bytes of one row's stacked factors for layers of ``shapes``."""
     return rank * itemsize * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
 
 
 def random_set(layers: Iterable[nn.Module], rank: int, like: torch.Tensor) -> LoRASet:
-    """A change of all ``layers`` in random numbers, the same every time: to find out how calls round, and what they
-    cost.
-    """
+    """Return a reproducible random change of all ``layers``, to measure the rounding and cost of calls."""
     rng = torch.Generator(like.device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng, device=like.device) / 16
 
-    made = {
+    factors = {
         layer: joined(layer, [(randn(rank, *shape_of(layer)[1:]), randn(shape_of(layer)[0], rank))], rank, like)
         for layer in layers
     }
-    return LoRASet(rank, made)
+    return LoRASet(rank, factors)
 
 
 def _stack(tensors: Sequence[Tensor], memory: Tensor | None) -> Tensor:
-    """(R, ...) of ``tensors``, in ``memory`` where there is some; of a single one no copy."""
+    """Stack ``tensors`` to (R, ...), in ``memory`` if given; a single one is not copied."""
     if len(tensors) == 1:
         return tensors[0][None]
     shape = len(tensors), *tensors[0].shape
@@ -335,13 +327,15 @@ def _stack(tensors: Sequence[Tensor], memory: Tensor | None) -> Tensor:
 
 
 def _aligned(size: int) -> int:
-    """``size`` numbers, and as many as the next ones are away: products round by where in a cache line they begin."""
+    """Return ``size`` rounded up to the alignment: rounding of products depends on the alignment of their inputs."""
     return -(-size // ALIGNED) * ALIGNED
 
 
 def _is_by_cells(layer: nn.Module, like: Tensor) -> bool:
-    """Whether a convolution's ``down`` is one product, summed: where cells stay as many, and in float32 on a CPU alone,
-    where a grouped convolution takes 1.2 to 1.6 times as long; in 16 bits it does not, and sums would be rounded.
+    """Return whether a convolution's ``down`` is applied as one product, shifted and summed.
+
+    Only if the size of the image stays the same, and for larger kernels only in float32 on a CPU, where a grouped
+    convolution takes 1.2 to 1.6 times as long. In 16 bits it does not, and the sums would be rounded.
     """
     if not isinstance(layer, nn.Conv2d):
         return False
@@ -352,30 +346,30 @@ def _is_by_cells(layer: nn.Module, like: Tensor) -> bool:
 
 
 def _summed(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
-    """(R, rank, h * w) of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, kh * kw * rank, in)."""
+    """Return (R, rank, h * w) for ``images`` (R, in, h, w) and the kernels ``down`` (R, kh * kw * rank, in)."""
     num_rows, _, height, width = images.shape
     (rows, columns), cells = layer.kernel_size, images.flatten(2)
-    found = torch.bmm(down, cells).view(num_rows, rows, -1, height * width)
-    total = found[:, rows // 2]  # (R, kw * rank, h * w); what other lines of the kernel add stands some lines off
+    products = torch.bmm(down, cells).view(num_rows, rows, -1, height * width)
+    total = products[:, rows // 2]  # (R, kw * rank, h * w); what other lines of the kernel add stands some lines off
     for line in range(rows):
-        _add_shifted(total, found[:, line], (line - rows // 2) * width)
-    found = total.view(num_rows, columns, -1, height, width)
-    total = found[:, columns // 2]
+        _add_shifted(total, products[:, line], (line - rows // 2) * width)
+    products = total.view(num_rows, columns, -1, height, width)
+    total = products[:, columns // 2]
     for column in range(columns):
-        _add_shifted(total, found[:, column], column - columns // 2)
+        _add_shifted(total, products[:, column], column - columns // 2)
     return total.flatten(2)
 
 
-def _add_shifted(total: Tensor, more: Tensor, places: int) -> None:
-    """To each of the last dimension of ``total`` add what stands so many ``places`` further in ``more``."""
+def _add_shifted(total: Tensor, values: Tensor, places: int) -> None:
+    """Add to each of the last dimension of ``total`` the value ``places`` further in ``values``."""
     if places > 0:
-        total[..., :-places].add_(more[..., places:])
+        total[..., :-places].add_(values[..., places:])
     elif places < 0:
-        total[..., -places:].add_(more[..., :places])
+        total[..., -places:].add_(values[..., :places])
 
 
 def _convolved(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
-    """(R, rank, h' * w') of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, rank, in, kh, kw)."""
+    """Return (R, rank, h' * w') for ``images`` (R, in, h, w) and the kernels ``down`` (R, rank, in, kh, kw)."""
     num_rows: Any = images.shape[0]
     channels = images.shape[1]
     if isinstance(num_rows, torch.SymInt):  # for a compiler that is to make it for any number
@@ -383,7 +377,7 @@ def _convolved(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
         cells = F.unfold(images, layer.kernel_size, layer.dilation, padding, layer.stride)
         return torch.bmm(down.flatten(2), cells)
     side_by_side = images.reshape(1, num_rows * channels, *images.shape[2:])
-    found = F.conv2d(
+    hidden = F.conv2d(
         side_by_side, down.flatten(0, 1), None, layer.stride, layer.padding, layer.dilation, groups=num_rows
     )
-    return found.view(num_rows, down.shape[1], -1)
+    return hidden.view(num_rows, down.shape[1], -1)

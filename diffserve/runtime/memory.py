@@ -1,4 +1,4 @@
-"""Memory: how much is free for more tensors, and what libraries hold on to although nobody uses it."""
+"""Free memory of devices and of the system, and the release of memory that libraries keep."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ CGROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By the folder of the memory controller under /sys/fs/cgroup (version 2; 1): the limit, what is used, and the line of
-``memory.stat`` for what of it is files that nobody reads just now."""
+"""Files by folder of the memory controller under /sys/fs/cgroup (version 2; 1).
+
+They are the limit, the usage, and the line of ``memory.stat`` for inactive file pages.
+"""
 
 M_MMAP_THRESHOLD: Final = -3
 """glibc's number of the option (malloc.h)."""
 
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that tensors may still take on ``device``; ``None`` where nobody says.
+    """Return the bytes that tensors may still take on ``device``; ``None`` if unknown.
 
-    On CUDA and XPU this is what the driver has left plus what torch has reserved and does not use; on MPS what is left
-    of the memory that Metal recommends to use; in main memory what the system calls available, or the room under the
-    limit of a control group (a container's) where that is less. ``root`` is the root of the system's files.
+    On CUDA and XPU this is the driver's free memory plus torch's unused reserve; on MPS the remainder of Metal's
+    recommended maximum; on a CPU the system's available memory, or what remains under the limit of a control group (a
+    container's) if that is less. ``root`` is the root of the file system.
     """
     if has_streams(device):
         module = device_module(device)
@@ -46,7 +48,7 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """What is left under the limit of each control group that this process is in."""
+    """Yield the bytes left under the limit of each control group of this process."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -76,19 +78,17 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def give_heap_back() -> None:
-    """Return what lies free between used pieces of the heap to the system: glibc keeps it, and grows by what does not
-    fit there. Milliseconds; nothing to do where there is no glibc.
-    """
+    """Return free blocks inside glibc's heap to the system, which takes milliseconds; do nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_heap_small() -> None:
-    """From now on have every block of 128 KiB and more come from the system and go back to it at once.
+    """Allocate all blocks of 128 KiB and more directly from the system from now on; do nothing without glibc.
 
-    glibc starts so, but learns from whatever is freed: weights that come and go would lie about in the heap in pieces,
-    several layers of them. Blocks cost a system call each instead. Nothing to do where there is no glibc.
+    glibc raises its initial threshold when large blocks are freed. Offloaded weights would then fragment the heap by
+    several layers. The price is a system call per block.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -96,7 +96,7 @@ def keep_heap_small() -> None:
 
 
 def without_frames(error: BaseException) -> None:
-    """Let go of what the frames of ``error`` hold: the tensors for which there was no room any more."""
+    """Drop the traceback and causes of ``error``, whose frames keep tensors alive."""
     error.__traceback__ = None
     error.__context__ = None
     error.__cause__ = None

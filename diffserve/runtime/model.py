@@ -1,4 +1,4 @@
-"""Load a model and hold its parts: text encoders, UNet, VAE, noise schedule, and what is said about it."""
+"""Loading of a model, and its parts: text encoders, UNet, VAE, noise schedule and metadata."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from diffserve.models.few_step import find_few_step
 from diffserve.models.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.models.model_files import refuse_pickle
 from diffserve.models.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
-from diffserve.runtime.arithmetic import choose_for
-from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
+from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files
+from diffserve.runtime.loading.component_overrides import ComponentOverrides, LoadedVAE
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import (
     BUILT_IN,
@@ -36,17 +36,25 @@ from diffserve.runtime.loading.family import (
     location_of,
     native_size,
 )
-from diffserve.runtime.loading.formulation import noise_schedule
-from diffserve.runtime.loading.named_parts import NamedParts
-from diffserve.runtime.loading.original_vae import LoadedVAE
-from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
+from diffserve.runtime.loading.placement import with_spread
+from diffserve.runtime.loading.plausibility import Plausibility, cached_or_probed, judge, predicts_velocity, probe
+from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
-from diffserve.runtime.loading.spread import with_spread
 from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
-from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
+from diffserve.runtime.quantization import (
+    CALIBRATION_EDITION,
+    ONCE_A_PROMPT,
+    THE_PIXELS,
+    cached_or_measured,
+    convert_static,
+    describe_left,
+    measure_ranges,
+    prompts_of,
+    schemes,
+)
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.text.handover import NOTHING
@@ -59,14 +67,14 @@ from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
 
-BESIDE: Final = ("refiner", "scorer")
-"""What the components of other models are called that are loaded with one."""
+ADDITIONAL_MODELS: Final = ("refiner", "scorer")
+"""Prefixes of the components of other models that are loaded with a model."""
 
 VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
 
 class MemoryEntry(NamedTuple):
-    """What one component holds."""
+    """Parameters and memory of one component."""
 
     component: str
     num_parameters: int
@@ -74,24 +82,25 @@ class MemoryEntry(NamedTuple):
 
 
 OWN_LORAS: Final = "loras"
-"""Where in a model's directory adapters of its own lie."""
+"""Folder in a model's directory with its own adapters."""
 
 
 @dataclass(frozen=True)
 class DiffusionModel:
     """A loaded model; its runners share nothing but the device.
 
-    profile      defaults for requests, as given to :func:`load_model` or the family's own
-    native_size  (width, height) in pixels that the UNet was trained at
-    digest       sha256 over the weight files, an adapter's included, 64 hexadecimal digits
-    own_loras    the folder of adapters that lies among its files; empty where there is none
-    world        what it knows, where that is a closed world
-    fewest_steps  from how many steps on each sampler paints right, where that was measured
-    plausibility  whether it answers as its files say, where that was tried
-    previewer    the tiny decoder for live previews, where there is one; it changes no picture, so not the digest
-    part_digests by component, of text encoders and VAE as they were loaded, where several models are
-    refiner      a model that may take over for the last steps, with this one's VAE
-    scorer       a model that chooses pictures, where one on disk does
+    Attributes:
+        profile: Defaults for requests, as given to :func:`load_model` or the family's own.
+        native_size: (width, height) in pixels that the UNet was trained at.
+        digest: sha256 of the weight files, an adapter's included, 64 hexadecimal digits.
+        previewer: Small decoder for live previews; not part of the digest, because it does not affect images.
+        own_loras: The folder of adapters among its files; empty without one.
+        world: Its vocabulary, if it knows a closed world.
+        fewest_steps: Measured number of steps that each sampler needs.
+        plausibility: Result of the plausibility check, if it was made.
+        part_digests: Digests of text encoders and VAE by component, if several models are loaded.
+        refiner: A model that can take over for the last steps, with this one's VAE.
+        scorer: A CLIP model that selects images.
     """
 
     model_id: str
@@ -116,75 +125,75 @@ class DiffusionModel:
 
     @property
     def encoder_names(self) -> tuple[str, ...]:
-        """The components that the text encoders are."""
+        """Component names of the text encoders."""
         return ("text_encoder", "text_encoder_2")[: len(self.text.encoders)]
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Small pictures (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
+        """Return small images (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
         return (self.previewer or self.vae).preview(latents)
 
     def preview_later(self, latents: torch.Tensor) -> Decoded:
-        """The same without waiting for the device."""
+        """Start ``preview`` without waiting for the device."""
         return (self.previewer or self.vae).preview_later(latents)
 
     @property
     def lora_dirs(self) -> tuple[str, ...]:
-        """Folders of adapters for it, the user's before its own."""
+        """Folders of adapters, the user's before the model's own."""
         return tuple(folder for folder in (self.profile.lora_dir, self.own_loras) if folder)
 
     @property
     def device(self) -> torch.device:
-        """Where the networks are."""
+        """Device of the networks."""
         return self.choice.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the networks compute in."""
+        """Compute dtype of the networks."""
         return self.choice.compute_dtype
 
     def memory_report(self) -> list[MemoryEntry]:
-        """Parameters and bytes of each component, for ``diffserve doctor``; what is shared is the base's."""
-        named = self._networks()
-        shared = {id(network) for _, network in named}
+        """Return parameters and bytes of each component, for ``diffserve doctor``; shared ones count for the base."""
+        networks = self._networks()
+        shared = {id(network) for _, network in networks}
         if self.refiner is not None:
             further = self.refiner._networks()
-            named += [(f"refiner {name}", network) for name, network in further if id(network) not in shared]
+            networks += [(f"refiner {name}", network) for name, network in further if id(network) not in shared]
         report = []
-        for name, network in named:
+        for name, network in networks:
             num_parameters = sum(parameter.numel() for parameter in network.parameters())
             is_here = not any(part in name for part in self.choice.hollow)
             report.append(MemoryEntry(name, num_parameters, weights_bytes(network) * is_here))
         return report
 
     def _networks(self) -> list[tuple[str, Any]]:
-        """Its own, by the names of their components."""
-        named = list(zip(self.encoder_names, (encoder.network for encoder in self.text.encoders), strict=True))
-        named += [("unet", self.unet.network), ("vae", self.vae.network)]
-        named += [("preview", self.previewer.network)] if self.previewer else []
-        return named + ([("scorer", self.scorer.network)] if self.scorer else [])
+        """Return its own networks with their component names."""
+        networks = list(zip(self.encoder_names, (encoder.network for encoder in self.text.encoders), strict=True))
+        networks += [("unet", self.unet.network), ("vae", self.vae.network)]
+        networks += [("preview", self.previewer.network)] if self.previewer else []
+        return networks + ([("scorer", self.scorer.network)] if self.scorer else [])
 
     def left_in_full(self) -> list[str]:
-        """Sentences about the layers that do not hold what ``choice.dtype`` asks for; none where nothing was asked."""
-        asked = self.choice.unet_scheme
-        if asked is None:
+        """Return sentences about the layers that are not quantized as configured; none without quantization."""
+        scheme = self.choice.unet_scheme
+        if scheme is None:
             return []
-        said = [f"unet: {line}" for line in describe_left(self.unet.network, asked)]
+        lines = [f"unet: {line}" for line in describe_left(self.unet.network, scheme)]
         text = self.choice.text_scheme
         for name, encoder in zip(self.encoder_names, self.text.encoders, strict=True):
             if text is None:
-                said.append(f"{name}: {ONCE_A_PROMPT}")
+                lines.append(f"{name}: {ONCE_A_PROMPT}")
             else:
-                said += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
-        return [*said, f"vae: {THE_PIXELS}"]
+                lines += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
+        return [*lines, f"vae: {THE_PIXELS}"]
 
     @property
     def _shallow_share(self) -> float | None:
-        parts = [one.unet.shallow for one in (self, self.refiner) if one is not None]
+        parts = [model.unet.shallow for model in (self, self.refiner) if model is not None]
         return None if parts[0] is None or None in parts else parts[0].share
 
     @cached_property
     def info(self) -> ModelInfo:
-        """What the CLI and the HTTP process are told."""
+        """Metadata for the CLI and the HTTP process."""
         memory = self.memory_report()
         return ModelInfo(
             model_id=self.model_id,
@@ -205,14 +214,16 @@ class DiffusionModel:
             device=str(self.choice.device),
             dtype=self.choice.dtype,
             choice_reason=self.choice.reason,
-            num_parameters=sum(entry.num_parameters for entry in memory if not entry.component.startswith(BESIDE)),
+            num_parameters=sum(
+                entry.num_parameters for entry in memory if not entry.component.startswith(ADDITIONAL_MODELS)
+            ),
             weights_bytes=sum(entry.weights_bytes for entry in memory),
             world=self.world,
             other_aspects=self.profile.other_aspects,
             fewest_steps=self.fewest_steps,
             shallow_share=self._shallow_share,
             has_size_conditioning=self.unet.has_size_conditioning,
-            most_clip_skip=min(one.text.most_clip_skip for one in (self, self.refiner) if one is not None),
+            most_clip_skip=min(model.text.most_clip_skip for model in (self, self.refiner) if model is not None),
             embeds_guidance=self.unet.guidance_dim > 0,
             learnt_words=self.text.learnt_words,
             refused_words=self.text.refused_words,
@@ -236,20 +247,26 @@ def load_model(
     refines: DiffusionModel | None = None,
     hollow: Collection[str] = (),
 ) -> DiffusionModel:
-    """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
-    ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+    """Load a model from disk; nothing is downloaded.
 
-    ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
-    ``device_map`` spreads it over all devices of that kind: none, auto or balanced (see ``loading.spread``).
-    ``profile`` gives the defaults and good sizes, and may name a VAE or text encoders that lie elsewhere, and a refiner
-    to load beside it (its own path, device and dtype are not read); without it the family's own are taken. ``refines``:
-    load it as that model's refiner. ``hollow``: parts that another process runs (see ``DeviceChoice``); such a model is
-    not tried. ``cache`` keeps digests of large files, and
-    what trials found, for the next start. Nothing is fetched from anywhere. On the device "meta" a model has shapes and
-    no numbers (``runtime.dry_run``).
+    Args:
+        path: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
+            ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+        dtype: Precision, or "auto".
+        device: Device, or "auto"; on "meta" a model has shapes and no values (``runtime.dry_run``).
+        offload: Where weights are stored while their layer does not run: none (on the device), auto, cpu or disk.
+        device_map: Distribution over all devices of that kind: none, auto or balanced (see ``loading.placement``).
+        model_id: Name of the model; by default that of the profile or the path.
+        profile: Defaults, good sizes, and paths of other components and of a refiner (its own path, device and dtype
+            are not read); by default the family's.
+        cache: Stores digests of large files and results of measurements for the next start.
+        refines: Load the model as the refiner of this one.
+        hollow: Parts that another process runs (see ``DeviceChoice``); such a model is not checked for plausibility.
 
-    Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers as another kind than
-    its files say, ConfigError for a wrong dtype or device.
+    Raises:
+        ModelNotFound: There is no model at ``path``.
+        ModelLoadError: The model cannot be used, or its outputs contradict its files.
+        ConfigError: The dtype or device is not valid.
     """
     choice = replace(choose_for(path, device, dtype, offload, cache), hollow=frozenset(hollow))
     if device_map != "none" and choice.device.type != "meta":
@@ -259,9 +276,9 @@ def load_model(
         choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
     location = location_of(path)
     adapter = read_adapter(location)
-    made_vae = None if refines is None else LoadedVAE(refines.vae.network, refines.vae.dtype, [])
-    named = NamedParts.of(profile) if made_vae is None else NamedParts(made_vae=made_vae)
-    parts = load_adapted(adapter, choice, named) if adapter else _load_parts(location, choice, named)
+    loaded_vae = None if refines is None else LoadedVAE(refines.vae.network, refines.vae.dtype, [])
+    overrides = ComponentOverrides.of(profile) if loaded_vae is None else ComponentOverrides(loaded_vae=loaded_vae)
+    parts = load_adapted(adapter, choice, overrides) if adapter else _load_parts(location, choice, overrides)
     unet = UNetRunner(
         parts.unet,
         device=choice.device,
@@ -272,7 +289,7 @@ def load_model(
     vae_device = choice.device if choice.spread is None else choice.of("vae").device
     vae = VAERunner(parts.vae, device=vae_device, dtype=parts.vae_dtype)
     is_hollow = choice.device.type == "meta"
-    label = "" if refines is None else "refiner"  # pages of a base and of its refiner are told apart by it
+    label = "" if refines is None else "refiner"  # distinguishes pages of a base and its refiner
     digest = label if is_hollow else digest_files(parts.files, cache)
     digest = adapter.digest(digest, cache) if adapter and not is_hollow else digest
     encoders = share_encoders(parts.encoders, refines.text.encoders) if refines else _taught(parts.encoders, profile)
@@ -285,7 +302,7 @@ def load_model(
     )
     if "text" in choice.hollow:
         text.handed = NOTHING
-    # where things about the model lie: its directory, an adapter's base, or a directory named as the single file
+    # the folder of further files: the model's directory, an adapter's base, or a directory named as the single file
     home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
     previewer = None if refines else load_preview(home / PREVIEW_DIRECTORY, choice)
     if refines is not None:
@@ -302,8 +319,8 @@ def load_model(
         profile = default_profile(
             family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
         )
-        own = (few_step.entries if few_step else {}) | (adapter.spec.defaults if adapter else {})
-        profile = msgspec.structs.replace(profile, **own)
+        defaults_of_files = (few_step.entries if few_step else {}) | (adapter.spec.defaults if adapter else {})
+        profile = msgspec.structs.replace(profile, **defaults_of_files)
     if few_step:
         logger.info("%s is a few-step model (%s), recognized by %s", name, few_step.kind, few_step.reason)
         defaults = profile.sampler, profile.num_steps, profile.spacing, profile.guidance_scale
@@ -314,17 +331,17 @@ def load_model(
     plausibility = None
     if profile.probe and not (is_hollow or hollow or text.has_score):  # a refiner never met much noise
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
-        plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
+        plausibility = cached_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
         judge(plausibility, location)
     world = read_vocabulary(home)
     if choice.unet_scheme == INT8_STATIC and hollow:
         raise ConfigError(f"{INT8_STATIC} is calibrated with all of a model; choose another dtype for stages apart.")
     if choice.unet_scheme == INT8_STATIC and not is_hollow:
         size_px = profile.good_sizes[0] if profile.good_sizes else native
-        names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
+        names = [name for name, scheme in schemes(unet.network, INT8_STATIC).items() if scheme == INT8_STATIC]
         measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
         key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
-        ranges = kept_or_measured(cache, key, measure)
+        ranges = cached_or_measured(cache, key, measure)
         give_heap_back()
         convert_static(unet.network, ranges)
         give_heap_back()
@@ -365,7 +382,7 @@ def load_model(
 
 
 def _scorer(profile: ModelProfile, choice: DeviceChoice, world: Vocabulary | None, location: Path) -> ClipScorer | None:
-    """The model that ``profile`` names to choose pictures; None also where the checker does."""
+    """Load the model that ``profile`` names to select images; ``None`` without one, or if the checker selects."""
     if profile.scorer == CHECKER and world is None:
         raise ModelLoadError(
             f"{location}: the {CHECKER} chooses pictures of the embedded model's world, and this model knows none; "
@@ -375,7 +392,7 @@ def _scorer(profile: ModelProfile, choice: DeviceChoice, world: Vocabulary | Non
 
 
 def _num_time_ids(unet: UNetRunner, encoders: Sequence[TextEncoder]) -> int:
-    """Numbers that ``unet`` is told of sizes, beside the pooled vector of the last of ``encoders``."""
+    """Return how many size values ``unet`` reads in addition to the pooled vector of the last encoder."""
     if not unet.has_size_conditioning:
         return 0
     config, pooled = unet.network.config, int(encoders[-1].network.config.projection_dim)
@@ -383,7 +400,7 @@ def _num_time_ids(unet: UNetRunner, encoders: Sequence[TextEncoder]) -> int:
 
 
 def _taught(encoders: Sequence[TextEncoder], profile: ModelProfile | None) -> list[TextEncoder]:
-    """``encoders`` with the learnt words of the profile's folder, where it names one."""
+    """Return ``encoders`` with the learned words of the profile's folder, if it names one."""
     if profile is None or not profile.embeddings_dir:
         return list(encoders)
     widths = [int(encoder.network.config.hidden_size) for encoder in encoders]
@@ -394,19 +411,19 @@ def _taught(encoders: Sequence[TextEncoder], profile: ModelProfile | None) -> li
     ]
 
 
-def _load_parts(location: Path, choice: DeviceChoice, named: NamedParts) -> LoadedParts:
+def _load_parts(location: Path, choice: DeviceChoice, overrides: ComponentOverrides) -> LoadedParts:
     if location.is_dir():
-        return load_directory(location, choice, named)
+        return load_directory(location, choice, overrides)
     if not location.exists():
         raise ModelNotFound(f"there is no model at {location}; give a diffusers directory or a .safetensors file.")
     refuse_pickle(location)
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
-    return load_single_file(location, choice, named)
+    return load_single_file(location, choice, overrides)
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
-    """The scheduler's configuration, its prediction type found out from the UNet where nothing on disk states it."""
+    """Return the scheduler's configuration; an unknown prediction type is determined by a call of the UNet."""
     config = dict(parts.scheduler_config)
     if parts.guess_prediction and not unet.is_hollow and unet.device.type != "meta":
         velocity = predicts_velocity(unet, unet.network.config.cross_attention_dim)
@@ -424,7 +441,7 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
 def _check_fit(
     text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
 ) -> None:
-    """Components that were not trained together are found out here rather than in the middle of a request."""
+    """Raise ModelLoadError for components that do not fit each other."""
     config = unet.network.config
     width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
     cells = vae.latent_channels

@@ -1,8 +1,8 @@
-"""Normal numbers that are counted off rather than drawn: each is a function of its seed, its draw and its place.
+"""Normal random numbers as a function of seed, draw and position, like torch's CUDA generator.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counters of torch's CUDA
-generator and the Box-Muller transform of cuRAND, so that seeds give the noise that they give there: what A1111 calls
-"GPU" on NVIDIA's, and "NV" everywhere. Nobody's numbers depend on who is drawn for beside them.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counters of that generator
+and the Box-Muller transform of cuRAND: the noise that A1111 calls "GPU" on NVIDIA and "NV" elsewhere. Numbers do not
+depend on other draws of the batch.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Draw(NamedTuple):
 
 
 def normals(draws: Sequence[Draw], num: int, device: torch.device) -> Tensor:
-    """(len(draws), num) float32 on ``device``: all in one sequence of launches, told by one transfer."""
+    """Return (len(draws), num) float32 on ``device``, by one transfer and one sequence of launches."""
     place = float64_device(device)
-    told = send(torch.tensor(draws, dtype=torch.int64), place)  # (B, 2)
-    first, second = _philox(told[:, :1], told[:, 1:], torch.arange(num, device=place)[None])
+    seeds = send(torch.tensor(draws, dtype=torch.int64), place)  # (B, 2)
+    first, second = _philox(seeds[:, :1], seeds[:, 1:], torch.arange(num, device=place)[None])
     radius = torch.sqrt(-2.0 * torch.log(first.double() * UNIT + UNIT / 2))
     numbers = radius * torch.sin(second.double() * ANGLE + ANGLE / 2)
     return numbers.float().to(device)
 
 
 def _philox(seed: Tensor, number: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The first two of four 32-bit words, int64, at counter (number, 0, index, 0)."""
+    """Return the first two of four 32-bit words, int64, at counter (number, 0, index, 0)."""
     key = [seed & WORD, seed >> 32 & WORD]
     words = [number, torch.zeros_like(number), index, torch.zeros_like(index)]
     for _ in range(ROUNDS):
-        one, other = words[0] * MULTIPLIERS[0], words[2] * MULTIPLIERS[1]  # modulo 2**64
+        first, second = words[0] * MULTIPLIERS[0], words[2] * MULTIPLIERS[1]  # modulo 2**64
         words = [
-            (other >> 32 & WORD) ^ words[1] ^ key[0],
-            other & WORD,
-            (one >> 32 & WORD) ^ words[3] ^ key[1],
-            one & WORD,
+            (second >> 32 & WORD) ^ words[1] ^ key[0],
+            second & WORD,
+            (first >> 32 & WORD) ^ words[3] ^ key[1],
+            first & WORD,
         ]
         key = [(part + step) & WORD for part, step in zip(key, WEYL, strict=True)]
     return words[0], words[1]

@@ -1,6 +1,6 @@
 """Device and precision of the networks: chosen once at start, with the reason in one sentence.
 
-Which layers a quantised precision is for is in ``runtime.quantisation``.
+Which layers a quantized precision is for is in ``runtime.quantization``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from diffserve.runtime.accelerators import (
 from diffserve.settings.config import DTYPE_ALIASES, DTYPES, OFFLOADS, replace_removed_dtype
 
 INT8, INT8_DYNAMIC, INT8_STATIC = "int8", "int8_dynamic", "int8_static"
-#: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
-#: likes best, where it does not multiply in 8 bits.
+#: Canonical dtype name -> compute dtype of the networks. Quantized networks use the device's best one outside of int8.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Canonical name of a precision with fewer bits -> what is said of it.
-QUANTISED: Final = {
+#: Canonical name of a quantized precision -> description.
+QUANTIZED: Final = {
     INT8: "int8 weights, {best} arithmetic",
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
@@ -51,7 +50,7 @@ Rooms = tuple[tuple[str, int], ...]
 
 
 class Spread(NamedTuple):
-    """Where the parts of a model go that has several devices; one that has one of them is whole there."""
+    """Devices of the parts of a model over several devices; a part with one device is complete there."""
 
     text: Rooms
     unet: Rooms
@@ -60,18 +59,21 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Where and how precisely the networks run.
+    """Device and precision of the networks.
 
-    dtype          canonical name: float32, bfloat16, float16, or one of ``QUANTISED``
-    compute_dtype  what activations are held in (for int8: the dtype that weights are expanded to)
-    reason         one sentence for the log and for ``diffserve doctor``
-    offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
-    vae_dtype      what the VAE computes in, where that was asked for
-    hollow         parts that another process runs, of "text", "unet" and "vae": here they have shapes and no numbers
-    spread         where the parts go of a model that has several devices; ``device`` is that of latents and pages
-    rooms          of one such part (see ``of``): what it may take of which device
+    Attributes:
+        device: Device of latents and pages, and of all parts without a ``spread``.
+        dtype: Canonical name: float32, bfloat16, float16, or one of ``QUANTIZED``.
+        compute_dtype: Dtype of activations (for int8: the dtype that weights are expanded to).
+        reason: One sentence for the log and for ``diffserve doctor``.
+        offload: Where weights are stored while their layer does not run: none (on the device), auto, cpu or disk.
+        vae_dtype: Configured dtype of the VAE, if any.
+        hollow: Parts that another process runs, of "text", "unet" and "vae": they have shapes and no values.
+        spread: Devices of the parts of a model over several devices.
+        rooms: For one part of such a model (see ``of``): bytes that it may take of each device.
 
-    Raises ConfigError for weights that are quantised at load and should rest elsewhere.
+    Raises:
+        ConfigError: Quantization is combined with offloading or with several devices.
     """
 
     device: torch.device
@@ -99,8 +101,10 @@ class DeviceChoice:
             )
 
     def of(self, part: str) -> DeviceChoice:
-        """For ``part``: the same, or on the meta device where another process runs it; of a model that is spread with
-        the part's ``rooms``, and for its VAE, which is handed latents and hands out pictures, with its own device.
+        """Return the choice for ``part``.
+
+        A part that another process runs is on the meta device. In a spread model a part has its ``rooms``; the VAE,
+        whose inputs and outputs are moved by its runner, has its device instead.
         """
         if part in self.hollow:
             return replace(self, device=torch.device("meta"), offload="none", spread=None)
@@ -119,55 +123,59 @@ class DeviceChoice:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All on which weights are, ``device`` first."""
+        """All devices with weights, ``device`` first."""
         rooms = () if self.spread is None else (*self.spread.unet, *self.spread.text, *self.spread.vae)
         return tuple(dict.fromkeys((self.device, *(torch.device(name) for name, _ in rooms))))
 
     @property
     def painting_devices(self) -> tuple[torch.device, ...]:
-        """Those on which steps or pictures are computed, ``device`` first."""
+        """All devices that run steps or decode images, ``device`` first."""
         rooms = () if self.spread is None else (*self.spread.unet, *self.spread.vae)
         return tuple(dict.fromkeys((self.device, *(torch.device(name) for name, _ in rooms))))
 
     @property
     def unet_scheme(self) -> str | None:
-        """What layers of the UNet are to hold, a name of ``QUANTISED``; ``None``: ``compute_dtype``."""
-        return self.dtype if self.dtype in QUANTISED else None
+        """Quantization of the UNet's layers, a name of ``QUANTIZED``; ``None``: none."""
+        return self.dtype if self.dtype in QUANTIZED else None
 
     @property
     def text_scheme(self) -> str | None:
-        """The same of text encoders, which run once a prompt."""
-        return INT8 if self.dtype in QUANTISED else None
+        """Quantization of text encoders: int8 weights only, because they run once per prompt."""
+        return INT8 if self.dtype in QUANTIZED else None
 
 
 def choose_device(
     device: str = "auto", dtype: str = "auto", offload: str = "none", best: tuple[str, str] | None = None
 ) -> DeviceChoice:
-    """Resolve ``auto`` and check what was asked for. Raises ConfigError for an unknown name or an absent device.
+    """Resolve ``auto`` and check the settings. Raises ConfigError for an unknown name or an absent device.
 
-    ``best``: the float dtype that is the best here and why, where that is known; otherwise the device's flags say.
+    ``best``: the best float dtype and the reason, if known; by default the device's features decide.
     """
     if offload not in OFFLOADS:
         raise ConfigError(f"offload is {offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
-    chosen, device_reason = _choose_device(device)
+    torch_device, device_reason = _choose_device(device)
     dtype = replace_removed_dtype(dtype)
     name = DTYPE_ALIASES.get(dtype, dtype)
     if name not in DTYPE_NAMES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
-    best_name, best_reason = best or _best_dtype(chosen)
+    best_name, best_reason = best or _best_dtype(torch_device)
     rests = f"; {RESTS[offload]}." if offload in RESTS else "."
     if name == "auto":
-        said = f"{best_name}, {best_reason}{rests}"
-        return DeviceChoice(chosen, best_name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
-    if name not in QUANTISED:
-        return DeviceChoice(chosen, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload)
-    _refuse_absent_unit(chosen, name)
-    said = f"{QUANTISED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
-    return DeviceChoice(chosen, name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
+        description = f"{best_name}, {best_reason}{rests}"
+        return DeviceChoice(
+            torch_device, best_name, TORCH_DTYPES[best_name], f"{device_reason}; {description}", offload
+        )
+    if name not in QUANTIZED:
+        return DeviceChoice(
+            torch_device, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload
+        )
+    _refuse_absent_unit(torch_device, name)
+    description = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
+    return DeviceChoice(torch_device, name, TORCH_DTYPES[best_name], f"{device_reason}; {description}", offload)
 
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:
-    """Raise ConfigError where ``device`` cannot multiply as the quantised precision ``name`` asks."""
+    """Raise ConfigError if ``device`` does not support the arithmetic of the quantized precision ``name``."""
     if name in (INT8_DYNAMIC, INT8_STATIC) and device.type == "cpu" and cpu_int8_unit() is None:
         raise ConfigError(
             f"dtype is {name}, and this CPU does not multiply int8 in hardware ({', '.join(CPU_INT8_FLAGS)}); "
@@ -227,21 +235,21 @@ def _best_dtype(device: torch.device) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def hardware_name(device: torch.device) -> str:
-    """Return what names the hardware of ``device``: rounding and costs depend on it."""
+    """Return a name of the hardware of ``device``, on which rounding and costs depend."""
     if has_streams(device):
         return str(device_module(device).get_device_name(device))
-    named = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return f"{named} {platform.processor()}"
-    found = re.findall(r"^(?:model name|cpu family|model|CPU part)\s*:(.*)$", text, re.MULTILINE)
-    return " ".join([named, *dict.fromkeys(part.strip() for part in found)])
+        return f"{name} {platform.processor()}"
+    parts = re.findall(r"^(?:model name|cpu family|model|CPU part)\s*:(.*)$", text, re.MULTILINE)
+    return " ".join([name, *dict.fromkeys(part.strip() for part in parts)])
 
 
 @lru_cache(maxsize=1)
 def cpu_bf16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Name of the CPU's bfloat16 matrix unit, or ``None``. Linux is asked, elsewhere torch."""
+    """Return the name of the CPU's bfloat16 unit, or ``None``. Without /proc/cpuinfo torch's detection is used."""
     flags = _cpu_flags(cpuinfo)
     if flags is None:
         supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -251,8 +259,9 @@ def cpu_bf16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 @lru_cache(maxsize=1)
 def cpu_int8_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Name of the unit with which the CPU sums products of int8 exactly, or ``None``. Linux is asked, elsewhere
-    torch.
+    """Return the name of the CPU's exact int8 dot product unit, or ``None``.
+
+    Without /proc/cpuinfo torch's detection is used.
     """
     flags = _cpu_flags(cpuinfo)
     if flags is None:
@@ -262,17 +271,17 @@ def cpu_int8_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def _cpu_flags(cpuinfo: Path) -> set[str] | None:
-    """What Linux says the CPU can; ``None`` where there is no Linux to ask."""
+    """Return the CPU's flags from Linux; ``None`` on other systems."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return set(found.group(1).split()) if found else set()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return set(match.group(1).split()) if match else set()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that ``tensor`` really holds; for a quantised weight the sum of its parts."""
+    """Return the bytes of ``tensor``; for a quantized weight the sum of its parts."""
     names = getattr(tensor, "tensor_data_names", None)
     if names is None:
         return tensor.numel() * tensor.element_size()
@@ -281,6 +290,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def weights_bytes(network: nn.Module) -> int:
-    """Bytes of the weights of ``network``, scales of quantised ones included."""
+    """Return the bytes of the weights of ``network``, including scales of quantized ones."""
     scales = (buffer for name, buffer in network.named_buffers() if name.endswith("weight_scales"))
     return sum(map(tensor_bytes, (*network.parameters(), *scales)))

@@ -1,8 +1,7 @@
-"""The second expert of an ensemble: a model whose UNet takes over for the last steps (SDXL's refiner, Podell et al.
-2023, arXiv 2307.01952, section 2.5; ensembles of experts, Balaji et al. 2022, arXiv 2211.01324).
+"""Refiners: models whose UNet takes over for the last steps (SDXL's refiner, arXiv 2307.01952, section 2.5).
 
-Both work on one latent by one step table, so they must mean the same by a latent and by a step. Whatever else a
-refiner is, the base's VAE is used, and those of the base's text encoders that are its own as well.
+Base and refiner share one latent and one step table, so their latents and noise schedules must agree. The base's VAE is
+used, and those of the base's text encoders that are identical.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
 
 LEARNT = ".token_embedding.base."
-"""Where the embeddings lie of an encoder that was taught words."""
+"""Path of the embeddings in an encoder with learned words."""
 
 
 def check_latents(path: Path, unet: UNetRunner, base: UNetRunner) -> None:
-    """Raises ModelLoadError where the model at ``path`` cannot go on with latents of ``base``."""
+    """Raise ModelLoadError if the model at ``path`` cannot continue with latents of ``base``."""
     if base.extra_channels or unet.extra_channels:
         raise _refused(path, "one of the two is an inpainting model, and such are painted by alone")
     if unet.latent_channels != base.latent_channels:
@@ -34,11 +33,13 @@ def check_latents(path: Path, unet: UNetRunner, base: UNetRunner) -> None:
 
 
 def check_noise(path: Path, schedule: NoiseSchedule, base: NoiseSchedule) -> None:
-    """Raises ModelLoadError where the model at ``path`` means another thing by a step than ``base``."""
+    """Raise ModelLoadError if the model at ``path`` has another noise schedule or prediction than ``base``."""
     if base.is_continuous or schedule.preconditioning != base.preconditioning:
-        own, other = (f"{one.prediction_type}{', continuous' * one.is_continuous}" for one in (schedule, base))
+        names = (f"{each.prediction_type}{', continuous' * each.is_continuous}" for each in (schedule, base))
+        refiner_type, base_type = names
         raise _refused(
-            path, f"its UNet is asked as {own}, the model's as {other}; give one of the same, not continuous"
+            path,
+            f"its UNet is asked as {refiner_type}, the model's as {base_type}; give one of the same, not continuous",
         )
     if not np.array_equal(schedule.alphas_cumprod, base.alphas_cumprod):
         raise _refused(path, "it was trained with another noise schedule")
@@ -48,20 +49,24 @@ def _refused(path: Path, problem: str) -> ModelLoadError:
     return ModelLoadError(f"{path} cannot refine what this model paints: {problem} (model.refiner).")
 
 
-def share_encoders(own: Sequence[TextEncoder], others: Sequence[TextEncoder]) -> list[TextEncoder]:
-    """``own``, those in place of them that hold the same weights: twice in memory is once too often."""
-    return [next((other for other in others if _is_same(one, other)), one) for one in own]
+def share_encoders(encoders: Sequence[TextEncoder], base_encoders: Sequence[TextEncoder]) -> list[TextEncoder]:
+    """Return ``encoders``, with those of ``base_encoders`` in place of identical ones."""
+    return [next((base for base in base_encoders if _is_same(encoder, base)), encoder) for encoder in encoders]
 
 
-def _is_same(one: TextEncoder, other: TextEncoder) -> bool:
-    if one.special != other.special or type(one.network) is not type(other.network):
+def _is_same(encoder: TextEncoder, other: TextEncoder) -> bool:
+    if encoder.special != other.special or type(encoder.network) is not type(other.network):
         return False
-    ours, theirs = _weights(one), _weights(other)
-    return ours.keys() == theirs.keys() and all(_is_equal(ours[name], theirs[name]) for name in ours)
+    weights, other_weights = _weights(encoder), _weights(other)
+    return weights.keys() == other_weights.keys() and all(
+        _is_equal(weights[name], other_weights[name]) for name in weights
+    )
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and (one.is_meta or torch.equal(one, other))
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
+    return (
+        tensor.shape == other.shape and tensor.dtype == other.dtype and (tensor.is_meta or torch.equal(tensor, other))
+    )
 
 
 def _weights(encoder: TextEncoder) -> dict[str, Tensor]:

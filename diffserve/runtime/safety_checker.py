@@ -1,8 +1,7 @@
-"""The safety checker that Stable Diffusion ships with: CLIP's embedding of a picture, held against those of concepts
-that nobody shall see (Rando et al., 2022, arXiv 2210.04610, on what it knows and what it does not).
+"""Stable Diffusion's safety checker: CLIP embeddings of an image compared with those of unwanted concepts.
 
-As diffusers writes it: ``safety_checker/`` with a ``StableDiffusionSafetyChecker`` in safetensors, and
-``feature_extractor/`` beside it, which says how pictures are brought to its size.
+(Rando et al., 2022, arXiv 2210.04610, on its limits.) It reads diffusers' ``safety_checker/``, a
+``StableDiffusionSafetyChecker`` in safetensors, and ``feature_extractor/``, which defines the size of images.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ EXTRACTOR = "feature_extractor"
 
 
 class SafetyChecker:
-    """Says of pictures whether they show what nobody shall see. A ViT-L takes a second on a CPU."""
+    """Classifies images as unsafe or not. A ViT-L takes a second on a CPU."""
 
     def __init__(self, network: Any, extractor: Any) -> None:
         self._network = network
@@ -30,7 +29,7 @@ class SafetyChecker:
 
     @classmethod
     def load(cls, model: str) -> SafetyChecker:
-        """That of the diffusers directory ``model``. Raises ModelLoadError where there is none."""
+        """Load the checker of the diffusers directory ``model``. Raises ModelLoadError if it has none."""
         from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
         from transformers import CLIPImageProcessor
 
@@ -42,8 +41,8 @@ class SafetyChecker:
             )
         if not list((folder / COMPONENT).glob("*.safetensors")):
             raise ModelLoadError(f"the {COMPONENT} of {model!r} has no safetensors; other weights are not read.")
-        told = read_json(folder / EXTRACTOR / "preprocessor_config.json")
-        settings = {key: value for key, value in told.items() if not key.endswith("_type")}
+        config = read_json(folder / EXTRACTOR / "preprocessor_config.json")
+        settings = {key: value for key, value in config.items() if not key.endswith("_type")}
         try:
             network = StableDiffusionSafetyChecker.from_pretrained(
                 str(folder / COMPONENT), use_safetensors=True, local_files_only=True
@@ -54,7 +53,7 @@ class SafetyChecker:
 
     @torch.inference_mode()
     def blocks_picture(self, pixels: NDArray[np.uint8]) -> bool:
-        """Whether the picture of ``pixels`` (height, width, 3) is one of those."""
-        seen = self._extractor(images=[pixels], return_tensors="pt").pixel_values
-        _, flags = self._network(images=np.zeros((1, 1, 1, 3), dtype=np.float32), clip_input=seen)
+        """Return whether the image ``pixels`` (height, width, 3) is unsafe."""
+        clip_input = self._extractor(images=[pixels], return_tensors="pt").pixel_values
+        _, flags = self._network(images=np.zeros((1, 1, 1, 3), dtype=np.float32), clip_input=clip_input)
         return bool(flags[0])

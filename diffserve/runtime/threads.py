@@ -1,15 +1,13 @@
-"""How many threads a UNet call runs on: chosen by what calls take, not by what the machine has.
+"""Choice of the number of threads of UNet calls, by measuring real calls.
 
-Two threads halve a call on an idle machine. Beside a busy neighbour they wait for each other, and one thread is faster,
-by a factor that nobody can foretell. So real calls are compared in pairs, one with another number of threads and one
-with the present one: when it begins, when calls have become half as slow again (or as fast), and from time to time.
-Since every number that is tried gives the same bytes, a trial costs nothing but its own slowness, which is kept to 2 %.
+Two threads halve a call on an idle machine, but on a loaded one they wait for each other and one thread is faster. So
+calls with another number are compared in pairs with the current one: at the start, when the speed changes by half, and
+from time to time. All numbers give the same bytes, and trials cost at most 2 %.
 """
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,65 +15,73 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+from cachetools import LRUCache
 
 from diffserve.settings.config import EngineConfig
 
 DRIFT: Final = 1.5
-"""A pace so many times slower, or faster, than when the choice was made asks for a trial."""
+"""Factor of slowdown or speedup since the last choice that starts a trial."""
 
 DRIFTED_CALLS: Final = 2
 CHOSEN_BELOW: Final = (0.4, 0.67, 0.9)
-"""What the other number must take of the present one's time, after one, two and three pairs, to be chosen."""
+"""Largest ratio of times at which the other number is chosen after one, two and three pairs."""
 
 MUCH_WORSE: Final = 1.3
-"""From here on the first pair decides against it."""
+"""Ratio from which the first pair rejects the other number."""
 
 TRIAL_SHARE: Final = 0.02
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-"""Seconds of calls between two trials: doubled by each that changes nothing."""
+"""Limits of the seconds of calls between two trials, doubled after each trial without a change."""
 
 PACE_WEIGHT: Final = 0.4
-KEYS_KEPT: Final = 256
+MAX_KEYS: Final = 256
 KINDS_TRIED: Final = 4
-"""Kinds of calls that one trial follows at a time."""
+"""Kinds of calls that a trial compares at a time."""
 
 
-def candidates(most: int) -> tuple[int, ...]:
-    """Numbers worth trying, ``most`` first: each about half of the one before."""
-    found = [max(1, most)]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return tuple(found)
+def candidates(max_threads: int) -> tuple[int, ...]:
+    """Return the numbers of threads to try, ``max_threads`` first: each about half of the one before."""
+    counts = [max(1, max_threads)]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return tuple(counts)
 
 
 @dataclass
 class _Trial:
-    """A comparison in progress, of calls of one kind with each other; sums are in multiples of a kind's best time.
+    """A comparison in progress, of calls of the same kind; sums are in multiples of the kind's best time.
 
-    waiting_s  what calls took on the other number, by kind, that have not been made on the present one since
+    Attributes:
+        other: The other number of threads.
+        other_sum: Time of its calls.
+        current_sum: Time of the current number's calls.
+        num_pairs: Completed pairs.
+        extra_s: Time lost by the trial.
+        waiting_s: By kind, the time of a call on the other number that is not paired yet.
     """
 
     other: int
-    others: float = 0.0
-    ours: float = 0.0
+    other_sum: float = 0.0
+    current_sum: float = 0.0
     num_pairs: int = 0
     extra_s: float = 0.0
     waiting_s: dict[Hashable, float] = field(default_factory=dict)
 
 
 class ThreadChoice:
-    """Says for every call on how many threads to run it, and is told what it took.
+    """Chooses the number of threads for every call from observed times.
 
-    counts   numbers to choose from, the first is where it begins
-    current  the number in use
+    Attributes:
+        counts: Numbers to choose from, the first is the initial one.
+        current: The number in use.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = tuple(counts)
         self.current = self.counts[0]
-        self._best_s: OrderedDict[Hashable, float] = OrderedDict()
-        self._seen: OrderedDict[tuple[Hashable, int], None] = OrderedDict()
+        self._best_s: LRUCache[Hashable, float] = LRUCache(MAX_KEYS)
+        self._seen: LRUCache[tuple[Hashable, int], None] = LRUCache(MAX_KEYS)
         self._busy_s = 0.0
         self._pace: float | None = None  # of the present number, in multiples of the best
         self._chosen_at_pace: float | None = None
@@ -92,11 +98,11 @@ class ThreadChoice:
         return self._trial is not None
 
     def begin_trial(self) -> None:
-        """Compare from the next call on, whatever was found before."""
+        """Start a comparison with the next call."""
         self._trial = _Trial(self._candidate()) if len(self.counts) > 1 else None
 
     def next_count(self, key: Hashable, allowed: Sequence[int]) -> int:
-        """Threads for the next call, of the kind ``key``: one of ``allowed``, whose first is the way out."""
+        """Return the threads for the next call of the kind ``key``: one of ``allowed``, whose first is the fallback."""
         if self.current not in allowed:
             return allowed[0]
         trial = self._trial
@@ -104,9 +110,9 @@ class ThreadChoice:
         return trial.other if trial is not None and is_due and trial.other in allowed else self.current
 
     def observe(self, key: Hashable, count: int, wall_s: float) -> None:
-        """A call of the kind ``key`` took ``wall_s`` on ``count`` threads."""
+        """Record that a call of the kind ``key`` took ``wall_s`` on ``count`` threads."""
         self._busy_s += wall_s
-        if self._is_first(key, count, wall_s):  # kernels are chosen and compiled: it says nothing
+        if self._is_first(key, count, wall_s):  # kernels are selected and compiled in it
             return
         self._best_s[key] = min(self._best_s[key], wall_s)
         trial = self._trial
@@ -121,19 +127,14 @@ class ThreadChoice:
                 self._compare(trial, trial.waiting_s.pop(key), wall_s, self._best_s[key])
 
     def _is_first(self, key: Hashable, count: int, wall_s: float) -> bool:
-        """Whether a call of the kind ``key`` ran on ``count`` threads for the first time; all are remembered."""
+        """Return whether a call of the kind ``key`` ran on ``count`` threads for the first time, and remember it."""
         is_first = (key, count) not in self._seen
         self._seen[key, count] = None
-        self._seen.move_to_end((key, count))
         self._best_s[key] = self._best_s.get(key, wall_s / (self._pace or 1.0))
-        self._best_s.move_to_end(key)
-        for kept in (self._seen, self._best_s):
-            if len(kept) > KEYS_KEPT:
-                kept.popitem(last=False)
         return is_first
 
     def _watch(self, slowness: float) -> None:
-        """Begin a trial where it is time for one, or where calls have changed their pace."""
+        """Start a trial if it is due, or if calls have become slower or faster."""
         if len(self.counts) < 2:
             return
         usual = self._chosen_at_pace
@@ -149,16 +150,16 @@ class ThreadChoice:
             self.begin_trial()
 
     def _compare(self, trial: _Trial, other_s: float, our_s: float, best_s: float) -> None:
-        """A pair is complete: settle the trial, or go on to the next pair."""
-        trial.others += other_s / best_s
-        trial.ours += our_s / best_s
+        """Add a pair to the trial, and end it if the result is clear."""
+        trial.other_sum += other_s / best_s
+        trial.current_sum += our_s / best_s
         trial.extra_s += max(0.0, other_s - our_s)
         trial.num_pairs += 1
-        ratio = trial.others / trial.ours
+        ratio = trial.other_sum / trial.current_sum
         if ratio < CHOSEN_BELOW[trial.num_pairs - 1]:
-            self._settle(trial, is_better=True, pace=trial.others / trial.num_pairs)
+            self._settle(trial, is_better=True, pace=trial.other_sum / trial.num_pairs)
         elif ratio > MUCH_WORSE or trial.num_pairs == len(CHOSEN_BELOW):
-            self._settle(trial, is_better=False, pace=trial.ours / trial.num_pairs)
+            self._settle(trial, is_better=False, pace=trial.current_sum / trial.num_pairs)
 
     def _settle(self, trial: _Trial, *, is_better: bool, pace: float) -> None:
         self._trial = None
@@ -174,7 +175,7 @@ class ThreadChoice:
         self._next_trial_s = self._busy_s + max(self._pause_s, min(trial.extra_s / TRIAL_SHARE, LONGEST_PAUSE_S))
 
     def _candidate(self) -> int:
-        """The neighbour of the present number in the direction that is next, or the other one at an end."""
+        """Return the next number in the current direction, which is reversed at an end of ``counts``."""
         place = self.counts.index(self.current)
         if not 0 <= place + self._direction < len(self.counts):
             self._direction = -self._direction
@@ -182,10 +183,9 @@ class ThreadChoice:
 
 
 class Threads:
-    """Everything but UNet calls runs on ``counts[0]``: its bytes might depend on the number, and it takes little time.
-    (What is done beside calls that have threads of their own runs on one, and has the same bytes on any number.)
+    """Thread counts of a process. Only UNet calls use others than ``counts[0]``, on which other bytes might depend.
 
-    ``counts``: the reference first; without any, the number that torch has now and no other.
+    ``counts``: the reference first; by default torch's current number and no other.
     """
 
     def __init__(self, counts: Sequence[int] = ()) -> None:
@@ -199,10 +199,10 @@ class Threads:
 
 @contextmanager
 def computing_on(num_threads: int) -> Iterator[None]:
-    """Run the block on ``num_threads`` of torch's.
+    """Run the block on ``num_threads`` of torch's threads.
 
-    One keeps small operations out of the way of who computes next on threads of its own: after an operation on several
-    these look out for more work for some milliseconds.
+    With one thread small operations do not disturb other computations: OpenMP workers spin for milliseconds after an
+    operation on several threads.
     """
     before = torch.get_num_threads()
     if num_threads == before:
@@ -217,17 +217,16 @@ def computing_on(num_threads: int) -> Iterator[None]:
 
 @contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads that begin within the block do not interrupt whoever wakes them, where the kernel knows of such
-    (``SCHED_BATCH`` of Linux).
+    """Start threads in the block with the scheduling policy ``SCHED_BATCH``, if the kernel has it.
 
-    Who wakes one for each core is else interrupted by the first, and the next core waits for milliseconds until the
-    kernel has found it something to do.
+    They do not preempt the thread that wakes them. Otherwise the first one would, and the other cores would wait for
+    milliseconds.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
     plain = os.sched_param(0)
-    with suppress(OSError):  # a sandbox may not have it
+    with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, plain)
     try:
         yield
@@ -237,7 +236,7 @@ def patient_threads() -> Iterator[None]:
 
 
 def make_threads(config: EngineConfig, device: torch.device) -> Threads:
-    """As ``config.threads`` says: that number, or on a CPU what turns out best of torch's own number and fewer."""
+    """Return the thread counts of ``config.threads``: that number, or on a CPU torch's number and fewer to try."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif device.type == "cpu":
@@ -246,13 +245,14 @@ def make_threads(config: EngineConfig, device: torch.device) -> Threads:
 
 
 def pool_of_threads(max_workers: int, name: str, num_threads: int | None = None) -> ThreadPoolExecutor:
-    """Each of whose threads computes on ``num_threads``; ``None``: on as many as torch has here and now. Else it would
-    on what torch has when it begins, which may be the number for something that is going on.
+    """Return an executor whose threads compute on ``num_threads``, by default torch's current number.
+
+    Without this a thread would use torch's number at its start, which may be temporary.
     """
     return ThreadPoolExecutor(max_workers, name, set_threads, (num_threads or torch.get_num_threads(),))
 
 
 def set_threads(num_threads: int) -> None:
-    """For the thread that says so, and for all that begin after it."""
-    torch.get_num_threads()  # the first thing that a thread asks of torch sets the number that all begin with
+    """Set torch's number of threads for the calling thread, and for all that start after it."""
+    torch.get_num_threads()  # a thread's first use of torch sets the global default
     torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Between main memory and the device without waiting: page-locked memory and copies that run beside the kernels."""
+"""Transfers between main memory and a device without waiting, by page-locked memory and a second stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def send_together(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """``parts`` of main memory, of one dtype, on ``device`` and contiguous: by one transfer."""
+    """Copy ``parts`` in main memory, of one dtype, to ``device`` by one transfer; the results are contiguous."""
     if device.type == "cpu":
         return [part.contiguous() for part in parts]
     pieces = send(torch.cat([part.reshape(-1) for part in parts]), device).split([part.numel() for part in parts])
@@ -52,25 +52,25 @@ class SideQueue:
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """Numbers on their way to main memory."""
+    """A tensor on its way to main memory."""
 
     _host: Tensor
     _event: Any = None
 
     @property
     def is_here(self) -> bool:
-        """Whether reading them waits for nothing."""
+        """Whether ``read`` returns without waiting."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Tensor:
-        """They themselves, waited for where they are not here yet."""
+        """Return the tensor, waiting for it if needed."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 def fetch(tensor: Tensor) -> Fetched:
-    """Copy ``tensor`` to main memory: at once, or without waiting where its device has streams; ones from meta."""
+    """Copy ``tensor`` to main memory, without waiting if its device has streams; meta tensors give ones."""
     device = tensor.device
     if not has_streams(device) and device.type != "meta":
         return Fetched(tensor.cpu())

@@ -500,7 +500,7 @@ def test_openvino_that_does_not_load_is_left_out(
     call = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True))
     path = packages.path(call.kind, 1)
     assert path is not None
-    with pytest.raises(ConfigError, match=r"OpenVINO 2026\S* does not load \(.+\); mend it, or uninstall it"):
+    with pytest.raises(ConfigError, match=r"OpenVINO 2026\S* does not load \(.+\); repair or uninstall it"):
         packages.compile(call)
     with ZipFile(path, "w") as package:
         package.writestr(MEMBER, b"a blob")
@@ -594,7 +594,7 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
         (tmp_path / name).mkdir()
         (tmp_path / name / "part.pt2").touch()
         os.utime(tmp_path / name, (now_s, now_s - age_s))
-    compiled._forget_oldest(tmp_path)
+    compiled._remove_oldest(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} == {"c.pt2", "b.openvino", ".going"}
 
 

@@ -23,8 +23,8 @@ from diffserve.engine import Engine
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.models.controlnets import Control, digest_of, read_control
 from diffserve.runtime import load_model
+from diffserve.runtime.controlnet_store import ControlNetFiles
 from diffserve.runtime.dry_run import DryRun, ListIndices
-from diffserve.runtime.loading.controlnet import ControlNetFiles
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.unet.controlnet import residual_shapes
 from diffserve.settings.config import EngineConfig

@@ -17,9 +17,9 @@ from benchmarks import random_models
 from benchmarks.random_models import save_hollow_model
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
-from diffserve.runtime.activations import margin
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.loading import checkpoint
+from diffserve.runtime.needs import margin
 from diffserve.settings.config import EngineConfig
 
 STEPS = 6

@@ -20,11 +20,10 @@ from diffserve.api.types import Event, GenerationRequest, ImageResult
 from diffserve.cli import main
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.runtime.activations import hollow_twin
 from diffserve.runtime.loading.pruned import prune_directory
-from diffserve.runtime.needs import needs_of
+from diffserve.runtime.needs import meta_copy, needs_of
 from diffserve.runtime.precision import cpu_int8_unit
-from diffserve.runtime.unet.compiled import _circumstances
+from diffserve.runtime.unet.compiled import _package_identity
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
@@ -136,9 +135,9 @@ def test_bytes_of_a_pruned_model_depend_on_neither_company_nor_arrival_nor_loadi
 def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair]) -> None:
     whole, pruned = pair("sd15")
     loaded = [load_model(directory, dtype="float32", device=DEVICE) for directory in (whole, pruned)]
-    assert _circumstances(loaded[0], is_baked=False) != _circumstances(loaded[1], is_baked=False)
+    assert _package_identity(loaded[0], is_baked=False) != _package_identity(loaded[1], is_baked=False)
     for directory, model in zip((whole, pruned), loaded, strict=True):
-        assert widths_of(hollow_twin(model).unet.network) == widths_of(model.unet.network)
+        assert widths_of(meta_copy(model).unet.network) == widths_of(model.unet.network)
         needs = needs_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
         assert needs.model.memory_report() == model.memory_report()
     narrow = load_model(pruned, dtype="int8_dynamic" if cpu_int8_unit() else "int8", device=DEVICE).unet.network
@@ -155,7 +154,7 @@ def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair
         ("[]", "Expected `object`"),
         ({"format": 2}, "format is 2; this diffserve reads 1"),
         ({"more": 1}, "unknown field `more`"),
-        ({"heads": {"no_block": 1}}, "told of other layers than this UNet has, for example"),
+        ({"heads": {"no_block": 1}}, "for other layers than this UNet has, for example"),
         ({"first head": 0}, "Expected `int` >= 1"),
         ({"first head": 9}, "is to keep 9 heads, and the configuration has 8"),
     ],

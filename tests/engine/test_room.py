@@ -17,9 +17,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.room import LOOK_EVERY_S
-from diffserve.runtime.activations import Activations, hollow_twin, margin
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
+from diffserve.runtime.needs import Activations, decode_work, encode_work, kept_features, margin, meta_copy, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
@@ -34,7 +33,7 @@ import json, os, sys, torch
 from diffserve.settings.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime import load_model
-from diffserve.runtime.activations import Activations, margin
+from diffserve.runtime.needs import Activations, margin
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.random_rows import random_rows
@@ -82,7 +81,7 @@ def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEng
     cache, config = DiskCache(tmp_path), EngineConfig()
     found = Activations.of(engine.model, config, cache)
     assert Activations.of(engine.model, config, cache) == found
-    twin = hollow_twin(engine.model)
+    twin = meta_copy(engine.model)
     size, num_rows, cells = (96, 160), 3, 12 * 20
     features = kept_features(twin, size, num_rows)
     assert features is not None

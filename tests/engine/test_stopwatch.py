@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffserve.engine.image.buckets import CostCurve
-from diffserve.runtime.stopwatch import HostSpan, Stopwatch
+from diffserve.runtime.accelerators import HostSpan, Stopwatch
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 

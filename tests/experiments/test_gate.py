@@ -175,7 +175,7 @@ def test_int8_of_a_pruned_embedded_model_passes_and_a_broken_quantiser_ends_with
     assert [row["exact"] >= 0.75 for row in document["rows"]] == [True, True]
     kept = Path("parts", "float32")
     shutil.copytree(tmp_path / "good" / kept, tmp_path / "bad" / kept)  # which is not painted twice
-    monkeypatch.setattr("diffserve.runtime.quantisation.hold_int8_weight", coarse)
+    monkeypatch.setattr("diffserve.runtime.quantization.hold_int8_weight", coarse)
     assert run_main(*asked, tmp_path / "bad") == EXIT_GATE_FAILED
     output = capsys.readouterr().out
     assert ", guidance 3: fails: " in output

@@ -16,7 +16,7 @@ from diffserve.runtime import UNetRunner, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
-from diffserve.runtime.unet.steady_layers import use_steady_layers
+from diffserve.runtime.unet.layers import use_steady_layers
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline

@@ -22,8 +22,8 @@ from diffserve.engine.image import room
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.loading import spread
-from diffserve.runtime.loading.spread import part_bytes, spread_over
+from diffserve.runtime.loading import placement
+from diffserve.runtime.loading.placement import part_bytes, spread_over
 from diffserve.runtime.low_rank import RowLoRAs, adaptable, random_set
 from diffserve.runtime.unet.controlnet import random_residuals
 from diffserve.runtime.unet.random_rows import random_inputs
@@ -85,8 +85,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iter
     """Main memory under two names, with so many bytes for weights each."""
     devices = (torch.device("cpu"), torch.device("cpu", 1))
     free = dict(zip(devices, rooms, strict=True))
-    monkeypatch.setattr(spread, "devices_of", lambda choice: devices)
-    monkeypatch.setattr(spread, "free_bytes", lambda device: int(free[device] / spread.WEIGHTS_SHARE) + 1)
+    monkeypatch.setattr(placement, "devices_of", lambda choice: devices)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: int(free[device] / placement.WEIGHTS_SHARE) + 1)
     yield
     monkeypatch.undo()
 
@@ -232,7 +232,7 @@ def test_two_gpus_paint_what_one_does(
     config = EngineConfig(cache_dir="", max_rows=2, cross_attention=cross_attention)
     expected = pictures(make(path, config=config))
     each, _ = room_of(path, 0.7)
-    monkeypatch.setattr(spread, "free_bytes", lambda device: int(each / spread.WEIGHTS_SHARE) + 1)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: int(each / placement.WEIGHTS_SHARE) + 1)
     config = EngineConfig(cache_dir="", max_rows=2, cross_attention=cross_attention, device_map="balanced")
     engine = make(path, config=config)
     assert {one.device for one in engine.model.unet.network.parameters()} == {FIRST, SECOND}

@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.random_models import save_hollow_model
 from diffserve.api.errors import ConfigError
 from diffserve.runtime import load_model
-from diffserve.runtime.dry_run import HostSyncError, MixedDevicesError, dry_run
+from diffserve.runtime.dry_run import GPUS, HostSyncError, MixedDevicesError, dry_run, find_gpu
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.needs import needs_of
-from diffserve.runtime.roofline import GPUS, find_gpu
 from diffserve.runtime.transfer import fetch, send
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.settings.config import EngineConfig

@@ -16,7 +16,7 @@ from diffserve.runtime.loading.components import build_unet
 from diffserve.runtime.low_rank import RowLoRAs, adaptable, adapting, random_set
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.compiled import Packages
-from diffserve.runtime.unet.gated_layers import HalvedLinear, use_halved_gates
+from diffserve.runtime.unet.layers import HalvedLinear, use_halved_gates
 from diffserve.runtime.unet.unet import UNetRunner
 from tests.runtime.conftest import LoadTiny
 
@@ -76,7 +76,7 @@ def test_compilers_see_the_layer_of_diffusers(tiny: LoadTiny, tmp_path: Path) ->
     assert operations.count("aten.linear.default") == 1
 
 
-def test_gates_are_halved_on_cuda_only_and_not_in_a_quantised_unet(tiny: LoadTiny) -> None:
+def test_gates_are_halved_on_cuda_only_and_not_in_a_quantized_unet(tiny: LoadTiny) -> None:
     config = dict(tiny("sd15").unet.network.config)
     for kind, dtype, is_halved in (
         ("cuda", "bfloat16", True),

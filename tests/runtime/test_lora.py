@@ -20,7 +20,7 @@ from diffserve.models.loras import lora_problem
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.lora import LoRAFile
-from diffserve.runtime.quantised_layers import from_int8
+from diffserve.runtime.quantized_layers import from_int8
 from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny
@@ -168,7 +168,7 @@ def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter:
         assert torch.equal(*texts)
 
 
-def test_int8_quantises_the_merged_weight(make_adapter: MakeAdapter) -> None:
+def test_int8_quantizes_the_merged_weight(make_adapter: MakeAdapter) -> None:
     path = make_adapter()
     exact = load(path).unet.network.get_parameter(f"{ATTENTION}.weight")
     layer = load(path, "int8").unet.network.get_submodule(ATTENTION)

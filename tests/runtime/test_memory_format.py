@@ -14,7 +14,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image import runner
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.controlnet_shelf import ControlNetShelf
+from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.unet import memory_format
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.runtime.unet.memory_format import faster_format, has_choice, set_memory_format
@@ -137,7 +137,7 @@ def test_a_controlnet_is_stored_like_its_unet(model: DiffusionModel, tmp_path: P
     model = with_folder(model, write_folder(tmp_path, model.unet.network))
     for name in ("channels_last", "contiguous"):
         set_memory_format(model, name, DiskCache(None))
-        shelf = ControlNetShelf(model, 1 << 30)
+        shelf = ControlNetStore(model, 1 << 30)
         assert formats(shelf.take(next(iter(shelf.folder.usable()))).network) == {name}
 
 

@@ -119,7 +119,7 @@ def test_without_a_generator_the_mode_is_taken(tiny: LoadTiny) -> None:
         {"scaling_factor": 1.0, "latents_mean": [0.1, -0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 0.5, 4.0]},
     ],
 )
-def test_the_configured_normalisation_goes_both_ways(config: dict[str, Any]) -> None:
+def test_the_configured_normalization_goes_both_ways(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     network = tiny_models.vae(**config).to(DEVICE)
     runner = VAERunner(network, device=torch.device(DEVICE), dtype=torch.float32)

@@ -20,7 +20,7 @@ from diffserve.engine.loading import load_languages
 from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.language import load_language_model
-from diffserve.runtime.loading import offload
+from diffserve.runtime.loading import placement
 from diffserve.runtime.precision import RESTS
 from diffserve.settings.config import EngineConfig, TextSettings
 from diffserve.settings.layers import load_settings
@@ -67,7 +67,7 @@ def test_pictures_of_the_embedded_model_are_the_same_bytes(monkeypatch: pytest.M
 
 def small_machine(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Weights get ``num_bytes`` of main memory, whatever there is."""
-    monkeypatch.setattr(offload, "max_memory", lambda choice: {"cpu": num_bytes})
+    monkeypatch.setattr(placement, "max_memory", lambda choice: {"cpu": num_bytes})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_memory_that_weights_may_take_is_a_share_of_what_is_free() -> None:
     import psutil
 
     free = psutil.virtual_memory().available
-    allowed = offload.max_memory(choose_device("cpu", "float32", "auto"))
+    allowed = placement.max_memory(choose_device("cpu", "float32", "auto"))
     assert set(allowed) == {"cpu"}
     assert 0.5 * free < allowed["cpu"] < 0.9 * free
 
@@ -197,7 +197,7 @@ def test_hooks_bring_weights_from_main_memory(tiny_model: Callable[[str], Path])
     resting = load_model(tiny_model("sd15"), device="cpu", dtype="float32").unet.network
     weights = {name: tensor.detach() for name, tensor in resting.named_parameters()}
     readers = {name: tensor.clone for name, tensor in weights.items()}
-    offload.dispatch(resting, {"": "disk"}, readers, "cpu")
+    placement.dispatch(resting, {"": "disk"}, readers, "cpu")
     assert held_bytes(resting) == 0
     arguments = (torch.randn(2, 4, 8, 8), torch.tensor([10.0, 700.0]))
     contexts = torch.randn(2, 7, plain.config.cross_attention_dim)

@@ -53,8 +53,8 @@ class Dressed:
 
     def predict(self, shown: torch.Tensor, told: torch.Tensor, contexts: torch.Tensor, **added: Any) -> torch.Tensor:
         sigma = self._sigma(told.double().numpy())
-        x = shown / self.front.ask(torch.ones(3, 1, 1, 1), sigma)[0]
-        seen, timestep = self.inside.ask(x, sigma)
+        x = shown / self.front.scale(torch.ones(3, 1, 1, 1), sigma)[0]
+        seen, timestep = self.inside.scale(x, sigma)
         output = self.model.unet.predict(seen, torch.tensor(timestep), contexts, **added).cpu()
         denoised = self.inside.read(x, sigma, output)
         at_rest = self.front.read(x, sigma, torch.zeros_like(x))

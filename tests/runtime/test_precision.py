@@ -14,7 +14,7 @@ import torch
 from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
 from diffserve.models.model_files import read_json
-from diffserve.runtime import DTYPE_NAMES, DiffusionModel, arithmetic, choose_device, choose_for, load_model
+from diffserve.runtime import DTYPE_NAMES, DiffusionModel, auto_precision, choose_device, choose_for, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.loading.weight_loading import vae_precision
@@ -92,8 +92,8 @@ def test_auto_of_a_model_is_the_arithmetic_that_is_clearly_faster_where_its_weig
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path], ratio: float, room_bytes: int, auto: str
 ) -> None:
     monkeypatch.setattr("diffserve.runtime.precision.cpu_bf16_unit", lambda: "AVX512-BF16")
-    monkeypatch.setattr(arithmetic, "bfloat16_over_float32", lambda: ratio)
-    monkeypatch.setattr(arithmetic, "free_bytes", lambda device: room_bytes)
+    monkeypatch.setattr(auto_precision, "bfloat16_over_float32", lambda: ratio)
+    monkeypatch.setattr(auto_precision, "free_bytes", lambda device: room_bytes)
     path = tiny_model("sd15")
     choice = load_model(path, device="cpu").choice
     assert (choice.dtype, choice.compute_dtype) == (auto, getattr(torch, auto))
@@ -106,22 +106,22 @@ def test_the_next_start_chooses_alike(
 ) -> None:
     monkeypatch.setattr("diffserve.runtime.precision.cpu_bf16_unit", lambda: "AVX512-BF16")
     for ratio, expected in ((1.3, "float32"), (1.1, "float32")):  # the second is not asked for
-        monkeypatch.setattr(arithmetic, "bfloat16_over_float32", lambda ratio=ratio: ratio)
+        monkeypatch.setattr(auto_precision, "bfloat16_over_float32", lambda ratio=ratio: ratio)
         assert choose_for(tiny_model("sd15"), "cpu", cache=DiskCache(tmp_path)).dtype == expected
     assert choose_for(tiny_model("sd15"), "cpu").dtype == "bfloat16"
 
 
 def test_both_kinds_of_arithmetic_are_tried_on_one_thread_and_the_others_come_back() -> None:
     num_threads = torch.get_num_threads()
-    assert 0.01 < arithmetic.bfloat16_over_float32.__wrapped__() < 100
+    assert 0.01 < auto_precision.bfloat16_over_float32.__wrapped__() < 100
     assert torch.get_num_threads() == num_threads
 
 
 def test_what_a_model_holds_on_disk_is_counted_with_its_base(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    stored = arithmetic.stored_bytes(tiny_model("sd15"))
+    stored = auto_precision.stored_bytes(tiny_model("sd15"))
     assert stored == sum(file.stat().st_size for file in tiny_model("sd15").rglob("*.safetensors")) > 0
-    assert arithmetic.stored_bytes("embedded-turbo") > arithmetic.stored_bytes("embedded") > 20_000_000
-    assert arithmetic.stored_bytes(tmp_path / "none.safetensors") == 0
+    assert auto_precision.stored_bytes("embedded-turbo") > auto_precision.stored_bytes("embedded") > 20_000_000
+    assert auto_precision.stored_bytes(tmp_path / "none.safetensors") == 0
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float64", "", "Float32"])
@@ -161,10 +161,10 @@ def test_every_dtype_comes_near_float32(tiny_model: Callable[[str], Path], tiny:
 
 def test_int8_adds_little_to_the_error_of_its_arithmetic(tiny_model: Callable[[str], Path]) -> None:
     arithmetic = choose_device("cpu", "auto").dtype
-    plain, quantised = (
+    plain, quantized = (
         predict(load_model(tiny_model("sd15"), dtype=name, device="cpu")) for name in (arithmetic, "int8")
     )
-    assert float((quantised - plain).norm() / plain.norm()) < 0.1
+    assert float((quantized - plain).norm() / plain.norm()) < 0.1
 
 
 def test_int8_holds_a_byte_for_each_linear_weight(tiny_model: Callable[[str], Path], tiny: LoadTiny) -> None:
@@ -178,7 +178,7 @@ def test_int8_holds_a_byte_for_each_linear_weight(tiny_model: Callable[[str], Pa
     assert model.info.num_parameters == tiny("sdxl").info.num_parameters
 
 
-def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor(
+def test_quantizing_while_loading_never_holds_more_than_the_model_and_one_tensor(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("sdxl") / "unet"
@@ -192,7 +192,7 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
         return read(self, key)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
-    load_component(network, checkpoint, choose_device("cpu", "int8"), quantise="int8")
+    load_component(network, checkpoint, choose_device("cpu", "int8"), quantize="int8")
     final = sum(tensor_bytes(part) for part in network.parameters())
     in_float32 = sum(4 * part.numel() for part in network.parameters())
     assert max(held) <= final < INT8_SHARE * in_float32

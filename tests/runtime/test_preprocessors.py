@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from diffserve.api.errors import InvalidRequest
 from diffserve.media.canny import SIGMA, canny, edge_map
 from diffserve.models.controlnets import CANNY, PASSED_THROUGH, Control
-from diffserve.runtime.preprocessors import preprocess
+from diffserve.runtime.controlnet_store import preprocess
 
 
 def drawn(levels: NDArray[np.float64]) -> NDArray[np.uint8]:

@@ -15,11 +15,10 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
-from diffserve.runtime.loading.formulation import edm_normalisation, edm_scheduler
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.plausibility import predicts_velocity
-from diffserve.runtime.loading.single_file_keys import VAE_PREFIX
-from diffserve.runtime.loading.single_file_names import original_name
+from diffserve.runtime.loading.scheduler_config import edm_normalization, edm_scheduler
+from diffserve.runtime.loading.single_file_keys import VAE_PREFIX, original_name
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
@@ -265,7 +264,7 @@ def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
     model = load_model(export("sd15", LUGGAGE), dtype="float32", device=DEVICE)
     [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
     assert said.endswith(
-        f"3 tensors that painting does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
+        f"3 tensors that generation does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
     )
     expected = tiny("sd15").vae.network.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.vae.network.state_dict().items())
@@ -318,10 +317,10 @@ def test_marks_of_edm_in_a_single_file_say_how_it_is_asked(tmp_path: Path) -> No
     playground = save_file_and_open(tmp_path, {"edm_mean": FOUR.view(1, 4, 1, 1), "edm_std": FOUR.abs()})
     edm = NoiseSchedule.from_config(edm_scheduler(playground) or {})
     assert (edm.prediction_type, edm.sigma_data, edm.ramp) == ("edm", 0.5, "karras")
-    normalised = edm_normalisation(playground)
-    assert normalised["latents_mean"] == pytest.approx(FOUR.tolist())
-    assert normalised["latents_std"] == pytest.approx(FOUR.abs().tolist())
-    assert normalised["scaling_factor"] == 0.5
+    normalized = edm_normalization(playground)
+    assert normalized["latents_mean"] == pytest.approx(FOUR.tolist())
+    assert normalized["latents_std"] == pytest.approx(FOUR.abs().tolist())
+    assert normalized["scaling_factor"] == 0.5
     assert edm_scheduler(save_file_and_open(tmp_path, {"v_pred": VALUE})) is None
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffserve.runtime.layer_sums import with_layer_sums
-from diffserve.runtime.unet.steady_layers import ROWS_TOGETHER, RowLinear, use_steady_layers
+from diffserve.runtime.unet.batch_invariance import with_layer_sums
+from diffserve.runtime.unet.layers import ROWS_TOGETHER, RowLinear, use_steady_layers
 from tests.runtime.conftest import LoadTiny
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffserve.runtime.unet.streams import Streams
+from diffserve.runtime.unet.package import Streams
 
 
 @pytest.mark.parametrize(("num_streams", "num_threads"), [(2, 2), (4, 4), (2, 5)])

@@ -46,7 +46,7 @@ from diffserve.engine.records import FailureReason
 from diffserve.rewriting.window import MARKS, TextWindow
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
-from diffserve.runtime.loading.spread import free_over
+from diffserve.runtime.loading.placement import free_over
 from diffserve.runtime.memory import give_heap_back, give_memory_back
 from diffserve.runtime.text.conditioning import image_specs
 from diffserve.runtime.threads import pool_of_threads

@@ -19,9 +19,9 @@ from diffserve.engine.image.latent_cache import LatentCache, skip_of
 from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.controlnet_shelf import ControlNetShelf
+from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.runtime.lora_shelf import LoRAShelf
+from diffserve.runtime.lora_store import LoRAStore
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
@@ -47,8 +47,8 @@ class Preparer:
         conditioner: Conditioner,
         pool: LanePool,
         kept: LatentCache,
-        loras: LoRAShelf,
-        controlnets: ControlNetShelf,
+        loras: LoRAStore,
+        controlnets: ControlNetStore,
         refiner: Conditioner | None = None,
     ) -> None:
         self.model = model

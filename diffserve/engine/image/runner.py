@@ -25,10 +25,10 @@ from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPl
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.controlnet_shelf import ControlNetShelf
+from diffserve.runtime.controlnet_store import ControlNetStore
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
-from diffserve.runtime.lora_shelf import LoRAShelf
+from diffserve.runtime.lora_store import LoRAStore
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool, uses_pages
 from diffserve.runtime.threads import Threads, make_threads
@@ -94,7 +94,7 @@ class ImageRunner:
         self.clock = clock
         self.pool = LanePool(model.device)
         self._num_lanes = config.max_lanes
-        self.controlnets = ControlNetShelf(model, config.controlnet_bytes)
+        self.controlnets = ControlNetStore(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
         if model.refiner is not None:
             if pages is None and all(uses_pages(each, config) for each in (model, model.refiner)):
@@ -109,7 +109,7 @@ class ImageRunner:
             self.refiner.room.recorded_bytes = self.room.recorded_bytes
         self._experts = (base,) if self.refiner is None else (base, self.refiner)
         self.kept = LatentCache(config.latent_cache_bytes)
-        self.loras = LoRAShelf(model, config.lora_bytes)
+        self.loras = LoRAStore(model, config.lora_bytes)
         refiner = None if self.refiner is None else self.refiner.conditioner
         self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:

@@ -23,8 +23,6 @@ from diffserve.models.controlnets import WORK_SHARE
 from diffserve.models.lora_layers import WHOLE
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.runtime.interruption import InterruptedCallError, interrupted_by
-from diffserve.runtime.layer_sums import with_layer_sums
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.conditioning import Conditioner
@@ -35,16 +33,19 @@ from diffserve.runtime.unet.batch_invariance import (
     SOLO,
     FactsOnDisk,
     GroupFacts,
+    InterruptedCallError,
     Predict,
     Study,
     Trial,
     Try,
     end_of,
     first_look,
+    interrupted_by,
     reference_in,
     sizes_to_check,
     study,
     timed,
+    with_layer_sums,
 )
 from diffserve.runtime.unet.call import Kind
 from diffserve.runtime.unet.controlnet import ControlNetRunner

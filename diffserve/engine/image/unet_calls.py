@@ -23,10 +23,10 @@ from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.state import HeldControl
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.accelerators import Stopwatch, TimeSpan
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import RowLoRAs
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.stopwatch import Stopwatch, TimeSpan
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.transfer import send

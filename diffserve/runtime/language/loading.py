@@ -28,7 +28,7 @@ from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
-from diffserve.runtime.loading.offload import from_pretrained_places, run_on
+from diffserve.runtime.loading.placement import from_pretrained_places, run_on
 from diffserve.runtime.loading.weight_loading import WithoutInit
 from diffserve.runtime.precision import DeviceChoice, tensor_bytes
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffserve.api.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.precision import INT8, DeviceChoice, choose_device
-from diffserve.runtime.quantised_layers import hold_int8_weight
+from diffserve.runtime.quantized_layers import hold_int8_weight
 from diffserve.settings.config import DTYPE_ALIASES, TEXT_DTYPES
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""From what lies on disk to networks on a device: directories, single files, manifests, adapters."""
+"""Loading of model weights from disk."""

@@ -1,12 +1,10 @@
-"""A model that is a small change of another: a directory with a LoRA, and the name of the base it belongs to.
+"""Adapter models: a directory with a LoRA and the name of its base model.
 
-    adapter.json                       {"base": "embedded"}; the base is "embedded" or a diffusers directory, relative
-                                       to this one; beside it sampler, num_steps and guidance_scale may stand
-    pytorch_lora_weights.safetensors   as diffusers' save_lora_weights writes it
-    scheduler/scheduler_config.json    instead of the base's; may be absent
-
-Text encoder, VAE and tokenizer are the base's own, so a second model costs its LoRA on disk and nothing else. The LoRA
-is merged while the network loads (``loading.lora``): a merged network runs exactly as fast as its base.
+adapter.json                       {"base": "embedded"}, or a diffusers directory relative to this one; optionally
+                                   with sampler, num_steps and guidance_scale
+pytorch_lora_weights.safetensors   as diffusers' save_lora_weights writes it
+scheduler/scheduler_config.json    optional replacement of the base's; the LoRA is merged at load, at no cost per
+step
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from diffserve.disk_cache import DiskCache
 from diffserve.models.model_files import find_weights, read_json
 from diffserve.models.profiles import ADAPTER_FILE, AdapterSpec
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
+from diffserve.runtime.loading.component_overrides import NO_OVERRIDES, ComponentOverrides
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.runtime.loading.lora import LoRAFile
-from diffserve.runtime.loading.named_parts import OWN_PARTS, NamedParts
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
 
@@ -35,22 +33,22 @@ LORA_STEM: Final = "pytorch_lora_weights"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's directory, read and resolved: ``base`` is the diffusers directory that it changes."""
+    """An adapter's directory, resolved; ``base`` is the diffusers directory that it changes."""
 
     path: Path
     spec: AdapterSpec
     base: Path
 
     def digest(self, base_digest: str, cache: DiskCache | None = None) -> str:
-        """sha256 over the digest of the base and that of the LoRA, 64 hexadecimal digits. ``cache``: as for files."""
-        own = digest_files(find_weights(self.path, LORA_STEM, dtype="float32"), cache)
-        return hashlib.sha256(bytes.fromhex(base_digest) + bytes.fromhex(own)).hexdigest()
+        """Return the sha256 of the digests of base and LoRA, 64 hexadecimal digits. ``cache``: see ``digest_files``."""
+        lora_digest = digest_files(find_weights(self.path, LORA_STEM, dtype="float32"), cache)
+        return hashlib.sha256(bytes.fromhex(base_digest) + bytes.fromhex(lora_digest)).hexdigest()
 
 
 def read_adapter(path: Path) -> Adapter | None:
-    """The adapter in the directory ``path``, or None where there is no adapter.json.
+    """Read the adapter in the directory ``path``; ``None`` without an adapter.json.
 
-    Raises ModelLoadError for one that cannot be used, or whose base is not there.
+    Raises ModelLoadError if it is not valid, or its base does not exist.
     """
     file = path / ADAPTER_FILE
     if not file.is_file():
@@ -70,13 +68,13 @@ def read_adapter(path: Path) -> Adapter | None:
     return Adapter(path, spec, base)
 
 
-def load_adapted(adapter: Adapter, choice: DeviceChoice, named: NamedParts = OWN_PARTS) -> LoadedParts:
-    """Load the base, ``named`` parts of it from elsewhere, with the LoRA merged into it.
+def load_adapted(adapter: Adapter, choice: DeviceChoice, overrides: ComponentOverrides = NO_OVERRIDES) -> LoadedParts:
+    """Load the base, with ``overrides``, and merge the LoRA into it.
 
     Raises ModelLoadError with the tensor or file at fault.
     """
     lora = LoRAFile.open(find_weights(adapter.path, LORA_STEM, dtype="float32"))
-    parts = load_directory(adapter.base, choice, named, adapt=lora.adapt)
+    parts = load_directory(adapter.base, choice, overrides, adapt=lora.adapt)
     lora.check_all_used()
-    own = adapter.path / "scheduler" / "scheduler_config.json"
-    return replace(parts, scheduler_config=read_json(own)) if own.is_file() else parts
+    scheduler_file = adapter.path / "scheduler" / "scheduler_config.json"
+    return replace(parts, scheduler_config=read_json(scheduler_file)) if scheduler_file.is_file() else parts

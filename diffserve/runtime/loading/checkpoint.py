@@ -1,11 +1,7 @@
-"""Tensors on disk: safetensors files seen as one mapping, every key checked before it is used.
+"""Tensors of safetensors files as one mapping, read one at a time, and the digests of such files.
 
-A tensor is read when it is asked for and not before, so
-that a loader which converts tensor by tensor never holds the checkpoint twice.
-
-``manifest-sha256.json`` in a directory of shipped weights maps files, by their path below it, to the sha256 of their
-bytes, so that a flipped bit is found at load and not in pictures. Directories without one, as people have them, are
-taken as they are. ``python -m diffserve.training.manifest`` writes them anew.
+``manifest-sha256.json`` in a directory of shipped weights maps files to their sha256, so that damage is found at load.
+Directories without one are accepted. ``python -m diffserve.training.manifest`` writes it.
 """
 
 from __future__ import annotations
@@ -31,32 +27,33 @@ from diffserve.models.safetensors_header import file_problem
 DIGESTS = "digests"
 DIGEST = re.compile("[0-9a-f]{64}")
 KEEP_FROM_BYTES = 1 << 26
-"""Half a second to read and hash; what ships is smaller."""
+"""Digests of files from this size on are cached: they take half a second or more. Shipped files are smaller."""
 
 SETTLED_NS = 2_000_000_000
 MANIFEST_FILE: Final = "manifest-sha256.json"
 NOT_COVERED: Final = frozenset({MANIFEST_FILE, "fewest_steps.json", "world.json"})
-"""The manifest itself, and what is told of the weights later: no network is made of it."""
+"""The manifest itself, and files about the weights that are written later: no network is made of them."""
 
 OUR_OWN: Final = Path(__file__).resolve().parents[2]
-"""The installed package."""
+"""The folder of the installed package."""
 
 
 SCALES: Final = (".scale_weight", ".weight_scale")
-"""Names, behind that of a layer, of the factor that its float8 weight is multiplied by. ComfyUI writes both kinds."""
+"""Suffixes, after a layer's name, of the factor of its float8 weight. ComfyUI writes both kinds."""
 
 SCALING: Final = re.compile(r"(?:.*\.)?(?:scaled_fp8|scale_input|input_scale|comfy_quant)")
-"""Other tensors of such files, which calls in float8 need and the weights do not."""
+"""Other tensors of such files, used by float8 arithmetic only."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a file.
 
-    file   where it lies
-    shape  as the file's header gives it
-    key    its name in the file; empty where it is the name in the checkpoint
-    scale  the tensor that it is multiplied by, a number or one for each row
+    Attributes:
+        file: The file.
+        shape: Shape in the file's header.
+        key: Name in the file; empty if it is the name in the checkpoint.
+        scale: Factor of the tensor: one number, or one for each row.
     """
 
     file: Path
@@ -67,7 +64,7 @@ class TensorEntry:
 
 @dataclass
 class Checkpoint:
-    """The tensors of one or several safetensors files, by name. ``files`` in the order they were opened."""
+    """The tensors of one or several safetensors files, by name; ``files`` in the order in which they were opened."""
 
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
@@ -118,20 +115,20 @@ class Checkpoint:
                 del self.entries[key]
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call the tensor ``key`` by the name ``names[key]`` from now on; the others keep theirs."""
+        """Rename the tensor ``key`` to ``names[key]``; other tensors keep their names."""
         self.entries = {
             names.get(key, key): replace(entry, key=entry.key or key) for key, entry in self.entries.items()
         }
 
     def refuse_ip_adapter(self) -> None:
-        """ModelLoadError where these tensors are an IP-Adapter, or have one among them."""
+        """Raise ModelLoadError if these tensors are, or include, an IP-Adapter."""
         try:
             refuse_ip_adapter(self.entries)
         except InvalidLoRAError as error:
             raise ModelLoadError(f"{self.where()} {error}.") from None
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor ``key`` as stored, still backed by the file: copy what you keep. A scaled one is float32."""
+        """Return the tensor ``key`` as stored, backed by the file, so copy it to keep it. A scaled one is float32."""
         entry = self.entries[key]
         stored = self._stored(entry, entry.key or key)
         if entry.scale is None:
@@ -152,7 +149,7 @@ class Checkpoint:
         return tensor
 
     def holds_floats(self, key: str) -> bool:
-        """Whether the tensor ``key`` does, as its header says; none of its numbers are read."""
+        """Return whether the tensor ``key`` is of a float dtype, from the header."""
         return self._dtype(key).startswith(("F", "BF"))
 
     def _dtype(self, key: str) -> str:
@@ -161,17 +158,17 @@ class Checkpoint:
         return code
 
     def where(self, key: str | None = None) -> str:
-        """The file of ``key`` (or all files), for an error message."""
+        """Return the file of ``key`` (or all files), for an error message."""
         if key is not None and key in self.entries:
             return str(self.entries[key].file)
         return ", ".join(str(file) for file in self.files)
 
 
 def digest_files(files: Iterable[Path], cache: DiskCache | None = None) -> str:
-    """sha256 over the digests of ``files`` in the order of their names, 64 hexadecimal digits.
+    """Return the sha256 of the digests of ``files``, sorted by name, as 64 hexadecimal digits.
 
-    ``cache``: where the digest of a large file is kept, so that a start does not read gigabytes twice. It is believed
-    while path, size, time of change and inode are the same; smaller files are read at every start.
+    ``cache`` stores digests of large files. An entry is valid while path, size, times and inode stay the same; small
+    files are read at every start.
     """
     total = hashlib.sha256()
     for file in sorted(files):
@@ -180,15 +177,17 @@ def digest_files(files: Iterable[Path], cache: DiskCache | None = None) -> str:
 
 
 def _digest_file(file: Path, cache: DiskCache) -> str:
-    key, known = str(file.resolve()), _identity(file)
-    is_kept = known["size"] >= KEEP_FROM_BYTES
-    kept = cache.read(DIGESTS, key) if is_kept else None
-    if isinstance(kept, dict) and kept.get("file") == known and DIGEST.fullmatch(str(kept.get("sha256"))):
-        return str(kept["sha256"])
+    key, identity = str(file.resolve()), _identity(file)
+    is_cached = identity["size"] >= KEEP_FROM_BYTES
+    entry = cache.read(DIGESTS, key) if is_cached else None
+    if isinstance(entry, dict) and entry.get("file") == identity and DIGEST.fullmatch(str(entry.get("sha256"))):
+        return str(entry["sha256"])
     digest = _sha256(file)
-    is_settled = time.time_ns() - known["mtime_ns"] > SETTLED_NS  # else it may change without a later time of change
-    if is_kept and is_settled and _identity(file) == known:
-        cache.write(DIGESTS, key, {"file": known, "sha256": digest})
+    is_settled = (
+        time.time_ns() - identity["mtime_ns"] > SETTLED_NS
+    )  # a newer file may change within one tick of its time stamp
+    if is_cached and is_settled and _identity(file) == identity:
+        cache.write(DIGESTS, key, {"file": identity, "sha256": digest})
     return digest
 
 
@@ -198,18 +197,18 @@ def _sha256(file: Path) -> str:
 
 
 def _identity(file: Path) -> dict[str, int]:
-    """What is another number when the file is another, as a rule."""
-    found = file.stat()
+    """Return size, times and inode, which change if the file is replaced."""
+    stat = file.stat()
     return {
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "ctime_ns": stat.st_ctime_ns,
+        "inode": stat.st_ino,
     }
 
 
 def write_manifest(directory: Path) -> Path:
-    """Write the manifest over all files below ``directory`` that a network is made of."""
+    """Write the manifest of all files below ``directory`` that belong to a network."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in NOT_COVERED)
     listed = {path.relative_to(directory).as_posix(): _sha256(path) for path in files}
     manifest = directory / MANIFEST_FILE
@@ -218,9 +217,9 @@ def write_manifest(directory: Path) -> Path:
 
 
 def check_manifest(directory: Path) -> None:
-    """Hash what the manifest of ``directory`` lists; nothing is done where there is none.
+    """Verify the files in the manifest of ``directory``, if there is one.
 
-    Raises ModelLoadError naming the first file that is missing or is not the one that was shipped.
+    Raises ModelLoadError naming the first file that is missing or differs.
     """
     manifest = directory / MANIFEST_FILE
     if not manifest.is_file():
@@ -228,12 +227,12 @@ def check_manifest(directory: Path) -> None:
     for name, expected in read_json(manifest).items():
         file = directory / name
         try:
-            found = _sha256(file)
+            actual = _sha256(file)
         except OSError as error:
             raise ModelLoadError(f"{file} cannot be read ({error.strerror}); {_way_out(directory)}.") from error
-        if found != expected:
+        if actual != expected:
             raise ModelLoadError(
-                f"{file} is damaged: its sha256 begins with {found[:12]}, that of the file that was shipped with "
+                f"{file} is damaged: its sha256 begins with {actual[:12]}, that of the file that was shipped with "
                 f"{str(expected)[:12]}; {_way_out(directory)}."
             )
 

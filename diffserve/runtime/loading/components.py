@@ -1,4 +1,4 @@
-"""The classes diffserve will build, and how each is built from its own configuration. Nothing else is instantiated."""
+"""The allowed classes, and how each is built from its configuration. Nothing else is instantiated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import TORCH_DTYPES, DeviceChoice
-from diffserve.runtime.unet.gated_layers import use_halved_gates
-from diffserve.runtime.unet.steady_layers import use_steady_layers
+from diffserve.runtime.unet.layers import use_halved_gates, use_steady_layers
 
 TINY_VAE: Final = "AutoencoderTiny"
-"""TAESD (https://github.com/madebyollin/taesd): a small autoencoder that gives latents, not their distribution."""
+"""TAESD (https://github.com/madebyollin/taesd): a small autoencoder without a latent distribution."""
 
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -30,7 +29,7 @@ ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
     "preview": ("PreviewDecoder", TINY_VAE),
 }
-#: Components that painting does not need; whatever they name is never looked at.
+#: Components that generation does not need; their entries are never read.
 IGNORED_COMPONENTS: Final = frozenset({"safety_checker", "feature_extractor", "image_encoder"})
 OLD_ATTENTION_WORDS: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 OLD_ATTENTION = re.compile(rf"(?<=\.attentions\.0)\.({'|'.join(OLD_ATTENTION_WORDS)})\.")
@@ -40,13 +39,13 @@ OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> Any:
-    """``UNet2DConditionModel``, empty. Raises ModelLoadError when it needs conditions we cannot give."""
-    for name, known in KNOWN_CONDITIONS.items():
-        if config.get(name, known[0]) not in known:
-            said = f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
+    """Build ``UNet2DConditionModel``, empty. Raises ModelLoadError if it needs unsupported conditions."""
+    for name, supported in KNOWN_CONDITIONS.items():
+        if config.get(name, supported[0]) not in supported:
+            problem = f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
             if config[name] == "ip_image_proj":
-                said = f"{said[:-1]}: it is an IP-Adapter's, so give the UNet as it was before."
-            raise ModelLoadError(said)
+                problem = f"{problem[:-1]}: it is an IP-Adapter's, so give the UNet as it was before."
+            raise ModelLoadError(problem)
     network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu":
         use_steady_layers(network, choice.compute_dtype)
@@ -57,10 +56,10 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
 
 def build_vae(config: Mapping[str, Any], where: str) -> Any:
     """Build the VAE of ``config``, empty. Raises ModelLoadError for a class or for values that are not served."""
-    known = ALLOWED_CLASSES["vae"]
-    class_name = config.get("_class_name", known[0])
-    if class_name not in known:
-        raise ModelLoadError(f"{where} is of a {class_name}; diffserve builds {' or '.join(known)} there.")
+    supported = ALLOWED_CLASSES["vae"]
+    class_name = config.get("_class_name", supported[0])
+    if class_name not in supported:
+        raise ModelLoadError(f"{where} is of a {class_name}; diffserve builds {' or '.join(supported)} there.")
     other = "name another VAE (--vae, model.vae)"
     for name in ("in_channels", "out_channels"):
         if config.get(name, RGB) != RGB:
@@ -86,36 +85,36 @@ def _is_number(value: Any) -> bool:
 
 
 def build(name: str, config: Mapping[str, Any], where: str) -> Any:
-    """Diffusers' class ``name``, empty."""
+    """Build diffusers' class ``name``, empty."""
     cls = import_quietly("diffusers", name)
-    known = {key: value for key, value in config.items() if not key.startswith("_")}
+    settings = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
-        return build_on_meta(lambda: cls.from_config(known))
-    except Exception as error:  # whatever the library says of a strange configuration
+        return build_on_meta(lambda: cls.from_config(settings))
+    except Exception as error:  # the library raises various errors
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
-    """``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``), empty."""
+    """Build ``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``), empty."""
     cls = import_quietly("transformers", name)
     config_cls = import_quietly("transformers", "CLIPTextConfig")
     dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
-    config = config.get("text_config") or config  # that of a whole CLIP, its vision beside it
+    config = config.get("text_config") or config  # in a complete CLIP the vision part has its own
     try:
         with hushed("transformers"):
-            known = config_cls(**{key: value for key, value in config.items() if key not in dropped})
-            return build_on_meta(lambda: cls(known))
+            text_config = config_cls(**{key: value for key, value in config.items() if key not in dropped})
+            return build_on_meta(lambda: cls(text_config))
     except Exception as error:  # the same
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
 def build_clip(config: Mapping[str, Any], where: str) -> Any:
-    """Transformers' ``CLIPModel``, text and vision, empty."""
+    """Build transformers' ``CLIPModel``, text and vision, empty."""
     cls, config_cls = (import_quietly("transformers", name) for name in ("CLIPModel", "CLIPConfig"))
-    known = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
+    settings = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
     try:
         with hushed("transformers"):
-            return build_on_meta(lambda: cls(config_cls(**known)))
+            return build_on_meta(lambda: cls(config_cls(**settings)))
     except Exception as error:  # the same
         raise ModelLoadError(f"{where}: CLIPModel cannot be built from this configuration ({error}).") from error
 
@@ -125,11 +124,11 @@ def load_component(
     checkpoint: Checkpoint,
     choice: DeviceChoice,
     *,
-    quantise: str | None = None,
+    quantize: str | None = None,
     adapt: Callable[[TensorSource], None] | None = None,
     channels_last: bool = False,
 ) -> Any:
-    """Fill ``network`` from a checkpoint in the layout diffusers and transformers write; ``adapt`` may change it."""
+    """Fill ``network`` from a checkpoint of diffusers or transformers; ``adapt`` may change the source."""
     checkpoint.refuse_ip_adapter()
     names: dict[str, str] = {}
     for key in checkpoint.entries:
@@ -139,18 +138,18 @@ def load_component(
     source = TensorSource.renamed(checkpoint, names)
     if adapt is not None:
         adapt(source)
-    fill(network, source, choice, quantise=quantise, channels_last=channels_last)
+    fill(network, source, choice, quantize=quantize, channels_last=channels_last)
     return network
 
 
 def _own_name(key: str, network: Any) -> str:
-    """The parameter of ``network`` that ``key`` is on disk.
+    """Return the parameter of ``network`` for the key ``key`` on disk.
 
-    A VAE's attention had other names before diffusers 0.17. A text encoder's tensors carry the prefix ``text_model.``;
-    its parameters do in some versions only.
+    A VAE's attention had other names before diffusers 0.17. A text encoder's tensors have the prefix ``text_model.``;
+    its parameters have it in some versions only.
     """
     if type(network).__name__ == "AutoencoderKL":
-        return OLD_ATTENTION.sub(lambda found: f".{OLD_ATTENTION_WORDS[found[1]]}.", key)
+        return OLD_ATTENTION.sub(lambda match: f".{OLD_ATTENTION_WORDS[match[1]]}.", key)
     if not type(network).__name__.startswith("CLIPText"):
         return key
     bare = key.removeprefix(PREFIX)
@@ -159,7 +158,7 @@ def _own_name(key: str, network: Any) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """``CLIPTokenizer`` from vocab.json and merges.txt (or tokenizer.json) in ``directory``; never from the network."""
+    """Load ``CLIPTokenizer`` from the files in ``directory`` (vocab.json and merges.txt, or tokenizer.json)."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is missing; a diffusers directory holds the tokenizer's files there.")
     has_pair = (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
@@ -169,7 +168,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def read_tokenizer(cls: str, directory: Path) -> Any:
-    """Transformers' ``cls`` from the files in ``directory``."""
+    """Load transformers' class ``cls`` from the files in ``directory``."""
     try:
         return import_quietly("transformers", cls).from_pretrained(str(directory), **OFFLINE)
     except Exception as error:  # tokenizers raises nothing more specific

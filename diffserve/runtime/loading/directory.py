@@ -1,4 +1,4 @@
-"""A diffusers directory: model_index.json read against the allow-list, components loaded one after the other."""
+"""Diffusers directories: model_index.json is checked against the allow-list, and components are loaded one by one."""
 
 from __future__ import annotations
 
@@ -10,52 +10,56 @@ from typing import Any
 from diffserve.api.errors import ModelLoadError
 from diffserve.models.model_files import DIFFUSERS_STEM, find_weights, read_json, refuse_pickle
 from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest
+from diffserve.runtime.loading.component_overrides import (
+    NO_OVERRIDES,
+    TEXT_CLASSES,
+    Adapt,
+    ComponentOverrides,
+    load_text_encoders,
+    load_vae,
+)
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
     build_unet,
     load_component,
 )
-from diffserve.runtime.loading.formulation import read_scheduler
-from diffserve.runtime.loading.named_parts import (
-    OWN_PARTS,
-    TEXT_CLASSES,
-    Adapt,
-    NamedParts,
-    load_text_encoders,
-    load_vae,
-)
+from diffserve.runtime.loading.scheduler_config import read_scheduler
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.unet.pruning import shrink_as_told
+from diffserve.runtime.unet.pruning import shrink_to_stored_widths
 
 REQUIRED = ("unet", "vae", "scheduler")
 TEXT_PARTS = ("text_encoder", "tokenizer")
 
 
 def load_directory(
-    path: Path, choice: DeviceChoice, named: NamedParts = OWN_PARTS, *, adapt: Adapt | None = None
+    path: Path, choice: DeviceChoice, overrides: ComponentOverrides = NO_OVERRIDES, *, adapt: Adapt | None = None
 ) -> LoadedParts:
-    """Load the diffusers directory ``path``. Raises ModelLoadError with the file and what is wrong in it.
+    """Load the diffusers directory ``path``. Raises ModelLoadError with the file and the problem.
 
-    ``named``: parts that are read elsewhere. ``adapt(component, source)`` may change what text encoders and UNet are
-    filled from.
+    ``overrides``: components read from elsewhere. ``adapt(component, source)`` may change the tensors of text encoders
+    and UNet.
     """
     check_manifest(path)
     index = read_index(path)
     scheduler_config = read_scheduler(path, index)
     suffixes = _text_encoders(index)
-    classes = [TEXT_CLASSES[suffix] if named.text_encoder else index[f"text_encoder{suffix}"][1] for suffix in suffixes]
+    classes = [
+        TEXT_CLASSES[suffix] if overrides.text_encoder else index[f"text_encoder{suffix}"][1] for suffix in suffixes
+    ]
     encoders, text_files = load_text_encoders(
-        named.text_directories(suffixes, path), choice.of("text"), classes, adapt, suffixes
+        overrides.text_directories(suffixes, path), choice.of("text"), classes, adapt, suffixes
     )
     unet_config = read_json(path / "unet" / "config.json")
     unet_choice = choice.of("unet")
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), unet_choice)
-    unet_files = shrink_as_told(unet, path / "unet")
+    unet_files = shrink_to_stored_widths(unet, path / "unet")
     weights = Checkpoint.open(find_weights(path / "unet", DIFFUSERS_STEM, dtype=choice.dtype))
-    load_component(unet, weights, unet_choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
-    vae = named.made_vae or load_vae(named.vae_place(path / "vae"), choice.of("vae"), is_sdxl="_2" in suffixes)
+    load_component(unet, weights, unet_choice, quantize=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
+    vae = overrides.loaded_vae or load_vae(
+        overrides.vae_place(path / "vae"), choice.of("vae"), is_sdxl="_2" in suffixes
+    )
     return LoadedParts(
         unet=unet,
         vae=vae.network,
@@ -68,7 +72,7 @@ def load_directory(
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """model_index.json of ``path``, every component checked against the allow-list; absent ones (null) left out."""
+    """Read model_index.json of ``path``, checked against the allow-list; absent components (null) are left out."""
     file = path / "model_index.json"
     if not file.is_file():
         _explain_missing_index(path)
@@ -85,7 +89,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _text_encoders(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """What comes behind the names of the text encoders: SDXL has two, its refiner the second one alone."""
+    """Return the suffixes of the text encoders' names: SDXL has two, its refiner only the second one."""
     if "text_encoder_2" not in index:
         return ("",)
     return ("_2",) if "text_encoder" not in index and "tokenizer" not in index else ("", "_2")

@@ -1,4 +1,4 @@
-"""Which family a model belongs to, and how each is best used when no profile says so."""
+"""Model families, and their defaults for models without a profile."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (2
 
 
 def location_of(path: str | Path) -> Path:
-    """Where the model lies that ``path`` names: a built-in one, or a place on disk, which need not be there."""
+    """Return the location of the model ``path``: a built-in one, or a place on disk, which need not exist."""
     return BUILT_IN.get(str(path)) or model_path(path)
 
 
 def detect_family(unet_config: Any) -> str:
-    """Sdxl where it is told sizes, as its refiner is; sd2 for linear projections or OpenCLIP's width; else sd1."""
+    """Return sdxl for size conditioning, sd2 for linear projections or OpenCLIP's width, else sd1."""
     if unet_config.addition_embed_type is not None:
         return SDXL
     is_sd2 = unet_config.use_linear_projection or unet_config.cross_attention_dim == SD2_TEXT_WIDTH
@@ -38,7 +38,7 @@ def detect_family(unet_config: Any) -> str:
 
 
 def native_size(unet_config: Any, vae_factor: int) -> tuple[int, int]:
-    """(width, height) in pixels that the UNet was trained at."""
+    """Return (width, height) in pixels that the UNet was trained at."""
     sample_size = unet_config.sample_size or 64
     height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
     return int(width) * vae_factor, int(height) * vae_factor
@@ -47,7 +47,7 @@ def native_size(unet_config: Any, vae_factor: int) -> tuple[int, int]:
 def default_profile(
     family: str, *, model_id: str, path: str, native: tuple[int, int], scheduler_config: dict[str, Any]
 ) -> ModelProfile:
-    """The family's defaults, with the spacing that the model's own scheduler configuration names, if it names one."""
+    """Return the family's defaults, with the spacing in the model's scheduler configuration, if it has one."""
     num_steps, guidance_scale = DEFAULTS[family]
     return ModelProfile(
         model_id=model_id,

@@ -1,16 +1,8 @@
-"""Start sooner: diffusers and transformers without what painting never asks of them. About half the time of a start.
+"""Faster imports of diffusers and transformers, and imports without log noise; saves about half of the start time.
 
-Importing one UNet class brings in torch's compiler, its distributed tensors, torchao and scipy, only so that decorators
-and optional branches have something to refer to. While the two libraries are imported, these are said to be absent or
-are stood in for; afterwards everything is as it was, and whoever asks for the real ones gets them.
-
-What the libraries found absent they keep for absent: so this is for the processes of our own commands, never for a
-program that imports diffserve beside other users of them.
-
-And without the noise they make about kernels and formats nobody asked for: diffusers imports torchao when it is
-installed; torchao then reports GPU kernels that it could not load, and registers two enums in a way that torch calls
-deprecated. None of it concerns int8 weights. Only these loggers are turned down, and only while the import runs: their
-later messages are heard.
+Importing a UNet class imports torch's compiler, its distributed tensors, torchao and scipy, which inference does not
+need. During the import these are hidden or replaced by stand-ins. The libraries remember what was absent, so this is
+only for diffserve's own processes, never for programs that import diffserve as a library.
 """
 
 from __future__ import annotations
@@ -33,9 +25,9 @@ NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao
 HIDDEN: Final = ("torchao", "scipy", "sklearn", "torchvision", "peft")
 LIBRARIES: Final = ("diffusers", "transformers")
 PARTLY: Final = ("diffusers.models.transformers", "diffusers.models.autoencoders", "diffusers.models.unets")
-"""Packages whose ``__init__`` imports dozens of networks; of these only the modules that are used are imported."""
+"""Packages whose ``__init__`` imports dozens of networks; only the used modules are imported."""
 
-WANTED: Final = (
+IMPORTED_CLASSES: Final = (
     ("transformers", "CLIPTextModel"),
     ("transformers", "CLIPTextModelWithProjection"),
     ("diffusers", "UNet2DConditionModel"),
@@ -45,10 +37,10 @@ COMPILER: Final = "torch._dynamo"
 TRACING: Final = f"{COMPILER}._trace_wrapped_higher_order_op"
 
 REPORTING: Final = "openvino.tools.ovc"
-"""It converts models, and tells Google Analytics of every import and use (seen in 2026.4)."""
+"""OpenVINO's model converter, which reports every import and use to Google Analytics (2026.4)."""
 
 STRUCTURE: Final = "import_structure"
-"""The kind of cache entry that holds which module of transformers has which classes."""
+"""Kind of the cache entry that maps modules of transformers to their classes."""
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +49,7 @@ _was_lean = False
 
 @contextmanager
 def hushed(*names: str) -> Iterator[None]:
-    """Let the loggers called ``names`` say errors only, until the block ends."""
+    """Silence all but errors of the loggers called ``names`` until the block ends."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -70,15 +62,15 @@ def hushed(*names: str) -> Iterator[None]:
 
 
 def import_quietly(module: str, name: str) -> Any:
-    """Attribute ``name`` of ``module``, imported now if it has not been."""
+    """Return attribute ``name`` of ``module``, importing it if needed."""
     if name in (there := vars(sys.modules.get(module) or object)):
         return there[name]
-    with hushed(*NOISY_LOGGERS):  # which has every logger of the process ask anew what it may say
+    with hushed(*NOISY_LOGGERS):  # setting levels clears the caches of all loggers
         return getattr(import_module(module), name)
 
 
 def import_openvino() -> Any:
-    """The library, without the part of it that reports each import to its makers. ImportError where it is not there."""
+    """Import OpenVINO without the part that reports each import. Raises ImportError if it is not installed."""
     if "openvino" not in sys.modules:
         sys.modules[REPORTING] = None  # type: ignore[assignment]
     try:
@@ -89,12 +81,12 @@ def import_openvino() -> Any:
 
 
 def import_lean(cache: DiskCache | None = None) -> bool:
-    """Import what image generation needs of both libraries, and return whether that was done leanly.
+    """Import what image generation needs of both libraries, and return whether the lean import succeeded.
 
-    Nothing is done where one of them is there already. Where that fails, they are imported whole, later.
+    Nothing happens if one of them is imported already. After a failure they are imported completely, later.
 
     Args:
-        cache: Keeps which module of transformers has which classes; the user's cache folder where it is left out.
+        cache: Stores which module of transformers has which classes; by default the user's cache folder.
     """
     if any(name in sys.modules for name in (*LIBRARIES, COMPILER)):
         return False
@@ -103,7 +95,7 @@ def import_lean(cache: DiskCache | None = None) -> bool:
 
 
 def _import_lean(cache: DiskCache) -> bool:
-    import torch  # noqa: F401  # it comes whole
+    import torch  # noqa: F401  # before the stand-ins
 
     before = set(sys.modules)
     try:
@@ -113,7 +105,7 @@ def _import_lean(cache: DiskCache) -> bool:
             with lazy_distributions():
                 import diffusers  # noqa: F401
             with partly(*PARTLY):
-                for module, name in WANTED:
+                for module, name in IMPORTED_CLASSES:
                     getattr(__import__(module), name)
     except Exception as error:
         for module in set(sys.modules) - before:
@@ -128,7 +120,7 @@ def _import_lean(cache: DiskCache) -> bool:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """What is made in the block stays for good: it is not looked through for garbage, neither meanwhile nor later."""
+    """Exclude the objects created in the block from garbage collection, now and later."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -141,10 +133,9 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
-    """Have transformers find its classes without reading its 3 300 files twice, or at all where ``cache`` has them.
+    """Make transformers find its classes with one scan of its 3,300 files, or none if ``cache`` has the result.
 
-    Transformers does so while it is imported, and again while its processors are, so the module that reads the files is
-    imported first, on its own.
+    Transformers scans while it is imported, and again for its processors, so the module that does it is imported first.
     """
     cache = cache or DiskCache(None)
     spec = find_spec("transformers")
@@ -159,20 +150,20 @@ def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
         del sys.modules["transformers"]
     scan, models = import_utils.define_import_structure, root / "models"
     key = f"transformers {package.__version__} {models} {models.stat().st_mtime_ns}"
-    found = _structure_in(cache.read(STRUCTURE, key))
+    structure = _structure_in(cache.read(STRUCTURE, key))
 
     def find(module_path: Any, prefix: str | None = None) -> Any:
-        nonlocal found
+        nonlocal structure
         path = Path(module_path)
         if path not in (models, models / "__init__.py"):
             return scan(module_path, prefix)
-        if found is None:
-            found = scan(models, prefix=None)
-            cache.write(STRUCTURE, key, [[sorted(backends), _listed(names)] for backends, names in found.items()])
+        if structure is None:
+            structure = scan(models, prefix=None)
+            cache.write(STRUCTURE, key, [[sorted(backends), _listed(names)] for backends, names in structure.items()])
         start = f"{prefix}." if prefix else ""
         return {
             backends: {f"{start}{module}": set(names) for module, names in modules.items()}
-            for backends, modules in found.items()
+            for backends, modules in structure.items()
         }
 
     import_utils.define_import_structure = find
@@ -188,7 +179,7 @@ def _listed(modules: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
 
 
 def _structure_in(entry: Any) -> dict[frozenset[str], Mapping[str, Iterable[str]]] | None:
-    """Return what the cache has of transformers' classes; ``None`` where it has nothing."""
+    """Return the cached classes of transformers; ``None`` without an entry."""
     return None if entry is None else {frozenset(backends): modules for backends, modules in entry}
 
 
@@ -221,18 +212,18 @@ class _Distributions(Mapping[str, list[str]]):
 
 @contextmanager
 def lazy_distributions() -> Iterator[None]:
-    """Have a library that asks for the distributions of all packages look up those that it uses."""
-    whole = metadata.packages_distributions
+    """Replace ``packages_distributions``, which reads all distributions, by a mapping that looks up single packages."""
+    original = metadata.packages_distributions
     metadata.packages_distributions = lambda: _Distributions()
     try:
         yield
     finally:
-        metadata.packages_distributions = whole
+        metadata.packages_distributions = original
 
 
 @contextmanager
 def partly(*packages: str) -> Iterator[None]:
-    """Have the modules of ``packages`` be imported without the ``__init__`` of these, which runs when it is needed."""
+    """Import modules of ``packages`` in the block without running the ``__init__`` of these packages."""
     stand_ins = {}
     for name in packages:
         spec = find_spec(name)
@@ -253,7 +244,7 @@ def partly(*packages: str) -> Iterator[None]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """For the length of the block torch's compiler is stood in for, where the imports were lean and it is not there.
+    """Replace torch's compiler by a stand-in during the block, if the imports were lean and it is not loaded.
 
     A model that is built on the meta device runs torch's reference functions, and the first of them imports it.
     """
@@ -272,7 +263,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _TransformGetItemToIndex:
-    """torch's context manager of this name, fetched when somebody enters it."""
+    """torch's context manager of this name, imported on first use."""
 
     def __new__(cls) -> Any:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -281,7 +272,7 @@ class _TransformGetItemToIndex:
 
 
 def _unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    """A decorator, with or without arguments, that does nothing."""
+    """Return ``function``: a decorator, with or without arguments, that does nothing."""
     return _unchanged if function is None else function
 
 
@@ -295,7 +286,7 @@ def _compiler() -> ModuleType:
 
 @contextmanager
 def _standing_in() -> Iterator[None]:
-    """``HIDDEN`` cannot be found, the compiler is a stand-in, and torch has no distributed part, until the end."""
+    """Hide ``HIDDEN``, the compiler and torch's distributed part in the block."""
     import torch
 
     compiler, tracing = _compiler(), ModuleType(TRACING)

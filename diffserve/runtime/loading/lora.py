@@ -7,7 +7,7 @@ A LoRA (Hu et al., 2021, arXiv 2106.09685) holds a pair for each layer that it c
 
 Files may also hold changes without a low-rank form: differences of weights and biases, LoKr and DoRA.
 ``diffserve.models.lora_layers`` reads the names. Here a change is merged into a network that loads, in float32,
-and then cast or quantised like any other tensor; ``runtime.low_rank`` has it for single rows instead.
+and then cast or quantized like any other tensor; ``runtime.low_rank`` has it for single rows instead.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class LoRAFile:
         return self.content.layers
 
     def adapt(self, component: str, source: TensorSource) -> None:
-        """Let the tensors that this file changes be read from ``source`` as changed.
+        """Merge this file's changes into the tensors that ``source`` reads.
 
-        Raises ModelLoadError where a layer is not in the network, or its shape is another.
+        Raises ModelLoadError if a layer is not in the network, or has another shape.
         """
         weights = (name for name in source.readers if name.endswith(".weight"))
         shapes = {name.removesuffix(".weight"): source.readers[name][1] for name in weights}
@@ -82,6 +82,7 @@ class LoRAFile:
         """Return the changes of ``component`` by the names of its layers.
 
         Args:
+            component: UNet or text encoder.
             shapes: The shapes of the layers' weights by the layers' names.
             biases: The names of the layers that have a bias.
             where: The name of the network in error messages.
@@ -89,15 +90,15 @@ class LoRAFile:
         Raises:
             ModelLoadError: A layer is not in the network, or has another shape or no bias.
         """
-        asked = self.layers.get(component, {})
+        changes = self.layers.get(component, {})
         names = {flat_name(name): name for name in shapes}
-        if component == UNET and not asked.keys() <= names.keys():
+        if component == UNET and not changes.keys() <= names.keys():
             names |= original_names(shapes)
-        for layer, change in asked.items():
+        for layer, change in changes.items():
             if layer not in names:
                 raise self._misfit(change, f"there is no such layer in the {component} of {where}")
             self._check_shapes(change, shapes[names[layer]], has_bias=names[layer] in biases)
-        return {names[layer]: change for layer, change in asked.items()}
+        return {names[layer]: change for layer, change in changes.items()}
 
     def check_all_used(self) -> None:
         """Raise ModelLoadError when the file changes a component that was not there to adapt."""
@@ -247,11 +248,11 @@ def _kronecker_size(factors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def original_names(layers: Iterable[str]) -> dict[str, str]:
-    """A UNet's layers as the original code numbers them, dots written as underscores -> their names in ``layers``."""
+    """Map original names of a UNet's layers, with underscores for dots, to their names in ``layers``."""
     names = [*layers]
     per_block = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
     attentions = (re.match(r"up_blocks\.(\d+)\.attentions\.", name) for name in names)
-    attention_up = frozenset(int(found[1]) for found in attentions if found)
+    attention_up = frozenset(int(match[1]) for match in attentions if match)
     return {
         flat_name(unet_key(f"{name}.", per_block, attention_up).removeprefix(UNET_PREFIX).rstrip(".")): name
         for name in names

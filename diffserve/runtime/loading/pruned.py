@@ -1,8 +1,7 @@
-"""A pruned model on disk: a diffusers directory whose UNet has ``pruned.json`` beside its configuration.
+"""Pruned models on disk: a diffusers directory whose UNet has ``pruned.json`` next to its configuration.
 
-diffusers' configuration cannot say how many heads a single layer has, so that file does: the UNet is built from the
-configuration and made as narrow as the file says before its weights are read. diffusers itself refuses such a UNet, by
-the shapes of its tensors.
+diffusers' configuration has no number of heads per layer, so that file has it: the UNet is built from the configuration
+and narrowed before its weights are read. diffusers itself rejects such a UNet by the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -27,18 +26,24 @@ from diffserve.runtime.loading.components import ALLOWED_CLASSES, build, load_co
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.precision import choose_device
-from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_as_told, widths_of
+from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_to_stored_widths, widths_of
 
 CONFIG_FILE: Final = "config.json"
 COPIED: Final = frozenset({*ALLOWED_CLASSES, "scheduler", "model_index.json", WORLD_FILE})
-"""Of a model's directory; how many steps it needs was measured of the whole one."""
+"""Parts of a model's directory that are copied; the fewest steps were measured of the original."""
 
 
 def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
-    """Write the model at ``path``, a built-in one or a diffusers directory, pruned or not, to ``target`` with less of
-    its UNet; weights keep the dtype that they have on disk. The directory is there whole or not at all.
+    """Write a pruned copy of the model at ``path`` to ``target``, complete or not at all.
 
-    Raises ConfigError where nothing would be cut or ``target`` exists, ModelLoadError for what cannot be read.
+    Args:
+        path: A built-in model or a diffusers directory, pruned or not. Weights keep their dtype.
+        target: The new directory.
+        shares: Shares of heads and channels to remove from the UNet.
+
+    Raises:
+        ConfigError: Nothing would be removed, or ``target`` exists.
+        ModelLoadError: The model cannot be read.
     """
     source = location_of(path)
     if target.exists():
@@ -53,8 +58,8 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
     prune(unet, shares)
     after = widths_of(unet)
     if after == before:
-        asked = f"heads {shares.heads:g} and channels {shares.channels:g} cut nothing out of {source}"
-        raise ConfigError(f"{asked}: its layers have too few; give larger shares.", param="heads")
+        problem = f"heads {shares.heads:g} and channels {shares.channels:g} cut nothing out of {source}"
+        raise ConfigError(f"{problem}: its layers have too few; give larger shares.", param="heads")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
@@ -63,30 +68,30 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
             f"{target} cannot be written: {error.strerror}; give another folder.", param="output"
         ) from None
     try:
-        made = shutil.copytree(source, part / target.name, ignore=lambda folder, names: _left(source, folder, names))
-        weights = made / "unet" / f"{DIFFUSERS_STEM}.safetensors"
+        copy = shutil.copytree(source, part / target.name, ignore=lambda folder, names: _left(source, folder, names))
+        weights = copy / "unet" / f"{DIFFUSERS_STEM}.safetensors"
         save_file(unet.state_dict(), weights, {"format": "pt"})
-        shutil.copymode(made / "unet" / CONFIG_FILE, weights)  # safetensors writes for its owner alone
-        (made / "unet" / PRUNED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(after)) + b"\n")
+        shutil.copymode(copy / "unet" / CONFIG_FILE, weights)  # safetensors writes for its owner alone
+        (copy / "unet" / PRUNED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(after)) + b"\n")
         if (source / MANIFEST_FILE).is_file():
-            write_manifest(made)
-        os.rename(made, target)
+            write_manifest(copy)
+        os.rename(copy, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _load_unet(directory: Path) -> Any:
-    """In the dtype of its first tensor."""
+    """Load the UNet in the dtype of its first tensor."""
     file = directory / CONFIG_FILE
     network = build("UNet2DConditionModel", read_json(file), str(file))
-    shrink_as_told(network, directory)
+    shrink_to_stored_widths(network, directory)
     checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype="float32"))
     stored = checkpoint.read(next(iter(checkpoint.entries))).dtype
     return load_component(network, checkpoint, replace(choose_device("cpu", "float32"), compute_dtype=stored))
 
 
 def _left(source: Path, folder: str, names: Iterable[str]) -> set[str]:
-    """What is not copied of ``folder`` in ``source``: its UNet's weights, and what no model is made of."""
+    """Return the names in ``folder`` that are not copied: the UNet's weights, and files that belong to no component."""
     if Path(folder) == source:
         return set(names) - COPIED
     return set(names) - {CONFIG_FILE} if Path(folder) == source / "unet" else set()

@@ -1,7 +1,7 @@
-"""A single safetensors file in the original layout: SD 1.x, SD 2.x and SDXL, inpainting UNets included.
+"""Single safetensors files in the original layout: SD 1.x, SD 2.x and SDXL, inpainting UNets included.
 
-Configurations come from a diffusers directory of the same name beside the file (``model.safetensors`` and ``model/``;
-only its json and tokenizer files are read), or else from the shapes of the tensors, with CLIP's own vocabulary.
+Configurations come from a diffusers directory of the same name next to the file (``model.safetensors`` and ``model/``;
+only json and tokenizer files are read), or else from the shapes of the tensors, with CLIP's vocabulary.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from diffserve.models.model_files import read_json
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.component_overrides import (
+    NO_OVERRIDES,
+    ComponentOverrides,
+    LoadedVAE,
+    load_text_encoders,
+    load_vae,
+    read_original_vae,
+)
 from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
-from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
-from diffserve.runtime.loading.named_parts import (
-    OWN_PARTS,
-    NamedParts,
-    load_text_encoders,
-    load_vae,
-)
-from diffserve.runtime.loading.original_vae import LoadedVAE, read_original_vae
-from diffserve.runtime.loading.single_file_names import use_original_names
+from diffserve.runtime.loading.scheduler_config import SCHEDULER_FILE, edm_normalization, edm_scheduler, read_scheduler
+from diffserve.runtime.loading.single_file_keys import use_original_names
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
@@ -39,7 +40,7 @@ from schedulers.formulations import is_edm
 
 logger = logging.getLogger(__name__)
 
-#: Tensors of training and of other programs that single files carry along and that painting does not need.
+#: Tensors of training and of other programs that generation does not need.
 LEFT_ALONE = re.compile(
     r"model_ema\..*|(sqrt_.*|log_.*|betas|alphas_cumprod(_prev)?|posterior_.*|lvlb_weights|logvar|scale_factor)"
     r"|first_stage_model\.loss\..*|denoiser\..*|(cond_stage_model|conditioner)\..*(position_ids|logit_scale|attn_mask)"
@@ -47,13 +48,20 @@ LEFT_ALONE = re.compile(
 )
 
 
-#: What is no mere luggage: a UNet with more to it, noise of another kind.
+#: Tensors that must not be ignored: an extended UNet, another kind of noise.
 CHANGES_THE_UNET = re.compile(r"model\.diffusion_model\.|edm_")
 
 
 class EncoderSpec(NamedTuple):
-    """One text encoder of a single file: where it lies, whose layout it has, which class it becomes, and what comes
-    behind its name in a directory.
+    """One text encoder of a single file.
+
+    Attributes:
+        prefix: Prefix of its tensors.
+        is_open_clip: Whether it has OpenCLIP's layout.
+        cls: Class of transformers to build.
+        pad: Padding token.
+        drop_last: Whether its last layer is not used.
+        suffix: Suffix of its component names in a directory.
     """
 
     prefix: str
@@ -77,11 +85,11 @@ ENCODERS = {
 
 @dataclass
 class SingleFile:
-    """A single-file checkpoint being taken apart; ``used`` grows as components take their tensors."""
+    """A single-file checkpoint while its components are read; ``used`` collects the tensors that were read."""
 
     checkpoint: Checkpoint
     family: str
-    beside: Path | None
+    config_dir: Path | None
     used: set[str]
 
     @property
@@ -89,14 +97,14 @@ class SingleFile:
         """The file, for an error message."""
         return self.checkpoint.where()
 
-    def leave(self, *prefixes: str) -> None:
-        """Tensors that begin with one of ``prefixes`` are not read, as that part lies elsewhere."""
+    def ignore(self, *prefixes: str) -> None:
+        """Mark the tensors that begin with one of ``prefixes`` as not needed."""
         self.used |= {key for key in self.checkpoint.entries if key.startswith(prefixes)}
 
     def config(self, component: str, inferred: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The configuration beside the file, or the one read off its shapes."""
-        if self.beside:
-            return read_json(self.beside / component / "config.json")
+        """Return the configuration in the directory, or else the one inferred from the shapes."""
+        if self.config_dir:
+            return read_json(self.config_dir / component / "config.json")
         try:
             return inferred()
         except (IndexError, ValueError) as error:
@@ -105,39 +113,39 @@ class SingleFile:
             ) from error
 
     def fill(self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, **settings: Any) -> Any:
-        """``weight_loading.fill_renamed`` from this file; returns ``network``."""
+        """Fill ``network`` from this file by ``weight_loading.fill_renamed``, and return it."""
         self.used |= fill_renamed(network, self.checkpoint, add, choice, **settings)
         return network
 
 
-def load_single_file(path: Path, choice: DeviceChoice, named: NamedParts = OWN_PARTS) -> LoadedParts:
-    """Load ``path``, ``named`` parts from elsewhere.
+def load_single_file(path: Path, choice: DeviceChoice, overrides: ComponentOverrides = NO_OVERRIDES) -> LoadedParts:
+    """Load ``path``, with ``overrides`` from elsewhere.
 
-    Raises ModelLoadError with the tensor at fault, or when the file is no such checkpoint.
+    Raises ModelLoadError with the tensor at fault, or if the file is no such checkpoint.
     """
     checkpoint = Checkpoint.open([path])
     checkpoint.refuse_ip_adapter()
     use_original_names(checkpoint)
-    beside = path.with_suffix("")
-    has_config = (beside / "model_index.json").is_file()
-    family = infer.detect_layout(checkpoint, needs_text=named.text_encoder is None)
-    file = SingleFile(checkpoint, family, beside if has_config else None, set())
-    index = read_index(beside) if has_config else {}
+    config_dir = path.with_suffix("")
+    has_config = (config_dir / "model_index.json").is_file()
+    family = infer.detect_layout(checkpoint, needs_text=overrides.text_encoder is None)
+    file = SingleFile(checkpoint, family, config_dir if has_config else None, set())
+    index = read_index(config_dir) if has_config else {}
     scheduler_config, guess = _scheduler_config(file, index)
     specs, files = ENCODERS[family], [path]
-    if named.text_encoder is None:
+    if overrides.text_encoder is None:
         encoders = tuple(_load_encoder(file, spec, choice.of("text")) for spec in specs)
     else:
-        directories = named.text_directories([spec.suffix for spec in specs])
+        directories = overrides.text_directories([spec.suffix for spec in specs])
         encoders, read = load_text_encoders(directories, choice.of("text"), [spec.cls for spec in specs])
-        file.leave("cond_stage_model.", "conditioner.")
+        file.ignore("cond_stage_model.", "conditioner.")
         files += read
     unet = _load_unet(file, encoders[-1], choice.of("unet"))
-    if named.vae is None and named.made_vae is None:
+    if overrides.vae is None and overrides.loaded_vae is None:
         vae = _load_vae(file, choice.of("vae"))
     else:
-        vae = named.made_vae or load_vae(named.vae_place(path), choice.of("vae"), is_sdxl=family == SDXL)
-        file.leave(keys.VAE_PREFIX)
+        vae = overrides.loaded_vae or load_vae(overrides.vae_place(path), choice.of("vae"), is_sdxl=family == SDXL)
+        file.ignore(keys.VAE_PREFIX)
     _check_leftovers(file)
     return LoadedParts(
         unet=unet,
@@ -169,8 +177,8 @@ def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> 
 
     config = file.config(f"text_encoder{spec.suffix}", inferred)
     network = build_text_encoder(spec.cls, config, file.where)
-    if file.beside:
-        tokenizer = load_tokenizer(file.beside / f"tokenizer{spec.suffix}")
+    if file.config_dir:
+        tokenizer = load_tokenizer(file.config_dir / f"tokenizer{spec.suffix}")
     elif network.config.vocab_size == VOCABULARY_SIZE:
         tokenizer = clip_tokenizer(pad=spec.pad)
     else:
@@ -178,7 +186,7 @@ def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> 
             f"{file.where}: its text encoder knows {network.config.vocab_size} tokens, CLIP's vocabulary has "
             f"{VOCABULARY_SIZE}; put its tokenizer and configurations in {Path(file.where).with_suffix('')}."
         )
-    file.fill(network, add, choice, quantise=choice.text_scheme)
+    file.fill(network, add, choice, quantize=choice.text_scheme)
     if spec.drop_last:
         # OpenCLIP's last layer and projection, which SD 2 does not use
         unused = (f"{prefix}transformer.resblocks.{network.config.num_hidden_layers}.", f"{prefix}text_projection")
@@ -198,7 +206,7 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     def add(source: TensorSource, name: str) -> str:
         return source.add(name, keys.unet_key(name, layers, with_attention))
 
-    return file.fill(network, add, choice, quantise=choice.unet_scheme)
+    return file.fill(network, add, choice, quantize=choice.unet_scheme)
 
 
 def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
@@ -209,14 +217,14 @@ def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
             "or a directory (--vae, model.vae)."
         )
     inferred = partial(infer.infer_vae, checkpoint, keys.VAE_PREFIX, is_sdxl=is_sdxl)
-    config = file.config("vae", lambda: inferred() | edm_normalisation(checkpoint))
+    config = file.config("vae", lambda: inferred() | edm_normalization(checkpoint))
     vae, used = read_original_vae(checkpoint, keys.VAE_PREFIX, config, choice, is_sdxl=is_sdxl)
     file.used |= used
     return vae._replace(files=[])
 
 
 def _check_leftovers(file: SingleFile) -> None:
-    """Say once which tensors nothing is made of. Raises ModelLoadError where they change what the UNet computes."""
+    """Log which tensors are unused. Raises ModelLoadError if they change what the UNet computes."""
     left = [key for key in file.checkpoint.entries if key not in file.used and not LEFT_ALONE.fullmatch(key)]
     if foreign := [key for key in left if CHANGES_THE_UNET.match(key)]:
         raise ModelLoadError(
@@ -225,7 +233,7 @@ def _check_leftovers(file: SingleFile) -> None:
         )
     if left:
         logger.warning(
-            "%s: %d tensors that painting does not need are ignored: %s", file.where, len(left), _shown(left)
+            "%s: %d tensors that generation does not need are ignored: %s", file.where, len(left), _shown(left)
         )
 
 
@@ -234,14 +242,14 @@ def _shown(names: list[str]) -> str:
 
 
 def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """(the scheduler's configuration, whether the prediction type is a guess that the UNet should settle)."""
+    """Return the scheduler's configuration, and whether its prediction type is a guess to be tested on the UNet."""
     continuous = edm_scheduler(file.checkpoint)
-    if file.beside:
-        config = read_scheduler(file.beside, index)
+    if file.config_dir:
+        config = read_scheduler(file.config_dir, index)
         if continuous and not is_edm(config):
             raise ModelLoadError(
                 f"{file.where} is a model of EDM's noise ({continuous['_class_name']}), but "
-                f"{file.beside / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
+                f"{file.config_dir / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
             )
         return config, False
     if continuous:
@@ -253,11 +261,11 @@ def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[
 
 
 def _declared_prediction(file: SingleFile) -> str | None:
-    """ "v" or "epsilon" where the file, its metadata or the original yaml beside it says so."""
+    """Return "v" or "epsilon" if the file, its metadata or an original yaml with its name says so."""
     if "v_pred" in file.checkpoint:
         return "v"
     stated = file.checkpoint.metadata.get("modelspec.prediction_type", "")
     yaml = Path(file.where).with_suffix(".yaml")
     text = yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else ""
-    said = ("v" if stated.startswith("v") else stated, *re.findall(r"parameterization:\s*\"?(v|eps)", text))
-    return next(filter(None, said), None)
+    declared = ("v" if stated.startswith("v") else stated, *re.findall(r"parameterization:\s*\"?(v|eps)", text))
+    return next(filter(None, declared), None)

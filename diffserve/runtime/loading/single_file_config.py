@@ -1,6 +1,6 @@
-"""Configurations of a single-file checkpoint, read off the shapes of its tensors.
+"""Configurations of a single-file checkpoint, inferred from the shapes of its tensors.
 
-Head counts, activation and noise schedule leave no trace in a shape; they are the family's, and the families are few.
+Head counts, activation and noise schedule are not visible in shapes, so they are those of the family.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SAMPLE_SIZES: Final = {SD1: 64, SD2: 64, SDXL: 128, REFINER: 128}
 
 
 def detect_layout(checkpoint: Checkpoint, *, needs_text: bool = True) -> str:
-    """Family of a single file, by the text encoders it holds, or by its UNet where it holds and ``needs_text`` none.
+    """Return the family of a single file, by its text encoders, or else (unless ``needs_text``) by its UNet.
 
-    Raises ModelLoadError when it is none we serve.
+    Raises ModelLoadError if it is not supported.
     """
     keys = checkpoint.entries
     where = checkpoint.where()
@@ -53,7 +53,7 @@ def detect_layout(checkpoint: Checkpoint, *, needs_text: bool = True) -> str:
 
 
 def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[str, Any]:
-    """Configuration of ``UNet2DConditionModel``; ``pooled_width`` is that of the pooled text vector (SDXL)."""
+    """Return the configuration of ``UNet2DConditionModel``; ``pooled_width``: size of the pooled text vector (SDXL)."""
     channels, depths, layers = _read_levels(checkpoint)
     context = _shape(
         checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.transformer_blocks\.0\.attn2\.to_k\.weight")
@@ -84,7 +84,7 @@ def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[s
 
 
 def _read_levels(checkpoint: Checkpoint) -> tuple[list[int], list[int], int]:
-    """(channels of each level, transformer depth of each, resnets in a level) by walking down the input blocks."""
+    """Return channels and transformer depth of each level, and the resnets per level, from the input blocks."""
     channels: list[int] = []
     depths: list[int] = []
     counts: list[int] = [0]
@@ -104,7 +104,7 @@ def _read_levels(checkpoint: Checkpoint) -> tuple[list[int], list[int], int]:
 
 
 def infer_vae(checkpoint: Checkpoint, prefix: str, *, is_sdxl: bool) -> dict[str, Any]:
-    """Configuration of ``AutoencoderKL`` from the tensors below ``prefix``."""
+    """Return the configuration of ``AutoencoderKL`` for the tensors below ``prefix``."""
     encoder, family = f"{prefix}encoder.", SDXL if is_sdxl else SD1
     num_levels = _count(checkpoint, f"{encoder}down.")
     channels = [_shape(checkpoint, f"{encoder}down.{level}.block.0.conv1.weight")[0] for level in range(num_levels)]
@@ -121,7 +121,7 @@ def infer_vae(checkpoint: Checkpoint, prefix: str, *, is_sdxl: bool) -> dict[str
 
 
 def infer_clip(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
-    """Configuration of a text encoder in transformers' layout under ``prefix`` (CLIP, quick GELU)."""
+    """Return the configuration of a text encoder in transformers' layout under ``prefix`` (CLIP, quick GELU)."""
     return _text_config(
         checkpoint,
         tokens=f"{prefix}embeddings.token_embedding.weight",
@@ -132,7 +132,7 @@ def infer_clip(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
 
 
 def infer_open_clip(checkpoint: Checkpoint, prefix: str, *, drop_last: bool) -> dict[str, Any]:
-    """Configuration of a text encoder in OpenCLIP's layout; SD 2 stops one layer early, so its last is dropped."""
+    """Return the configuration of a text encoder in OpenCLIP's layout; ``drop_last``: without its last layer (SD 2)."""
     config = _text_config(
         checkpoint,
         tokens=f"{prefix}token_embedding.weight",
@@ -162,9 +162,9 @@ def _text_config(checkpoint: Checkpoint, *, tokens: str, inner: str, layers: int
 
 
 def infer_scheduler(family: str, *, velocity: bool, zero_snr: bool) -> dict[str, Any]:
-    """The noise schedule that all three families were trained with, and the spacing that SDXL's configuration names.
+    """Return the noise schedule of all three families, with the spacing of SDXL's configuration.
 
-    Those of Stable Diffusion 1 and 2 name none, and so each sampler has its own.
+    Stable Diffusion 1 and 2 name no spacing, so each sampler has its own.
     """
     spacing = "trailing" if zero_snr else "leading" if family in TIME_IDS else None
     return {
@@ -183,7 +183,7 @@ def infer_scheduler(family: str, *, velocity: bool, zero_snr: bool) -> dict[str,
 
 
 def _projection(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Shape of what leads into the UNet's first transformer: a matrix from Stable Diffusion 2 on."""
+    """Return the shape of the input projection of the UNet's first transformer: a matrix from Stable Diffusion 2 on."""
     return _shape(checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.proj_in\.weight"))
 
 
@@ -194,9 +194,9 @@ def _shape(checkpoint: Checkpoint, key: str) -> tuple[int, ...]:
 
 
 def _count(checkpoint: Checkpoint, prefix: str) -> int:
-    """How many different numbers follow ``prefix`` in the keys."""
+    """Return how many different numbers follow ``prefix`` in the keys."""
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
-    return len({found[1] for key in checkpoint.entries if (found := pattern.match(key))})
+    return len({match[1] for key in checkpoint.entries if (match := pattern.match(key))})
 
 
 def _first_match(checkpoint: Checkpoint, pattern: str) -> str:

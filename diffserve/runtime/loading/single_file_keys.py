@@ -1,14 +1,16 @@
-"""Names of the original Stable Diffusion layout: for each parameter of our networks, the tensor that holds it there.
+"""Names of the original Stable Diffusion layout for each parameter of diffusers' networks.
 
-The original code numbers a UNet's blocks in one running list (``input_blocks.4.0``), an upward VAE level from the
-finest (``decoder.up.0`` is the last to run), and OpenCLIP keeps query, key and value in one tensor. Nothing else
-differs but words.
+The original code numbers a UNet's blocks in one list (``input_blocks.4.0``) and a VAE's up blocks from the finest, and
+OpenCLIP stores query, key and value in one tensor. Some files have diffusers' or EMA names, which are renamed first.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Final
 
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.weight_loading import TensorSource
 
 UNET_PREFIX = "model.diffusion_model."
@@ -62,55 +64,55 @@ _SLICES = ("q", "k", "v")
 
 
 def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> str:
-    """Original key of the UNet parameter ``name``; ``attention_up``: indices of the up blocks that have attention."""
-    for ours, theirs in _UNET_ENDS.items():
-        if name.startswith(ours + "."):
-            return UNET_PREFIX + theirs + name[len(ours) :]
-    found = re.match(r"(down_blocks|up_blocks|mid_block)\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.+)", name)
-    if found is None:
+    """Return the original key of the UNet parameter ``name``; ``attention_up``: indices of up blocks with attention."""
+    for start, original in _UNET_ENDS.items():
+        if name.startswith(start + "."):
+            return UNET_PREFIX + original + name[len(start) :]
+    match = re.match(r"(down_blocks|up_blocks|mid_block)\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.+)", name)
+    if match is None:
         return UNET_PREFIX + name
-    part, kind, rest = found[1], found[3], found[5]
-    level, index = int(found[2] or 0), int(found[4])
+    part, kind, tail = match[1], match[3], match[5]
+    level, index = int(match[2] or 0), int(match[4])
     if kind == "resnets":
-        head, _, tail = rest.partition(".")
-        rest = f"{_UNET_RESNET.get(head, head)}.{tail}"
+        head, _, tail = tail.partition(".")
+        tail = f"{_UNET_RESNET.get(head, head)}.{tail}"
     if part == "mid_block":
-        return f"{UNET_PREFIX}middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
+        return f"{UNET_PREFIX}middle_block.{1 if kind == 'attentions' else 2 * index}.{tail}"
     place = 1 if kind == "attentions" else 0
     if part == "down_blocks":
-        rest = "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
+        tail = "op" + tail.removeprefix("conv") if kind == "downsamplers" else tail
         number = 1 + level * (layers_per_block + 1) + (layers_per_block if kind == "downsamplers" else index)
-        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{rest}"
+        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{tail}"
     number = level * (layers_per_block + 1) + (layers_per_block if kind == "upsamplers" else index)
     if kind == "upsamplers":
         place = 2 if level in attention_up else 1
-    return f"{UNET_PREFIX}output_blocks.{number}.{place}.{rest}"
+    return f"{UNET_PREFIX}output_blocks.{number}.{place}.{tail}"
 
 
 def vae_key(name: str, num_levels: int) -> str:
-    """Original key of the VAE parameter ``name``, which ``VAE_PREFIX`` goes before in a whole checkpoint."""
+    """Return the original key of the VAE parameter ``name``, without ``VAE_PREFIX``."""
     key = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{num_levels - 1 - int(found[1])}", name)
     key = key.replace("down_blocks.", "down.")
-    for ours, theirs in _VAE_WORDS.items():
-        key = key.replace(ours, theirs)
+    for word, original in _VAE_WORDS.items():
+        key = key.replace(word, original)
     return key
 
 
 def open_clip_key(name: str) -> tuple[str, int | None]:
-    """(OpenCLIP's key of the text parameter ``name``, third of that tensor it lies in or ``None`` for all of it)."""
+    """Return OpenCLIP's key of the text parameter ``name``, and its third of that tensor or ``None`` for all of it."""
     key = name.removeprefix("text_model.")
-    found = re.search(r"self_attn\.([qkv])_proj\.(weight|bias)$", key)
+    match = re.search(r"self_attn\.([qkv])_proj\.(weight|bias)$", key)
     third = None
-    if found:
-        third = _SLICES.index(found[1])
-        key = f"{key[: found.start()]}attn.in_proj_{found[2]}"
-    for ours, theirs in _OPEN_CLIP_WORDS.items():
-        key = key.replace(ours, theirs)
+    if match:
+        third = _SLICES.index(match[1])
+        key = f"{key[: match.start()]}attn.in_proj_{match[2]}"
+    for word, original in _OPEN_CLIP_WORDS.items():
+        key = key.replace(word, original)
     return key, third
 
 
 def add_vae_tensor(source: TensorSource, name: str, key: str) -> str:
-    """Give VAE parameter ``name``; attention weights were 1x1 convolutions (C, C, 1, 1) and are matrices here."""
+    """Add VAE parameter ``name``; attention weights that are 1x1 convolutions (C, C, 1, 1) become matrices."""
     shape = source.checkpoint.entries[key].shape
     if ".mid.attn_1." in key and shape[2:] == (1, 1):
         return source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
@@ -118,7 +120,7 @@ def add_vae_tensor(source: TensorSource, name: str, key: str) -> str:
 
 
 def add_open_clip_tensor(source: TensorSource, name: str, key: str, third: int | None) -> str:
-    """Give text parameter ``name``: a third of the joint projection, the transposed text projection, or the tensor."""
+    """Add text parameter ``name``: a third of the joint projection, the transposed text projection, or the tensor."""
     shape = source.checkpoint.entries[key].shape
     if third is not None:
         rows = shape[0] // 3
@@ -126,3 +128,57 @@ def add_open_clip_tensor(source: TensorSource, name: str, key: str, third: int |
     if name == "text_projection.weight":
         return source.add(name, key, shape[::-1], lambda tensor: tensor.T)
     return source.add(name, key)
+
+
+FIRST: Final = "input_blocks.0.0.weight"
+ROOTS: Final = ("input_blocks.", "middle_block.", "output_blocks.", "time_embed.", "label_emb.", "out.")
+FIRST_OF_DIFFUSERS: Final = "conv_in.weight"
+
+EMA_PREFIX: Final = "model_ema.diffusion_model"
+EMA_NAME: Final = re.compile(
+    r"(?P<root>input_blocks\d+(?=\d)|output_blocks\d+(?=\d)|middle_block(?=\d)|time_embed|label_emb0|out(?=\d))"
+    r"(?P<index>\d)(?P<inner>.*?)(?P<end>weight|bias)"
+)
+EMA_INNER: Final = re.compile(
+    r"(in_layers|emb_layers|out_layers|skip_connection|proj_in|proj_out|norm[123]?|op|conv"
+    r"|transformer_blocks|attn[12]|to_[qkv]|to_out|ff|net|proj)(\d*)"
+)
+
+
+def use_original_names(checkpoint: Checkpoint) -> None:
+    """Rename the tensors of ``checkpoint`` to original names if its UNet has diffusers' or EMA names."""
+    keys = checkpoint.entries
+    if UNET_PREFIX + FIRST in keys:
+        return
+    if FIRST in keys:
+        checkpoint.rename({key: UNET_PREFIX + key for key in keys if key.startswith(ROOTS)})
+    elif FIRST_OF_DIFFUSERS in keys:
+        checkpoint.rename(_from_diffusers(keys))
+    elif EMA_PREFIX + FIRST.replace(".", "") in keys:
+        names = {key: original_name(key.removeprefix(EMA_PREFIX)) for key in keys if key.startswith(EMA_PREFIX)}
+        checkpoint.rename({key: UNET_PREFIX + name for key, name in names.items() if name})
+
+
+def _from_diffusers(keys: Iterable[str]) -> dict[str, str]:
+    """Return the original name of each of diffusers' names ``keys``."""
+    keys = [*keys]
+    num_layers = len({key.split(".")[3] for key in keys if key.startswith("down_blocks.0.resnets.")})
+    attentions = (re.match(r"up_blocks\.(\d+)\.attentions\.", key) for key in keys)
+    with_attention = frozenset(int(match[1]) for match in attentions if match)
+    return {key: unet_key(key, num_layers, with_attention) for key in keys}
+
+
+def original_name(name: str) -> str:
+    """Return the original name of an EMA tensor, whose name lacks the dots; empty if it is none."""
+    match = EMA_NAME.fullmatch(name)
+    if match is None:
+        return ""
+    root = re.sub(r"(?<=[a-z])(\d+)$", r".\1", match["root"])
+    inner, at = [], 0
+    while at < len(match["inner"]):
+        part = EMA_INNER.match(match["inner"], at)
+        if part is None:
+            return ""
+        inner += [part[1], part[2]] if part[2] else [part[1]]  # the number is a place in a list of layers
+        at = part.end()
+    return ".".join([root, match["index"], *inner, match["end"]])

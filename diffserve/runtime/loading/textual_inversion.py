@@ -1,14 +1,8 @@
-"""Read learned words (textual inversion, Gal et al. 2022, arXiv 2208.01618): vectors that stand for a word.
+"""Learned words (textual inversion, Gal et al. 2022, arXiv 2208.01618): vectors that stand for a word.
 
-A folder holds one safetensors file for each word. The file's name without its suffix is the word; where diffusers' file
-names one itself ("<cat-toy>"), that name works, too.
-
-    A1111        emb_params: (n, dim)
-    diffusers    "<cat-toy>": (dim,) or (n, dim)
-    SDXL         clip_l: (n, 768), clip_g: (n, 1280)
-
-A file that cannot be used, or that was made for another family of models, is skipped with a warning; a prompt with its
-word is refused with the reason. Pickle files (.pt, .bin) are among them: reading one can run code.
+A folder has one safetensors file per word, named after it; a name inside diffusers' file works, too. Formats: A1111
+(emb_params: (n, dim)), diffusers ("<cat-toy>": (dim,) or (n, dim)), SDXL (clip_l: (n, 768), clip_g: (n, 1280)). Files
+that cannot be used, such as pickles, are skipped with a warning, and a prompt with such a word is rejected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Build a network empty and fill it tensor by tensor: every key accounted for, every shape compared.
+"""Fill empty networks tensor by tensor: every key is accounted for, every shape compared.
 
-A weight that is to hold fewer bits is quantised as soon as it has been read and before the next one is, so the most
-that is ever held is the finished model plus one tensor. Weights that rest elsewhere (``offload``) come when their layer
-runs.
+A weight is quantized as soon as it is read and before the next one, so the peak is the finished model plus one tensor.
+Offloaded weights are read when their layer runs.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.accelerators import compute_capability
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
-from diffserve.runtime.loading.spread import straddle
+from diffserve.runtime.loading.placement import add_device_hooks, dispatch, make_device_map, place_of
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_layer, schemes
+from diffserve.runtime.quantization import quantize_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.vae.plan import vae_dtype
 
-#: Buffers that old checkpoints carry and that are computed, not learned; and of a whole CLIP what no prompt needs.
+#: Computed buffers in old checkpoints, and parts of a complete CLIP that prompts do not need.
 IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$|^(vision_model|visual_projection|text_projection)\.")
 CONDITIONS = re.compile(r"(add_embedding|class_embedding|encoder_hid_proj|time_embed_act|controlnet_)\w*\.")
-"""Tensors of a UNet's further conditions, which exist where its configuration names them."""
+"""Tensors of a UNet's further conditions, which exist if its configuration names them."""
 
 MAX_NAMED_KEYS = 5
 HEAP_BYTES = 1 << 27
-"""Of weights that may have been let go of before the heap is given back."""
+"""Bytes of weights to free before the heap is returned to the system."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ Made = TypeVar("Made")
 
 
 class TensorSource:
-    """What a module is filled from: its own parameter name -> (key on disk, shape after conversion, reader)."""
+    """Source of a module's parameters: name -> (key on disk, shape after conversion, reader)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -55,7 +53,7 @@ class TensorSource:
 
     @classmethod
     def renamed(cls, checkpoint: Checkpoint, names: Mapping[str, str]) -> TensorSource:
-        """A source in which parameter ``name`` is the tensor ``names[name]`` as it stands."""
+        """Return a source in which parameter ``name`` is the unchanged tensor ``names[name]``."""
         source = cls(checkpoint)
         for name, key in names.items():
             source.add(name, key)
@@ -68,7 +66,7 @@ class TensorSource:
         shape: tuple[int, ...] | None = None,
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> str:
-        """Give parameter ``name`` from tensor ``key``, passed through ``convert`` which makes it ``shape``; the key."""
+        """Add parameter ``name`` from tensor ``key``, which ``convert`` brings to ``shape``. Returns the key."""
         stored = self.checkpoint.entries[key].shape
 
         def read() -> torch.Tensor:
@@ -79,16 +77,15 @@ class TensorSource:
         return key
 
     def outline(self, name: str) -> torch.Tensor:
-        """Parameter ``name`` without its numbers: of a file of floats only the header is read."""
+        """Return parameter ``name`` without its values: for floats only the header is read."""
         key, shape, read = self.readers[name]
         return torch.empty(shape, device="meta") if self.checkpoint.holds_floats(key) else read()
 
 
 class WithoutInit(TorchFunctionMode):
-    """Leaves parameters on the meta device as they are, and gives counted buffers their values at once.
+    """Skips initialization on the meta device, and computes ``arange`` buffers on the CPU.
 
-    There is nothing to initialise there, and trying it, or counting there, would have torch import all of its compiler
-    or sympy first.
+    Otherwise torch imports all of its compiler or sympy there.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +101,7 @@ class WithoutInit(TorchFunctionMode):
 
 def build_on_meta(make: Callable[[], Made]) -> Made:
     """Run ``make`` with no memory behind its parameters."""
-    # without buffers it would move each parameter by itself, for which torch imports its compiler: a second
+    # without buffers it would move each parameter, for which torch imports its compiler: one second
     with import_quietly("accelerate", "init_empty_weights")(include_buffers=True), WithoutInit():
         return make()
 
@@ -114,50 +111,55 @@ def fill(
     source: TensorSource,
     choice: DeviceChoice,
     *,
-    quantise: str | None = None,
+    quantize: str | None = None,
     channels_last: bool = False,
 ) -> None:
-    """Give every parameter of the empty ``module`` its tensor, in ``choice.compute_dtype``, where it is to rest.
+    """Load every parameter of the empty ``module`` in ``choice.compute_dtype`` to its place.
 
-    quantise       what layers are to hold (``runtime.quantisation``); None: ``choice.compute_dtype``
-    channels_last  store convolutions channels last where ``is_channels_last``: the decoders, not the UNet
+    Args:
+        module: The network.
+        source: The tensors.
+        choice: Device, dtype and offloading.
+        quantize: Quantized precision of the layers (``runtime.quantization``); ``None``: none.
+        channels_last: Store convolutions channels last if ``is_channels_last``: the decoders, not the UNet.
 
-    Raises ModelLoadError naming the keys that are missing, unexpected or of the wrong shape, with file and both shapes.
+    Raises:
+        ModelLoadError: Keys are missing, unexpected or of the wrong shape.
     """
     set_tensor = import_quietly("accelerate.utils", "set_module_tensor_to_device")
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
-    narrow = schemes(module, quantise) if quantise else {}
+    narrow = schemes(module, quantize) if quantize else {}
     device_map = make_device_map(module, choice)
-    resting: dict[str, Read] = {}
-    let_go_bytes = 0  # of full weights, since the heap was last given back: what lies between narrow ones stays there
+    offloaded: dict[str, Read] = {}
+    freed_bytes = 0  # of unquantized weights since the heap was last trimmed; gaps between quantized ones stay
     for name in expected:
         place = place_of(name, device_map) if name in parameters else choice.device
         make = partial(_read, source, name, "cpu" if place == "disk" else place, choice, channels_last=channels_last)
         if place == "disk":
             set_tensor(module, name, "meta", dtype=choice.compute_dtype)
-            resting[name] = make
+            offloaded[name] = make
             continue
         tensor = make()
         set_tensor(module, name, tensor.device, tensor, tensor.dtype, clear_cache=False)
         if tensor.device.type != choice.device.type and not choice.rooms:
-            resting[name] = partial(torch.Tensor.detach, tensor)
+            offloaded[name] = partial(torch.Tensor.detach, tensor)
         owner, _, part = name.rpartition(".")
         if part == "weight" and owner in narrow:
-            quantise_layer(module.get_submodule(owner), narrow[owner])
-            let_go_bytes += tensor.nbytes
-            if let_go_bytes > HEAP_BYTES and choice.device.type == "cpu":
+            quantize_layer(module.get_submodule(owner), narrow[owner])
+            freed_bytes += tensor.nbytes
+            if freed_bytes > HEAP_BYTES and choice.device.type == "cpu":
                 give_heap_back()
-                let_go_bytes = 0
-    if let_go_bytes and choice.device.type == "cpu":
+                freed_bytes = 0
+    if freed_bytes and choice.device.type == "cpu":
         give_heap_back()
     _place_computed_buffers(module, choice.device)
     module.eval().requires_grad_(False)
     if choice.rooms:
-        straddle(module, {name: torch.device(place) for name, place in device_map.items()}, choice.device)
-    elif resting:
-        dispatch(module, device_map, resting, str(choice.device))
+        add_device_hooks(module, {name: torch.device(place) for name, place in device_map.items()}, choice.device)
+    elif offloaded:
+        dispatch(module, device_map, offloaded, str(choice.device))
 
 
 def fill_renamed(
@@ -167,7 +169,7 @@ def fill_renamed(
     choice: DeviceChoice,
     **settings: Any,
 ) -> set[str]:
-    """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from.
+    """Fill ``network``; ``add`` adds one parameter by name to the source and returns its key.
 
     ``settings`` are those of :func:`fill`. Returns the keys. Raises ModelLoadError.
     """
@@ -185,7 +187,7 @@ def fill_renamed(
 
 
 def _read(source: TensorSource, name: str, device: Any, choice: DeviceChoice, *, channels_last: bool) -> torch.Tensor:
-    """Parameter ``name`` on ``device``, a copy of what the file holds; on the meta device nothing of it is read."""
+    """Return a copy of parameter ``name`` on ``device``; on the meta device its values are not read."""
     key, _, read = source.readers[name]
     tensor = source.outline(name) if choice.device.type == "meta" else read()
     if not tensor.is_floating_point():
@@ -237,8 +239,8 @@ def check_keys(owner: str, expected: Mapping[str, torch.Tensor], source: TensorS
 
 def _name(keys: list[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:MAX_NAMED_KEYS])
-    more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
-    return f"tensor {shown}{more} {'is' if len(keys) == 1 else 'are'}"
+    further = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+    return f"tensor {shown}{further} {'is' if len(keys) == 1 else 'are'}"
 
 
 def _place_computed_buffers(module: nn.Module, device: torch.device) -> None:
@@ -255,9 +257,15 @@ def _place_computed_buffers(module: nn.Module, device: torch.device) -> None:
 class LoadedParts:
     """Networks, tokenizers and configurations, before runners are made of them.
 
-    files                the weight files and what tells their shapes (a pruned UNet's), for the digest
-    zero_empty_negative  SDXL: an empty negative prompt is all zeros instead of an encoded ""
-    guess_prediction     nothing on disk says whether the UNet predicts noise or velocity: ask the UNet
+    Attributes:
+        unet: diffusers' UNet.
+        vae: diffusers' VAE.
+        encoders: Text encoders with their tokenizers.
+        scheduler_config: Configuration of the noise schedule.
+        zero_empty_negative: SDXL: an empty negative prompt is all zeros instead of an encoded "".
+        vae_dtype: Compute dtype of the VAE.
+        files: Weight files and files that determine their shapes (of a pruned UNet), for the digest.
+        guess_prediction: The files do not say whether the UNet predicts noise or velocity, so it is tested.
     """
 
     unet: Any

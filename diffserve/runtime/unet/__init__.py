@@ -1,1 +1,1 @@
-"""The UNet, told of texts by keys and values in pages."""
+"""The UNet, with prompt keys and values read from pages."""

@@ -1,4 +1,4 @@
-"""What a call of diffusers' UNet is made with."""
+"""Arguments of a UNet call, and the types of functions that make calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from diffserve.runtime.low_rank import Factors
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues, Pair
 
 GUIDANCE: Final = "timestep_cond"
-"""What diffusers calls guidance that the network is told as a vector."""
+"""diffusers' name of the guidance embedding."""
 
 Kind = tuple[tuple[int, ...], ...]
-"""Shapes of a call's tensors less their first dimension, the rows."""
+"""Shapes of a call's tensors without their first dimension, the rows."""
 
 
 class UNetArguments(NamedTuple):
-    """Arguments of one call of diffusers' UNet, as ``UNetRunner`` has them ready.
+    """Arguments of one call of diffusers' UNet, prepared by ``UNetRunner``.
 
-    sample     (R, C, h, w) in the network's dtype
-    timesteps  (R,) float32
-    contexts   embeddings (R, tokens, dim), or keys and values made of them
-    added      pooled texts (R, P) and time_ids (R, 6) by diffusers' names, and ``GUIDANCE`` (R, dim), or ``None``
-    factors    what changes the network for each row, layer by layer as ``low_rank.of_pictures`` has them; only compiled
-               calls are told, and empty where there is nothing
-    residuals  what ControlNets add to the skip connections, (R, C, h, w) each, and last to the middle block
-    features   (R, F, h, w) of the last full call; with them only the shallow part runs (DeepCache)
+    Attributes:
+        sample: (R, C, h, w) in the network's dtype.
+        timesteps: (R,) float32.
+        contexts: Embeddings (R, tokens, dim), or keys and values made of them.
+        added: Pooled texts (R, P), time_ids (R, 6) and ``GUIDANCE`` (R, dim) by diffusers' names, or ``None``.
+        factors: LoRA factors for each row, in the layer order of ``low_rank.of_pictures``; compiled calls only, else
+            empty.
+        residuals: ControlNet residuals (R, C, h, w) for the skip connections, and last for the middle block.
+        features: (R, F, h, w) of the last full call; then only the shallow part runs (DeepCache).
     """
 
     sample: Tensor
@@ -40,7 +41,7 @@ class UNetArguments(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in one order for all calls."""
+        """All tensors, in one order for all calls."""
         first = [self.sample, self.timesteps, *(self.added.values() if self.added else ())]
         return [*first, *self.row_tensors, *self.residuals, *([] if self.features is None else [self.features])]
 
@@ -57,7 +58,7 @@ class UNetArguments(NamedTuple):
         return self._replace(contexts=KeysValues(()), factors=()).tensors
 
     def map(self, function: Callable[[Tensor], Tensor]) -> UNetArguments:
-        """Apply ``function`` to every tensor. Texts must be equally long."""
+        """Apply ``function`` to every tensor. Texts must have equal lengths."""
         contexts = self.contexts
         return UNetArguments(
             function(self.sample),
@@ -73,13 +74,14 @@ class UNetArguments(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a full call to which no ControlNet adds, which a package can make."""
+        """Whether it is a full call without ControlNets, which a package can make."""
         return self.features is None and not self.residuals
 
     @property
     def kind(self) -> Kind | None:
-        """What calls have in common that differ in their rows' number and numbers alone; ``None`` where texts of
-        different lengths share the call: there is no package for that.
+        """The shapes without the number of rows; ``None`` if texts of different lengths share the call.
+
+        There are no packages for the latter.
         """
         if isinstance(self.contexts, KeysValues) and self.contexts.mask is not None:
             return None
@@ -87,19 +89,21 @@ class UNetArguments(NamedTuple):
 
 
 def conditions(added: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """``UNetArguments.added`` as the keyword arguments of diffusers' UNet."""
-    told = dict(added or {})
-    return {GUIDANCE: told.pop(GUIDANCE, None), "added_cond_kwargs": told or None}
+    """Return ``UNetArguments.added`` as the keyword arguments of diffusers' UNet."""
+    arguments = dict(added or {})
+    return {GUIDANCE: arguments.pop(GUIDANCE, None), "added_cond_kwargs": arguments or None}
 
 
 Compiled = Callable[[UNetArguments], Tensor | None]
-"""Makes a call in the network's place, (R, C, h, w) in its dtype; ``None`` where it cannot."""
+"""Makes a call in the network's place, (R, C, h, w) in its dtype; ``None`` if it cannot."""
 
 Outputs = tuple[Tensor, ...]
-"""The network's output (R, C, h, w), and the features (R, F, h, w) of a full call where they are asked for."""
+"""The network's output (R, C, h, w), and the features (R, F, h, w) of a full call if requested."""
 
 Make = Callable[[UNetArguments], Outputs]
 
 Recorder = Callable[[UNetArguments, Make, Hashable], Outputs | None]
-"""Makes a call by replaying a recording of what a function does for such calls; ``None`` where it cannot. The last
-argument names the function: those of two calls with one name launch the same kernels."""
+"""Makes a call by replaying a recording of what a function does for such calls; ``None`` if it cannot.
+
+The last argument names the function: those of two calls with one name launch the same kernels.
+"""

@@ -1,11 +1,9 @@
-"""UNet calls compiled ahead of time, one package for each shape: kept on disk, loaded within moments.
+"""UNet calls compiled ahead of time: one package per number of rows, canvas and text length, stored on disk.
 
-A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it,
-packed for the processor: by OpenVINO where it is installed, else by AOTInductor. Otherwise AOTInductor's
-code uses those of the loaded network, so that all packages of a model share one copy, and all models of one
-architecture share the packages. Adapters are told layer by layer, with zeros for
-the layers that they leave alone: a package serves all of one padded rank. Nothing is traced, guarded or compiled while
-pictures are painted: a shape without a package goes the eager way.
+Small networks on a CPU have their weights in the package, packed by OpenVINO if it is installed, else by AOTInductor.
+Other AOTInductor packages use the weights of the loaded network, so models of one architecture share packages. LoRA
+factors are arguments, zero for unchanged layers. Nothing compiles while images are generated: without a package a call
+runs eagerly.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ from diffserve.runtime.unet.openvino_package import (
     OpenVINOPackage,
     openvino_version,
 )
-from diffserve.runtime.unet.package import Package
+from diffserve.runtime.unet.package import Package, Streams
 from diffserve.runtime.unet.pruning import widths_of
-from diffserve.runtime.unet.streams import Streams
 from diffserve.settings.config import num_cores
 
 if TYPE_CHECKING:
@@ -63,24 +60,24 @@ FORMAT: Final = 4
 INDUCTORS: Final = ".pt2"
 SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
-"""Of all models together; the longest unused go first."""
+"""Limit for all models together; the least recently used packages are deleted first."""
 
 COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
 
 MOST_BAKED_BYTES: Final = 1 << 27
-"""Of a network: every package of it holds its weights once more on disk, and up to three times in memory."""
+"""Largest network whose weights are stored in packages: each package has a copy on disk and up to three in memory."""
 
 LONGEST_COMPILE_S: Final = 6 * 3600.0
-"""A folder of work that is older was left behind."""
+"""Working folders of compilers older than this were left by a crash."""
 
 DAMAGE: Final = (BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, zlib.error)
-"""What is said of a file in which some bytes are others."""
+"""Exceptions that reading a damaged file can raise."""
 
 logger = logging.getLogger(__name__)
 
 
 class FlatUNet(nn.Module):
-    """``network`` with tensors for arguments: those of ``call`` by number and order, their values aside."""
+    """Wrapper of ``network`` with a flat list of tensors as arguments, in the order of those of ``call``."""
 
     def __init__(self, network: Any, call: UNetArguments) -> None:
         super().__init__()
@@ -89,11 +86,11 @@ class FlatUNet(nn.Module):
         self._is_paged = isinstance(call.contexts, KeysValues)
         self._layers = of_pictures(network, has_keys_values=self._is_paged) if call.factors else ()
 
-    def forward(self, sample: Tensor, timesteps: Tensor, *rest: Tensor) -> Tensor:
-        """(R, C, h, w) in the network's dtype."""
-        added = dict(zip(self._added, rest, strict=False))
-        end = len(rest) - 2 * len(self._layers)
-        texts, numbers = rest[len(self._added) : end], rest[end:]
+    def forward(self, sample: Tensor, timesteps: Tensor, *tensors: Tensor) -> Tensor:
+        """Return (R, C, h, w) in the network's dtype."""
+        added = dict(zip(self._added, tensors, strict=False))
+        end = len(tensors) - 2 * len(self._layers)
+        texts, numbers = tensors[len(self._added) : end], tensors[end:]
         pairs = tuple(Pair(*texts[at : at + 2]) for at in range(0, len(texts), 2)) if self._is_paged else ()
         factors = (Factors(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
         changed = dict(zip(self._layers, factors, strict=True))
@@ -109,11 +106,12 @@ class FlatUNet(nn.Module):
 
 
 class Packages:
-    """The packages of ``model``'s UNet on this machine, under ``cache``.
+    """The packages of ``model``'s UNet on this machine, in a folder of ``cache``.
 
-    reason    why there can be none, ``None`` where there can
-    is_baked  whether a package holds the weights; never those in int8, which would be held as floats
-    compiler  who makes them, its version and that of how it is told
+    Attributes:
+        reason: Why there can be no packages; ``None`` if there can.
+        is_baked: Whether packages contain the weights. Int8 weights never are, because they would become floats.
+        compiler: Name and version of the compiler, and version of its settings.
     """
 
     def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
@@ -130,22 +128,22 @@ class Packages:
         self._dtype = model.dtype
         self.compiler = f"{f'openvino {openvino}' if openvino else f'inductor {torch.__version__}'} {FORMAT}"
         self.is_by_openvino = openvino is not None
-        self._name = "" if self.reason else f"{self.compiler} {_circumstances(model, self.is_baked)}"
+        self._name = "" if self.reason else f"{self.compiler} {_package_identity(model, self.is_baked)}"
         self._converted: tuple[Kind, OpenVINOCompiler] | None = None
 
     @cached_property
     def missing_tools(self) -> str | None:
-        """A clause that names what compiling needs and is not installed; without it packages can still be loaded."""
+        """A clause that names what compiling needs and is not installed; packages can be loaded without it."""
         return None if self.is_by_openvino else missing_tools(self.device)
 
     @property
     def identity(self) -> str:
-        """All that a package depends on except its shape; empty where there can be none."""
+        """All that a package depends on except its shape; empty if there can be none."""
         return self._name
 
     @property
     def compiler_name(self) -> str:
-        """The compiler and its version, for people."""
+        """The compiler and its version, for display."""
         return f"OpenVINO {openvino_version()}" if self.is_by_openvino else f"AOTInductor {torch.__version__}"
 
     def remove(self, kind: Kind | None, sizes: Sequence[int]) -> None:
@@ -157,17 +155,15 @@ class Packages:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none, of any model."""
+        """Whether no package of any model exists."""
         return bool(self.reason) or self._folder is None or not self._folder.is_dir()
 
     def num_streams(self, num_rows: int) -> int:
-        """Equal shares that OpenVINO computes side by side of a call of ``num_rows``, on as many threads each: the
-        package of a share's rows makes it.
-        """
+        """Return into how many equal shares OpenVINO splits the rows; the package is for the rows of one share."""
         return math.gcd(self._num_threads, num_rows) if self.is_by_openvino else 1
 
     def path(self, kind: Kind | None, num_rows: int) -> Path | None:
-        """Where the package of ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
+        """Return the path of the package for ``num_rows`` rows, which may not exist; ``None`` if there can be none."""
         if self.reason or self._folder is None or kind is None:
             return None
         key = f"{self._name} {kind} {num_rows}"
@@ -180,13 +176,16 @@ class Packages:
         return tuple(num_rows for num_rows, path in paths.items() if path is not None and path.is_file())
 
     def compile(self, call: UNetArguments) -> Path:
-        """Compile for calls like ``call`` unless that is done: OpenVINO takes half a minute for the first of a kind and
-        a second for each further number of rows, AOTInductor a minute for each, and needs a C++ compiler.
+        """Compile a package for calls like ``call`` unless it exists.
 
-        In a folder of its own that is gone afterwards, for a compiler that was killed leaves halves of files behind,
-        and torch takes what lies in its shared one as whole.
+        OpenVINO takes half a minute for the first call of a kind and a second for each further number of rows.
+        AOTInductor takes a minute for each and needs a C++ compiler. Each compile has its own folder, which is deleted
+        afterwards: a killed compiler leaves partial files, and torch trusts the files in its shared cache.
 
-        Raises what the compilers raise, ConfigError where there can be no package, and OSError of a full disk.
+        Raises:
+            ConfigError: There can be no package.
+            OSError: The disk is full.
+            Exception: What the compilers raise.
         """
         path = self.path(call.kind, len(call.sample))
         if path is None or self._folder is None:
@@ -207,15 +206,15 @@ class Packages:
             os.replace(part, path)
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
-        _forget_oldest(self._folder)
+        _remove_oldest(self._folder)
         return path
 
     def finish(self) -> None:
-        """Nothing more of the last kind is compiled: what was converted for it takes memory."""
+        """Free the memory of the last converted model; call it after the last compile of a kind."""
         self._converted = None
 
     def _convert(self, call: UNetArguments) -> OpenVINOCompiler:
-        """For calls of the kind of ``call``. The last one is kept: a kind is compiled for one size after the other."""
+        """Return the compiler for the kind of ``call``; the last is kept, as a kind is compiled for several sizes."""
         assert call.kind is not None
         if self._converted is None or self._converted[0] != call.kind:
             self._converted = None
@@ -230,10 +229,10 @@ class Packages:
         compile_package(FlatUNet(self._network, call), tensors, part, options)
 
     def _call_once(self, path: Path, call: UNetArguments) -> None:
-        """Make ``call`` by the package at ``path``: what crashes the process does so here, and not in an engine.
+        """Run ``call`` by the package at ``path``, so that a package that crashes does so here and not in an engine.
 
-        On CUDA packages are compiled in a process of their own. On the first card that was tried every package of
-        torch 2.11 ended the process that loaded it by a segmentation fault.
+        On CUDA packages are compiled in a separate process. On the first card tested every package of torch 2.11 ended
+        the process that loaded it by a segmentation fault.
         """
         package = Package(path, self.device)
         package.use_weights(self._network)
@@ -241,9 +240,13 @@ class Packages:
         torch.cuda.synchronize(self.device)
 
     def load(self, path: Path, num_rows: int) -> Package | OpenVINOPackage:
-        """The package at ``path``, ready to be called with ``num_rows`` rows. One of ``DAMAGE`` where it is damaged,
-        RuntimeError where it does not load, ConfigError where its library does not, OSError where there is no room to
-        unpack it.
+        """Load the package at ``path`` for calls with ``num_rows`` rows.
+
+        Raises:
+            Exception: One of ``DAMAGE``: the file is damaged.
+            RuntimeError: The package cannot be loaded.
+            ConfigError: Its library cannot be loaded.
+            OSError: There is no disk space to unpack it.
         """
         package: Package | OpenVINOPackage
         if self.is_by_openvino:
@@ -254,25 +257,26 @@ class Packages:
             package = Package(path, self.device, self._num_threads if self.is_baked else 1)
             if not self.is_baked:
                 package.use_weights(self._network)
-        os.utime(path)  # used: it is among the last to go
+        os.utime(path)  # the least recently used packages are deleted first
         return package
 
 
 class CompiledUNet:
-    """The packages in use."""
+    """The loaded packages of a UNet, and calls by them."""
 
     def __init__(self, packages: Packages) -> None:
         self.packages = packages
         self._loaded: dict[tuple[Kind, int], Package | OpenVINOPackage] = {}
         self._paths: set[Path] = set()
-        self._company: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
-        """Those that were there when one was loaded: what a call is made of never changes, for it is proven once."""
+        self._loaded_with: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
+        """For each package those loaded at the same time: the way a call is split must not change after it was checked.
+        """
         self._streams = Streams()
         self._failed: set[tuple[Kind, int]] = set()
 
     def load(self, kind: Kind | None, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Take the packages for ``kind`` into use; those of ``sizes`` for which there is one."""
-        found = []
+        """Load the packages for ``kind``; return those of ``sizes`` that have one."""
+        loaded_sizes = []
         for num_rows in sizes:
             path = self.packages.path(kind, num_rows // self.packages.num_streams(num_rows))
             if kind is None or path is None:
@@ -280,18 +284,18 @@ class CompiledUNet:
             if (kind, num_rows) not in self._loaded and path.is_file():
                 try:
                     self._loaded[kind, num_rows] = self.packages.load(path, num_rows)
-                except DAMAGE as error:  # made anew when it is wanted again
-                    self._distrust(error)
-                    if path not in self._paths:  # or it is whole, for calls of fewer rows are made of it
+                except DAMAGE as error:  # it is compiled again when needed
+                    self._log_failure(error)
+                    if path not in self._paths:  # a path in use is valid: calls of fewer rows use it
                         path.unlink(missing_ok=True)
                 except (ConfigError, OSError, RuntimeError) as error:
-                    self._distrust(error)
+                    self._log_failure(error)
             if (kind, num_rows) in self._loaded:
                 self._paths.add(path)
-                found.append(num_rows)
+                loaded_sizes.append(num_rows)
         for key in self._loaded:
-            self._company.setdefault(key, frozenset(self._loaded))
-        return tuple(found)
+            self._loaded_with.setdefault(key, frozenset(self._loaded))
+        return tuple(loaded_sizes)
 
     def run(self, call: UNetArguments) -> Tensor | None:
         """Make ``call`` by its package.
@@ -318,24 +322,27 @@ class CompiledUNet:
             if self.packages.device.type == "cuda" and key not in self._failed:
                 self._failed.add(key)
                 raise torch.OutOfMemoryError(f"a compiled call failed, perhaps for lack of memory: {error}") from error
-            self._distrust(error)
+            self._log_failure(error)
             del self._loaded[key]
             return None
         self._failed.discard(key)
         return output
 
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
-        """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
-        read by each: as many as there are threads, of those numbers of rows for which there are packages. OpenVINO's
-        packages share rows out by themselves.
+        """Return into how many parallel calls one of ``num_rows`` is split.
+
+        Only small networks are split, because each call reads the weights. The result is the largest divisor up to the
+        number of threads that has a package. OpenVINO's packages split rows themselves.
         """
         if not self.packages.is_baked or self.packages.is_by_openvino:
             return 1
         numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)
-        parts = ((one, (kind, num_rows // one)) for one in numbers if num_rows % one == 0)
-        return next((one for one, part in parts if part in self._company[kind, num_rows] & self._loaded.keys()), 1)
+        parts = ((count, (kind, num_rows // count)) for count in numbers if num_rows % count == 0)
+        return next(
+            (count for count, part in parts if part in self._loaded_with[kind, num_rows] & self._loaded.keys()), 1
+        )
 
-    def _distrust(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
 
 
@@ -351,13 +358,13 @@ def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
     return None
 
 
-def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
-    """All that a package depends on, but the shapes."""
-    import diffusers  # of which a process may want a part: it says so first
+def _package_identity(model: DiffusionModel, is_baked: bool) -> str:
+    """Return all that a package depends on except the shapes."""
+    import diffusers  # late: a process may first select which parts to import
 
     network = model.unet.network
     config = json.dumps({key: value for key, value in network.config.items() if key[0] != "_"}, default=str)
-    widths = widths_of(network)  # of a pruned one others than its configuration says
+    widths = widths_of(network)  # a pruned network differs from its configuration
     weights = model.digest if is_baked else ""
     kinds = {type(module) for module in network.modules()}
     made_of = sorted({getattr(kind, "compiled_name", kind.__name__) for kind in kinds})
@@ -367,14 +374,15 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
     return f"{weights} {model.choice.dtype} {config} {widths} {made_of} {machine}"
 
 
-def _forget_oldest(folder: Path) -> None:
-    """Keep the ``MOST_PACKAGES`` last used, and nothing of a compiler that was killed; what another process removes
-    meanwhile is gone all the same.
+def _remove_oldest(folder: Path) -> None:
+    """Delete all but the ``MOST_PACKAGES`` last used packages, and folders of killed compilers.
+
+    Other processes may delete files at the same time.
     """
     entries = list(os.scandir(folder))
     for entry in entries:
         if entry.name.startswith(".") and entry.stat().st_mtime < time.time() - LONGEST_COMPILE_S:
             shutil.rmtree(entry.path, ignore_errors=True)
-    found = [entry for entry in entries if entry.name.endswith(SUFFIXES)]
-    for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)[: max(0, len(found) - MOST_PACKAGES)]:
+    packages = [entry for entry in entries if entry.name.endswith(SUFFIXES)]
+    for entry in sorted(packages, key=lambda entry: entry.stat().st_mtime)[: max(0, len(packages) - MOST_PACKAGES)]:
         Path(entry.path).unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""ControlNets: copies of a UNet's first half that read a picture, and add to what the UNet's own first half leaves.
+"""ControlNets: copies of a UNet's down and middle blocks that read a control map and add residuals to the UNet.
 
-(Zhang, Rao and Agrawala, "Adding Conditional Control to Text-to-Image Diffusion Models", ICCV 2023.) What a ControlNet
-makes of its picture before it meets the latents, the *hint*, does not change from step to step: it is computed once for
-each image, alone, and not by every call anew as diffusers does. Keys and values of its cross-attention are made within
-its calls, of the texts' embeddings: no page holds them.
+(Zhang, Rao and Agrawala, "Adding Conditional Control to Text-to-Image Diffusion Models", ICCV 2023.) The embedding of
+the control map, the *hint*, is the same at every step, so it is computed once per image and not in each call as in
+diffusers. Keys and values of the cross-attention are computed in each call from the embeddings, not kept in pages.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from torch import Tensor, nn
 from diffserve.api.errors import ModelLoadError
 
 Residuals = tuple[Tensor, ...]
-"""(R, C, h, w) each: what is added to the skips of a UNet's first half, in order, and behind them to its middle."""
+"""(R, C, h, w) each: added to the skip connections of a UNet in order, and last to its middle block."""
 
 
 class ControlNetRunner:
-    """Runs diffusers' ``ControlNetModel``, whose own embedding of the picture is taken out of it.
+    """Runs diffusers' ``ControlNetModel``, whose embedding of the control map is moved out of the network.
 
-    name    of its folder
-    digest  of its files, 64 hexadecimal digits
+    Attributes:
+        name: Name of its folder.
+        digest: Digest of its files, 64 hexadecimal digits.
     """
 
     def __init__(self, name: str, digest: str, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,25 +37,25 @@ class ControlNetRunner:
         self._embedding = network.controlnet_cond_embedding
         self._is_bgr: bool = network.config.controlnet_conditioning_channel_order == "bgr"
         network.controlnet_cond_embedding = nn.Identity()
-        network.register_to_config(controlnet_conditioning_channel_order="rgb")  # of hints there is none
+        network.register_to_config(controlnet_conditioning_channel_order="rgb")  # hints have no channel order
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its weights take."""
+        """Size of the weights in bytes."""
         parts = (*self.network.parameters(), *self._embedding.parameters())
         return sum(parameter.nbytes for parameter in parts)
 
     @property
     def hint_channels(self) -> int:
-        """Of a hint."""
+        """Number of channels of a hint."""
         return int(self._embedding.conv_out.out_channels)
 
     @torch.inference_mode()
     def hint(self, pixels: Tensor) -> Tensor:
-        """(C, h, w) of a control map (3, height, width) in [0, 1]."""
+        """Return the hint (C, h, w) of a control map (3, height, width) in [0, 1]."""
         pixels = pixels.to(self.device, self.dtype)
-        found: Tensor = self._embedding((pixels.flip(0) if self._is_bgr else pixels)[None])[0]
-        return found
+        hint: Tensor = self._embedding((pixels.flip(0) if self._is_bgr else pixels)[None])[0]
+        return hint
 
     @torch.inference_mode()
     def predict(
@@ -69,13 +69,16 @@ class ControlNetRunner:
         pooled: Tensor | None = None,
         time_ids: Tensor | None = None,
     ) -> Residuals:
-        """What is added to the UNet's rows, in the dtype of the networks.
+        """Return what is added to the UNet's rows, in the dtype of the networks.
 
-        model_input, timesteps  as ``UNetRunner.predict`` has them, without what an inpainting UNet reads beside
-        contexts          embeddings of the texts (R, tokens, dim)
-        hints             (R, C, h, w) of ``hint``
-        scales            (R,) of what is added
-        pooled, time_ids  (R, P) and (R, 6): SDXL only, and needed there
+        Args:
+            model_input: (R, C, h, w) as in ``UNetRunner.predict``, without the extra channels of an inpainting UNet.
+            timesteps: (R,) training timesteps.
+            contexts: Embeddings of the texts (R, tokens, dim).
+            hints: (R, C, h, w), made by ``hint``.
+            scales: (R,) factors of the residuals.
+            pooled: (R, P), required for SDXL only.
+            time_ids: (R, 6), required for SDXL only.
         """
         added = None
         if self.has_size_conditioning:
@@ -95,7 +98,7 @@ class ControlNetRunner:
 
 
 def residual_shapes(network: Any, height: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    """(C, h, w) of each residual of ``network``, a UNet or a ControlNet, for latents of ``height`` x ``width``."""
+    """Return (C, h, w) of each residual of a UNet or ControlNet for latents of ``height`` x ``width``."""
     shapes = [(int(network.conv_in.out_channels), height, width)]
     for block in network.down_blocks:
         channels = int(block.resnets[-1].conv2.out_channels)
@@ -107,7 +110,7 @@ def residual_shapes(network: Any, height: int, width: int) -> tuple[tuple[int, i
 
 
 def random_residuals(network: Any, cells: tuple[int, int], rows: Sequence[int], like: Tensor) -> Residuals:
-    """Of random ``rows``, by whose numbers they are the same every time, with dtype and device of ``like``."""
+    """Return residuals of random numbers seeded by the row numbers, with dtype and device of ``like``."""
     rngs = [torch.Generator("cpu").manual_seed(row) for row in rows]
     return tuple(
         torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(like.device, like.dtype) / 8
@@ -116,22 +119,28 @@ def random_residuals(network: Any, cells: tuple[int, int], rows: Sequence[int], 
 
 
 def check_fits(controlnet: Any, unet: Any, vae_factor: int) -> None:
-    """ModelLoadError, a clause, where ``controlnet`` was not made for such a UNet, or needs what is not given here."""
-    own, its = controlnet.config, unet.config
-    shrinks = 2 ** (len(own.conditioning_embedding_out_channels) - 1)
-    told = own.addition_embed_type == "text_time"
+    """Raise ModelLoadError if ``controlnet`` was made for another UNet or needs unsupported inputs.
+
+    The message is a clause for the caller to complete.
+    """
+    config, unet_config = controlnet.config, unet.config
+    shrinks = 2 ** (len(config.conditioning_embedding_out_channels) - 1)
+    has_sizes = config.addition_embed_type == "text_time"
     numbers = "projection_class_embeddings_input_dim"
-    if own.cross_attention_dim != its.cross_attention_dim:
-        said = f"it reads texts of {own.cross_attention_dim} numbers a token, the UNet of {its.cross_attention_dim}"
-    elif own.in_channels != its.out_channels:
-        said = f"it reads latents of {own.in_channels} channels, the UNet paints {its.out_channels}"
+    if config.cross_attention_dim != unet_config.cross_attention_dim:
+        width = unet_config.cross_attention_dim
+        problem = f"it reads texts of {config.cross_attention_dim} numbers a token, the UNet of {width}"
+    elif config.in_channels != unet_config.out_channels:
+        problem = f"it reads latents of {config.in_channels} channels, the UNet paints {unet_config.out_channels}"
     elif residual_shapes(controlnet, 64, 64) != residual_shapes(unet, 64, 64):
-        said = "its blocks are not those of this UNet"
-    elif told and (its.addition_embed_type != "text_time" or getattr(own, numbers) != getattr(its, numbers)):
-        said = "it is told sizes that this UNet is not"
-    elif own.conditioning_channels != 3 or shrinks != vae_factor:
-        read = f"{own.conditioning_channels} channels at {shrinks} pixels a cell"
-        said = f"it reads pictures of {read}, not of 3 at {vae_factor}"
+        problem = "its blocks are not those of this UNet"
+    elif has_sizes and (
+        unet_config.addition_embed_type != "text_time" or getattr(config, numbers) != getattr(unet_config, numbers)
+    ):
+        problem = "it is told sizes that this UNet is not"
+    elif config.conditioning_channels != 3 or shrinks != vae_factor:
+        read = f"{config.conditioning_channels} channels at {shrinks} pixels a cell"
+        problem = f"it reads pictures of {read}, not of 3 at {vae_factor}"
     else:
         return
-    raise ModelLoadError(said)
+    raise ModelLoadError(problem)

@@ -1,9 +1,8 @@
-"""Cross-attention with keys and values that are there already.
+"""Cross-attention with precomputed keys and values.
 
-The text does not change while an image is painted, so neither do the keys and values that the UNet makes of it in each
-of its cross-attention layers: 16 layers in SD 1.5 and 2, 70 in SDXL. They are projected once for each prompt and handed
-to diffusers' UNet where the text's embeddings would be, as one ``KeysValues``: the UNet passes it on unread, and the
-processor of each layer takes its own pair from it. Embeddings given as a plain tensor go diffusers' own way.
+A prompt's keys and values are the same at every step: 16 layers in SD 1.5 and 2, 70 in SDXL. They are projected once
+per prompt and passed to diffusers' UNet in place of the embeddings, as one ``KeysValues``. The UNet hands it on unread,
+and each layer's processor takes its pair. Plain embeddings go through diffusers' own processor.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from diffserve.runtime.kv import LayerSpec
 
 UNUSUAL = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "added_kv_proj_dim", "only_cross_attention")
-"""What ``Attention`` of diffusers may have beyond the Stable Diffusion families; any of it changes keys or queries."""
+"""Attributes of diffusers' ``Attention`` beyond the Stable Diffusion families that change keys or queries."""
 
 
 class Pair(NamedTuple):
@@ -29,9 +28,11 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeysValues:
-    """What the rows of one UNet call look at: by layer, keys and values (R, tokens, heads, head_dim) each.
+    """Keys and values for the rows of one UNet call: by layer, (R, tokens, heads, head_dim) each.
 
-    mask: bool (R, 1, 1, tokens), False where a row's text is over and another's is not; ``None``: all are equally long.
+    Attributes:
+        layers: One pair per layer.
+        mask: bool (R, 1, 1, tokens), False beyond the end of a shorter text; ``None`` if all have the same length.
     """
 
     layers: tuple[Pair, ...]
@@ -39,23 +40,23 @@ class KeysValues:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all layers take."""
+        """Size of all layers in bytes."""
         return sum(tensor.nbytes for pair in self.layers for tensor in pair)
 
     def select(self, rows: Tensor) -> KeysValues:
-        """Copies of ``rows`` (int64, repeats allowed)."""
+        """Return copies of ``rows`` (int64, repeats allowed)."""
         layers = tuple(Pair(*(tensor.index_select(0, rows) for tensor in pair)) for pair in self.layers)
         return KeysValues(layers, None if self.mask is None else self.mask.index_select(0, rows))
 
 
 Contexts = Tensor | KeysValues
-"""What a UNet is told of its rows' texts: embeddings (R, tokens, dim), or the keys and values made of them."""
+"""Conditioning on the rows' texts: embeddings (R, tokens, dim), or the keys and values made of them."""
 
 
 class PagedProcessor:
-    """In place of ``plain``, diffusers' own processor of cross-attention ``layer``, which still does embeddings.
+    """Attention processor for precomputed keys and values; plain embeddings go to diffusers' processor ``plain``.
 
-    Computes what ``AttnProcessor2_0`` does for the layers that ``find_layers`` accepts, less the two projections.
+    It computes what ``AttnProcessor2_0`` does for the layers that ``find_layers`` accepts, without the two projections.
     """
 
     def __init__(self, layer: int, plain: Any) -> None:
@@ -70,11 +71,11 @@ class PagedProcessor:
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
     ) -> Tensor:
-        """(R, N, C) from ``hidden_states`` (R, N, C), the picture's positions, looking at the text."""
+        """Return (R, N, C) for image positions ``hidden_states`` (R, N, C)."""
         if not isinstance(encoder_hidden_states, KeysValues):
             output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return output
-        device = hidden_states.device  # of a split UNet another than that of its pages
+        device = hidden_states.device  # a split UNet has blocks on other devices than its pages
         keys, values = (tensor.to(device).transpose(1, 2) for tensor in encoder_hidden_states.layers[self.layer])
         mask = None if encoder_hidden_states.mask is None else encoder_hidden_states.mask.to(device)
         B, N, _ = hidden_states.shape
@@ -85,9 +86,9 @@ class PagedProcessor:
 
 
 class CrossAttention:
-    """The cross-attention layers of ``network``, a ``UNet2DConditionModel``, in the order in which they are built.
+    """The cross-attention layers of ``network``, a ``UNet2DConditionModel``, in the order of its modules.
 
-    Puts a ``PagedProcessor`` into each of them. ``find_difference`` says for which UNets this is possible.
+    It installs a ``PagedProcessor`` in each of them. ``find_difference`` checks whether a UNet supports this.
     """
 
     def __init__(self, network: Any) -> None:
@@ -102,9 +103,9 @@ class CrossAttention:
         return tuple(LayerSpec(module.heads, module.inner_kv_dim // module.heads) for module in self.modules)
 
     def project(self, layer: int, contexts: Tensor) -> Pair:
-        """Keys and values (..., heads, head_dim) of ``contexts`` (..., dim) in one layer, as the weights are now."""
+        """Return the current keys and values (..., heads, head_dim) of ``contexts`` (..., dim) in one layer."""
         module, device = self.modules[layer], contexts.device
-        place = module.to_k.weight.device  # of a split UNet another than that of its pages; meta where weights rest
+        place = module.to_k.weight.device  # another one in a split UNet; meta if weights are offloaded
         there = contexts if place.type == "meta" else contexts.to(place)
         return Pair(
             module.to_k(there).to(device).unflatten(-1, (module.heads, -1)),
@@ -112,7 +113,7 @@ class CrossAttention:
         )
 
     def keys_values(self, contexts: Tensor) -> KeysValues:
-        """Of embeddings (R, tokens, dim), past the pool."""
+        """Return keys and values of embeddings (R, tokens, dim) in all layers, without the page pool."""
         return KeysValues(tuple(self.project(layer, contexts) for layer in range(len(self.modules))))
 
 

@@ -1,9 +1,8 @@
-"""DeepCache: between full calls of a UNet only its shallow part runs, on features that the last full call left.
+"""DeepCache: shallow UNet calls between full ones, on features kept from the last full call.
 
-What a UNet computes at its lower resolutions changes little from one step to the next, and is most of the work. So a
-full call keeps what enters the last ``NUM_SKIPS`` layers of its last up block, and a shallow call computes the first
-``NUM_SKIPS`` skip connections anew and goes on from the kept features. (Ma, Fang and Wang, "DeepCache: Accelerating
-Diffusion Models for Free", CVPR 2024; theirs is ``NUM_SKIPS = 1``.)
+The lower resolutions are most of the work and change little between steps. A full call keeps the input of the last
+``NUM_SKIPS`` layers of its last up block; a shallow call recomputes only the first ``NUM_SKIPS`` skip connections.
+(Ma, Fang and Wang, "DeepCache: Accelerating Diffusion Models for Free", CVPR 2024, with ``NUM_SKIPS = 1``.)
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ DOWN_BLOCKS: Final = ("DownBlock2D", "CrossAttnDownBlock2D")
 UP_BLOCKS: Final = ("UpBlock2D", "CrossAttnUpBlock2D")
 
 UNUSUAL: Final = ("class_embedding", "encoder_hid_proj", "position_net")
-"""What ``UNet2DConditionModel`` may have beyond the Stable Diffusion families on the way into its shallow part."""
+"""Attributes of ``UNet2DConditionModel`` beyond the Stable Diffusion families that affect the shallow part."""
 
 Layer = tuple[Any, Any]
 """A ``ResnetBlock2D`` and the ``Transformer2DModel`` behind it, or ``None``."""
 
 
 class ShallowPart:
-    """What a shallow call runs of ``network``, a ``UNet2DConditionModel``; :meth:`find` says whether it can.
+    """The part of a ``UNet2DConditionModel`` that a shallow call runs; :meth:`find` checks whether it exists.
 
-    num_channels  of the kept features (R, num_channels, h, w), which have the resolution of the latents
-    share         work of a shallow row over that of a full one: weights times the positions that each is applied to
+    Attributes:
+        num_channels: Channels of the kept features (R, num_channels, h, w), at the resolution of the latents.
+        share: Work of a shallow row over that of a full one: weights times the positions that each is applied to.
     """
 
     def __init__(self, network: Any) -> None:
@@ -46,7 +46,7 @@ class ShallowPart:
 
     @classmethod
     def find(cls, network: Any) -> ShallowPart | None:
-        """Of ``network``; ``None`` where it has too few blocks, or other ones than Stable Diffusion's."""
+        """Return the shallow part of ``network``; ``None`` if it has too few blocks, or unsupported ones."""
         first, last = network.down_blocks[0], network.up_blocks[-1]
         fits = (
             len(network.up_blocks) > 1
@@ -62,12 +62,14 @@ class ShallowPart:
 
     @contextmanager
     def keeping(self) -> Iterator[list[Tensor]]:
-        """The features (R, num_channels, h, w) of every full call made inside, views that are not to be kept long."""
-        kept: list[Tensor] = []
+        """Collect the features (R, num_channels, h, w) of every full call in the block, as views of larger tensors."""
+        collected: list[Tensor] = []
         first_resnet = self._up[0][0]
-        handle = first_resnet.register_forward_pre_hook(lambda _, args: kept.append(args[0][:, : self.num_channels]))
+        handle = first_resnet.register_forward_pre_hook(
+            lambda _, args: collected.append(args[0][:, : self.num_channels])
+        )
         try:
-            yield kept
+            yield collected
         finally:
             handle.remove()
 
@@ -75,10 +77,10 @@ class ShallowPart:
         """Run the shallow part on the features of ``call``; returns (R, C, h, w)."""
         network = self.network
         sample, timesteps, contexts, added, *_ = call
-        told = conditions(added)
+        condition_arguments = conditions(added)
         times = network.get_time_embed(sample=sample, timestep=timesteps)
-        embedding = network.time_embedding(times, told.pop(GUIDANCE))
-        further = network.get_aug_embed(emb=embedding, encoder_hidden_states=contexts, **told)
+        embedding = network.time_embedding(times, condition_arguments.pop(GUIDANCE))
+        further = network.get_aug_embed(emb=embedding, encoder_hidden_states=contexts, **condition_arguments)
         embedding = embedding if further is None else embedding + further
         embedding = embedding if network.time_embed_act is None else network.time_embed_act(embedding)
         hidden = network.conv_in(sample)
@@ -101,7 +103,7 @@ class ShallowPart:
 
 
 def layers_of(block: Any) -> list[Layer]:
-    """The layers of a down or up block, in the order in which they run."""
+    """Return the layers of a down or up block, in the order in which they run."""
     attentions: Iterable[Any] = getattr(block, "attentions", repeat(None))
     return list(zip(block.resnets, attentions, strict=False))
 
@@ -115,7 +117,7 @@ def _run(layer: Layer, hidden: Tensor, embedding: Tensor, contexts: Contexts) ->
 
 
 def _work_of(network: Any) -> float:
-    """Weights times the positions that each is applied to, over the positions of the latents."""
+    """Return the sum of weights times the positions that each is applied to, over the positions of the latents."""
     work: float = _num_weights(network.conv_in) + _num_weights(network.conv_out)
     deepest = len(network.down_blocks) - 1
     levels = [*enumerate(network.down_blocks), (deepest, network.mid_block)]

@@ -1,9 +1,8 @@
-"""UNet calls recorded once for a few numbers of rows and replayed: on CUDA one launch in place of some thousand.
+"""CUDA graphs of UNet calls: recorded for a few numbers of rows, one launch in place of about a thousand.
 
-A recording reads its arguments from static buffers, so a call copies its own into them; those that belong to the rows
-(keys and values of texts, factors of adapters) only when the rows change. Recordings of one kind of call share the
-largest buffers. A recording is used once a replay has given the bytes of the call it was made from. (NVIDIA, "CUDA
-Graphs".)
+A recording reads static buffers, into which each call copies its arguments; keys, values and LoRA factors only if the
+rows change. Recordings of one kind of call share the largest buffers. A recording is used once a replay has given the
+bytes of the call that it was made from. (NVIDIA, "CUDA Graphs".)
 """
 
 from __future__ import annotations
@@ -19,18 +18,21 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.runtime.device_health import is_out_of_memory, raise_if_sticky
 from diffserve.runtime.unet.call import Kind, Make, Outputs, Recorder, UNetArguments
 
 MOST_GRAPHS: Final = 32
-"""Kept at once; the longest unused go first."""
+"""Largest number of recordings; the least recently used ones are freed first."""
 
 MOST_DEVICE_TIME: Final = 1.25
-"""A call is not recorded where the device works longer than so many times the host's time to launch it: launching is
-hidden there, and a recording keeps memory (11 GB for SDXL). The host's time contains waits, for at most about a
-thousand launches are queued: of 2,800 that take 270 ms on the device, two thirds of that."""
+"""Calls whose device time exceeds the host's launch time by this factor are not recorded.
+
+Their launches are hidden anyway, and a recording keeps memory (11 GB for SDXL). The host's time includes waits, because
+about a thousand launches can be queued: for 2,800 launches of 270 ms it is two thirds of that.
+"""
 
 FIRST_PAUSE_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 900.0
@@ -40,11 +42,14 @@ logger = logging.getLogger(__name__)
 
 
 class Recorded(NamedTuple):
-    """What a device recorded: ``replay`` does it again, and the results are in ``outputs`` then.
+    """A recording: ``replay`` runs it again and overwrites ``outputs``.
 
-    num_bytes  of memory that the recording keeps beside its buffers
-    launch_s   that the host needs to launch the same work without the recording
-    replay_s   that a replay takes on the device
+    Attributes:
+        replay: Runs the recorded work.
+        outputs: The results of the last replay.
+        num_bytes: Memory that the recording keeps, without its input buffers.
+        launch_s: Time that the host needs to launch the same work without the recording.
+        replay_s: Time that a replay takes on the device.
     """
 
     replay: Callable[[], object]
@@ -55,9 +60,9 @@ class Recorded(NamedTuple):
 
 
 Record = Callable[[Callable[[], Outputs]], Recorded | None]
-"""Records what a function does on the device, and replays it once; ``None`` where that saves nothing.
+"""Records what a function does on the device, and replays it once; ``None`` if that saves nothing.
 
-Raises RuntimeError where recording is not possible.
+Raises RuntimeError if recording is not possible.
 """
 
 Key = tuple[Hashable, Kind, int]
@@ -65,7 +70,7 @@ Key = tuple[Hashable, Kind, int]
 
 
 class CudaRecord:
-    """Records CUDA graphs on ``device``. They share one memory pool, for they never run at the same time."""
+    """Records CUDA graphs on ``device``. They share one memory pool, because they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,7 +123,7 @@ class Buffers:
         self.num_bytes = sum(tensor.nbytes for tensor in self._call.tensors)
 
     def first(self, num_rows: int) -> UNetArguments:
-        """The first ``num_rows`` rows."""
+        """Return the first ``num_rows`` rows."""
         return self._call.map(lambda tensor: tensor[:num_rows])
 
     def fill(self, call: UNetArguments, num_rows: int) -> None:
@@ -161,7 +166,7 @@ class CallGraph(NamedTuple):
         self.recorded.replay()
 
     def outputs(self, num_rows: int) -> Outputs:
-        """Copies of the first rows of the results: the next replay, of whatever graph, overwrites them."""
+        """Return copies of the first rows of the results: the next replay of any graph overwrites them."""
         return tuple(tensor[:num_rows].clone() for tensor in self.recorded.outputs)
 
 
@@ -171,13 +176,14 @@ class _Pause(NamedTuple):
 
 
 class CallGraphs:
-    """Recordings of calls, by what makes them, by the shapes of their arguments, and by number of rows.
+    """Recordings of calls, by the function that makes them, the shapes of their arguments, and the number of rows.
 
-    Where memory runs out all recordings are freed, and what did not fit is recorded again after a pause that grows.
-    Any other error turns recording off for calls of that key.
+    If memory runs out all recordings are freed, and the call is recorded again after a pause that doubles. Any other
+    error turns recording off for calls of that key.
 
-    sizes  numbers of rows that are recorded, ascending: a call is padded to the next. Empty: each call's own, for only
-           a call of the same size is sure to give the same bytes
+    Attributes:
+        sizes: Numbers of rows that are recorded, ascending: a call is padded to the next. Empty: each call's own size,
+            because only a call of the same size is sure to give the same bytes.
     """
 
     def __init__(self, record: Record, sizes: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,28 +191,28 @@ class CallGraphs:
         self._clock = clock
         self.sizes = sizes
         self._graphs: OrderedDict[Key, CallGraph] = OrderedDict()
-        self._pauses: OrderedDict[Key | None, _Pause] = OrderedDict()
+        self._pauses: LRUCache[Key | None, _Pause] = LRUCache(MOST_PAUSES)
         self._is_bypassed = False
         self.pool_bytes = 0
 
     @property
     def num_graphs(self) -> int:
-        """Recordings in use."""
+        """Number of recordings in use."""
         return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
-        """All memory of the recordings: ``pool_bytes``, which look free and are not, and the buffers."""
+        """Memory of all recordings: ``pool_bytes``, which torch reports as unused, and the buffers."""
         buffers = {id(graph.buffers): graph.buffers.num_bytes for graph in tuple(self._graphs.values())}
         return self.pool_bytes + sum(buffers.values())
 
     def recorder(self, name: Hashable, *, is_padded: bool = True) -> Recorder:
-        """Makes calls of ``name``, padded to one of ``sizes`` or not."""
+        """Return a recorder for calls of ``name``, padded to one of ``sizes`` or not."""
         return partial(self._run, name, self.sizes if is_padded else ())
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Make no call by a recording meanwhile, for hooks in the network are not called by one."""
+        """Replay no calls in the block, so that hooks in the network run."""
         self._is_bypassed = True
         try:
             yield
@@ -252,9 +258,10 @@ class CallGraphs:
             return None
 
     def _recorded(self, key: Key, call: UNetArguments, make: Make) -> CallGraph | None:
-        """Record ``call`` padded to the rows of ``key``; ``None`` where that saves nothing.
+        """Record ``call`` padded to the rows of ``key``; ``None`` if that saves nothing.
 
-        Raises RuntimeError where a replay gives other bytes.
+        Raises:
+            RuntimeError: A replay gives other bytes.
         """
         _, kind, size = key
         of_this_kind = (graph.buffers for (_, other, _), graph in self._graphs.items() if other == kind)
@@ -272,7 +279,7 @@ class CallGraphs:
         return CallGraph(recorded, buffers, size)
 
     def clear(self) -> None:
-        """Give the memory back because it is needed; after a pause calls are recorded again."""
+        """Free the recordings because memory is needed; after a pause calls are recorded again."""
         if self._graphs:
             self._free()
             self._pause(None)
@@ -286,20 +293,16 @@ class CallGraphs:
         return pause is not None and self._clock() < pause.until_s
 
     def _pause(self, key: Key | None) -> float:
-        """Record nothing of ``key`` (``None``: nothing at all) for the returned seconds: twice as long as last time
-        where that was lately.
-        """
+        """Stop recording ``key`` (``None``: anything) and return for how many seconds: twice the last recent pause."""
         now_s, last = self._clock(), self._pauses.pop(key, None)
         is_recent = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
         length_s = min(2.0 * last.length_s, LONGEST_PAUSE_S) if last is not None and is_recent else FIRST_PAUSE_S
         self._pauses[key] = _Pause(now_s + length_s, length_s)
-        while len(self._pauses) > MOST_PAUSES:
-            self._pauses.popitem(last=False)
         return length_s
 
 
 def graph_sizes(most_rows: int) -> tuple[int, ...]:
-    """Numbers of rows to record: 1, 2, 3, 4, 6, 8, 12, 16, ..., up to and including ``most_rows``."""
+    """Return the numbers of rows to record: 1, 2, 3, 4, 6, 8, 12, 16, ..., up to and including ``most_rows``."""
     sizes = {size for power in range(most_rows.bit_length()) for size in (1 << power, (3 << power) >> 1)}
     return tuple(sorted({size for size in sizes if size < most_rows} | {most_rows}))
 

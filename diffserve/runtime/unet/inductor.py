@@ -47,13 +47,16 @@ PROBE: Final = "#include <locale>\nstd::locale probe() { return std::locale(); }
 
 
 def compile_package(module: nn.Module, tensors: Sequence[Tensor], path: Path, options: dict[str, Any]) -> None:
-    """Compile ``module`` for inputs like ``tensors`` into a package at ``path``, whose folder takes temporary files.
+    """Compile ``module`` for inputs like ``tensors`` into a package.
 
     Args:
+        module: The network.
+        tensors: Example inputs.
+        path: The package; its folder takes temporary files.
         options: ``WEIGHTS_IN_PACKAGE`` or ``WEIGHTS_AT_LOAD``.
 
     Raises:
-        Exception: what ``torch.export`` and the compilers raise.
+        Exception: What ``torch.export`` and the compilers raise.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.utils import fresh_cache
@@ -65,12 +68,12 @@ def compile_package(module: nn.Module, tensors: Sequence[Tensor], path: Path, op
 
 
 def shared_library_option(folder: Path) -> dict[str, Any]:
-    """Return the option of Inductor by which packages use the C++ library that torch has loaded, if it is needed.
+    """Return the option of Inductor that links packages to the C++ library that torch has loaded, if it is needed.
 
-    Some compilers link this library statically, for example where only ``libstdc++.a`` is installed beside them. A
-    package then has a second copy, and ``std::regex`` in its start-up code crashes on locale objects of the first
-    (``parse_device_str`` in ``aoti_runtime/model_base.h``). Option: a script in ``folder`` that names the loaded
-    library to the linker before the compiler adds its own.
+    Some compilers link this library statically, for example if only ``libstdc++.a`` is installed. A package then has a
+    second copy, and ``std::regex`` in its start-up code crashes on locale objects of the first (``parse_device_str`` in
+    ``aoti_runtime/model_base.h``). The option is a script in ``folder`` that names the loaded library to the linker
+    before the compiler adds its own.
     """
     library = _loaded_cxx_library()
     compiler = _cxx_command()
@@ -120,7 +123,7 @@ def known_options() -> dict[str, Any]:
 
 
 def missing_tools(device: torch.device) -> str | None:
-    """Return what AOTInductor needs to compile for ``device`` and is not installed, as a clause, or ``None``.
+    """Return a clause that names what AOTInductor needs for ``device`` and is not installed, or ``None``.
 
     Checked before a compile begins, because the compiler's own error comes minutes later and is hard to read. The
     wrapper code needs a C++ compiler, and on CUDA the toolkit's headers (``aoti_runtime/device_utils.h``); Triton

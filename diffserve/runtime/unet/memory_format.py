@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from diffserve.disk_cache import DiskCache
+from diffserve.runtime.accelerators import least_seconds
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.stopwatch import least_seconds
 from diffserve.runtime.unet.random_rows import random_call
 
 FORMATS: Final = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -1,8 +1,7 @@
-"""A UNet with the shapes of a model and none of its weights, for a compiler beside an engine that holds the model.
+"""A UNet with the shapes of a model and none of its weights, for a compiler process on the GPU of a running engine.
 
 Packages take the engine's weights when they are loaded, so a compiler only needs parameters of the right shape, layout
-and device. Here all parameters lie in one block of memory, as large as the largest of them: SDXL's UNet takes 60 MB in
-place of 5 GB of the serving GPU.
+and device. All parameters share one block as large as the largest of them: 60 MB for SDXL's UNet in place of 5 GB.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.unet import UNetRunner
 
 SPACING_BYTES: Final = 64
-"""Between the starts of two parameters: compilers merge parameters that start at one address."""
+"""Distance of the starts of two parameters: compilers merge parameters that start at one address."""
 
 
 def load_outline(
     path: str | Path, choice: DeviceChoice, *, profile: ModelProfile, channels_last: bool
 ) -> DiffusionModel:
-    """Return the model at ``path`` with a UNet on ``choice.device`` whose numbers mean nothing.
+    """Return the model at ``path`` with a UNet of meaningless numbers on ``choice.device``.
 
-    ``channels_last``: whether convolution weights are laid out so. Raises what ``load_model`` does.
+    ``channels_last``: the memory format of convolution weights. Raises what ``load_model`` raises.
     """
     model = load_model(path, device="meta", dtype=choice.dtype, profile=profile)
     network = model.unet.network
@@ -41,15 +40,15 @@ def load_outline(
 
 def share_memory(network: nn.Module, device: torch.device) -> None:
     """Replace every parameter and buffer of ``network`` by one on ``device`` that shares memory with the others."""
-    held = [
+    entries = [
         (module, name, tensor)
         for module in network.modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
     ]
-    most_bytes = max(tensor.nbytes for _, _, tensor in held)
-    block = torch.zeros(most_bytes + SPACING_BYTES * len(held), dtype=torch.uint8, device=device)
-    for number, (module, name, tensor) in enumerate(held):
+    most_bytes = max(tensor.nbytes for _, _, tensor in entries)
+    block = torch.zeros(most_bytes + SPACING_BYTES * len(entries), dtype=torch.uint8, device=device)
+    for number, (module, name, tensor) in enumerate(entries):
         start = SPACING_BYTES * number
         shared = block[start : start + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         if name in module._parameters:

@@ -1,10 +1,8 @@
-"""Structured pruning: whole heads of attention and whole inner channels of feed-forwards are cut out of a UNet.
+"""Structured pruning: attention heads and inner channels of feed-forwards are removed from a UNet.
 
-What is left is a smaller network of the same code, whose matrices are dense: nothing sparse is stored or multiplied. In
-every layer the least important are cut, by magnitude: the product of the norms of what goes into a part and of what
-comes out of it; where that is zero the part adds nothing. (Filters: Li et al., "Pruning Filters for Efficient
-ConvNets", ICLR 2017, section 3.1; heads: Michel et al., "Are Sixteen Heads Really Better than One?", NeurIPS 2019, who
-measure by gradients.) Layers are not compared with each other, whose norms say little of one another.
+The result is a smaller dense network of the same code. In every layer those of least magnitude go: the product of the
+norms of a part's input and output weights. (Li et al., "Pruning Filters for Efficient ConvNets", ICLR 2017, section
+3.1; Michel et al., "Are Sixteen Heads Really Better than One?", NeurIPS 2019.)
 """
 
 from __future__ import annotations
@@ -21,21 +19,25 @@ from diffserve.api.bounds import Between, check_bounds
 from diffserve.api.errors import ConfigError
 
 PRUNED_FILE: Final = "pruned.json"
-"""Beside a UNet's config.json, where diffusers cannot say how wide a single layer is: its ``Widths``."""
+"""Stored beside a UNet's config.json, in which diffusers has no widths of single layers; contains ``Widths``."""
 
 FORMAT: Final = 1
 GROUP: Final = 8
-"""Channels are cut by so many: matrix kernels want widths that are multiples of it."""
+"""Channels are removed in groups of this size, because matrix kernels prefer such multiples."""
 
 BOUNDS: Final[Mapping[str, Between]] = {"heads": Between(0.0, 0.9), "channels": Between(0.0, 0.9)}
 UNUSUAL: Final = ("norm_q", "norm_k", "added_kv_proj_dim", "fused_projections")
-"""What ``Attention`` of diffusers may have beyond the Stable Diffusion families that lies across heads."""
+"""Attributes of diffusers' ``Attention`` beyond the Stable Diffusion families that span heads."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of every layer is cut, 0 to 0.9, rounded down: of its heads, of its inner channels. Or ConfigError."""
+    """Shares of the heads and inner channels to remove from every layer, 0 to 0.9, rounded down.
+
+    Raises:
+        ConfigError: A share is out of bounds.
+    """
 
     heads: float
     channels: float
@@ -45,7 +47,7 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Widths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How wide a UNet is inside: attention layer -> heads, feed-forward -> inner channels, by their module names."""
+    """Widths inside a UNet: attention layer -> heads, feed-forward -> inner channels, by module names."""
 
     format: int
     heads: dict[str, Count]
@@ -53,24 +55,29 @@ class Widths(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def widths_of(network: nn.Module) -> Widths:
-    """As ``network`` is now."""
+    """Return the current widths of ``network``."""
     heads = {name: int(attn.heads) for name, attn in _attentions(network)}
     channels = {name: int(forward.net[2].in_features) for name, forward in _feed_forwards(network)}
     return Widths(format=FORMAT, heads=heads, channels=channels)
 
 
-def shrink_as_told(network: nn.Module, directory: Path) -> tuple[Path, ...]:
-    """Make the empty ``network`` as narrow as ``pruned.json`` in ``directory`` says; the files that were read, none
-    where the network is whole. Raises ConfigError for a file that is damaged, or another network's.
+def shrink_to_stored_widths(network: nn.Module, directory: Path) -> tuple[Path, ...]:
+    """Make the empty ``network`` as narrow as ``pruned.json`` in ``directory`` says.
+
+    Returns:
+        The files that were read; none if the network is not pruned.
+
+    Raises:
+        ConfigError: The file is damaged or belongs to another network.
     """
     file = directory / PRUNED_FILE
     if not file.exists():
         return ()
     way_out = "prune the model anew (diffserve prune), or put back the file that was written with its weights"
     try:
-        told = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]).get("format")
-        if told != FORMAT:
-            raise ConfigError(f"its format is {told!r}; this diffserve reads {FORMAT}.")
+        stored_format = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]).get("format")
+        if stored_format != FORMAT:
+            raise ConfigError(f"its format is {stored_format!r}; this diffserve reads {FORMAT}.")
         shrink(network, msgspec.json.decode(file.read_bytes(), type=Widths))
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, ConfigError) as error:
         raise ConfigError(f"{file} cannot be used: {str(error).rstrip('.')}; {way_out}.", param="model") from None
@@ -78,15 +85,15 @@ def shrink_as_told(network: nn.Module, directory: Path) -> tuple[Path, ...]:
 
 
 def shrink(network: nn.Module, widths: Widths) -> None:
-    """Make ``network``, which is empty, as narrow as ``widths`` say. Raises ConfigError where it cannot be that."""
+    """Make the empty ``network`` as narrow as ``widths``. Raises ConfigError if they do not fit it."""
     now = widths_of(network)
-    for kind, asked, there in (("heads", widths.heads, now.heads), ("channels", widths.channels, now.channels)):
-        strangers = sorted(asked.keys() ^ there.keys())
-        if strangers:
-            raise ConfigError(f"{kind} are told of other layers than this UNet has, for example {strangers[0]!r}.")
-        wide = next((name for name, count in asked.items() if count > there[name]), None)
+    for kind, target, current in (("heads", widths.heads, now.heads), ("channels", widths.channels, now.channels)):
+        unmatched = sorted(target.keys() ^ current.keys())
+        if unmatched:
+            raise ConfigError(f"its {kind} are for other layers than this UNet has, for example {unmatched[0]!r}.")
+        wide = next((name for name, count in target.items() if count > current[name]), None)
         if wide is not None:
-            raise ConfigError(f"{wide!r} is to keep {asked[wide]} {kind}, and the configuration has {there[wide]}.")
+            raise ConfigError(f"{wide!r} is to keep {target[wide]} {kind}, and the configuration has {current[wide]}.")
     for name, attn in _attentions(network):
         if widths.heads[name] < attn.heads:
             _keep_heads(attn, torch.arange(widths.heads[name]))
@@ -96,9 +103,10 @@ def shrink(network: nn.Module, widths: Widths) -> None:
 
 
 def prune(network: nn.Module, shares: Shares) -> None:
-    """Cut the least important heads and channels out of every layer of ``network``, which holds plain weights.
+    """Remove the least important heads and channels of every layer of ``network``, which holds plain weights.
 
-    Raises ConfigError for a UNet whose attention cannot be cut by heads.
+    Raises:
+        ConfigError: The attention of the UNet cannot be cut by heads.
     """
     for name, attn in _attentions(network):
         unusual = [what for what in UNUSUAL if getattr(attn, what, None)]
@@ -110,8 +118,9 @@ def prune(network: nn.Module, shares: Shares) -> None:
 
 
 def head_importance(attn: Any) -> Tensor:
-    """float64 (heads,): norm of a head's values times that of its columns of the output. Queries and keys only say
-    where a head looks.
+    """Return float64 (heads,): the norm of a head's values times that of its columns of the output.
+
+    Queries and keys only decide where a head looks.
     """
     values = attn.to_v.weight.double().unflatten(0, (attn.heads, -1))
     output = attn.to_out[0].weight.double().unflatten(1, (attn.heads, -1))
@@ -120,9 +129,7 @@ def head_importance(attn: Any) -> Tensor:
 
 
 def channel_importance(forward: Any) -> Tensor:
-    """float64 (channels,): norms of a channel's value and of its gate, each with its bias, times that of its column of
-    the output.
-    """
+    """Return float64 (channels,): norms of a channel's value and gate, with biases, times that of its output column."""
     into = torch.cat([forward.net[0].proj.weight, forward.net[0].proj.bias[:, None]], dim=1).double()
     value, gate = into.norm(dim=1).chunk(2)
     importance: Tensor = value * gate * forward.net[2].weight.double().norm(dim=0)
@@ -130,7 +137,7 @@ def channel_importance(forward: Any) -> Tensor:
 
 
 def _most_important(importance: Tensor, share: float, group: int) -> Tensor:
-    """Places of those that stay, in their order; of equals the first stay."""
+    """Return the ascending indices that stay; of equal values the first stay."""
     num_cut = int(share * len(importance)) // group * group
     return importance.argsort(descending=True, stable=True)[: len(importance) - num_cut].sort().values
 

@@ -19,9 +19,10 @@ from diffserve.runtime.unet.deep_cache import ShallowPart
 class UNetRunner:
     """Runs diffusers' ``UNet2DConditionModel``. Rows of one call share latent shape and token count, nothing else.
 
-    latent_channels  channels of the latents (and of the prediction)
-    extra_channels   channels beyond them that an inpainting UNet reads: mask and masked image's latents, 5 or 0
-    guidance_dim     of the vector that guidance is told as (latent consistency models), 0 where it takes a second row
+    Attributes:
+        latent_channels: Channels of the latents and of the prediction.
+        extra_channels: Further channels of an inpainting UNet (mask and masked image's latents): 5, else 0.
+        guidance_dim: Size of the guidance embedding (latent consistency models); 0 if guidance takes a second row.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class UNetRunner:
         is_hollow: bool = False,
         is_split: bool = False,
     ) -> None:
-        """``is_split``: some of its blocks are on other devices, and must be called whole."""
+        """Initialize the runner; ``is_split``: some blocks are on other devices, so only the whole network can run."""
         self.network = network
         self._is_split = is_split
         self.device = device
@@ -52,17 +53,17 @@ class UNetRunner:
 
     @cached_property
     def cross_attention(self) -> CrossAttention:
-        """The layers that look at the text, from then on ready for keys and values made beforehand."""
+        """The cross-attention layers, which accept precomputed keys and values from then on."""
         return CrossAttention(self.network)
 
     @cached_property
     def unpaged_reason(self) -> str | None:
-        """Why keys and values of prompts cannot be kept in pages; ``None`` where they can."""
+        """The reason why keys and values of prompts cannot be kept in pages; ``None`` if they can."""
         return find_difference(self.network)
 
     @cached_property
     def shallow(self) -> ShallowPart | None:
-        """What runs between full calls under DeepCache; ``None`` for a UNet that has no such part, or is split."""
+        """The part that DeepCache runs between full calls; ``None`` if the UNet has none, or is split."""
         return None if self._is_split else ShallowPart.find(self.network)
 
     @torch.inference_mode()
@@ -83,23 +84,25 @@ class UNetRunner:
         residuals: Residuals | None = None,
         kept_features: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
+        """Return the network's output (R, C, h, w) in float32, in the prediction type that it was trained for.
 
-        model_input  (R, C, h, w) float32, scaled by the sampler's c_in
-        timesteps    (R,) training timesteps, whole or fractional
-        contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
-        pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
-        extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
-        guidance     (R,) scales, for UNets with a ``guidance_dim``; without it as for 1, which is none
-        features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
-        compiled     makes a full call where it can; the network itself does else
-        recorder     makes the call by replaying a recording of it where it can
-        loras        what changes the network for each row
-        residuals    what ControlNets add for each row; then no call is a compiled one
-        kept_features  a list to which the features (R, F, h, w) of this full call are added
+        Args:
+            model_input: (R, C, h, w) float32, scaled by the sampler's c_in.
+            timesteps: (R,) training timesteps, possibly fractional.
+            contexts: Embeddings (R, tokens, dim), or ``KeysValues`` made by ``cross_attention``.
+            pooled: (R, P), required for SDXL only.
+            time_ids: (R, 6), required for SDXL only.
+            extra: (R, extra_channels, h, w), required for inpainting UNets only.
+            guidance: (R,) scales for UNets with a ``guidance_dim``; by default 1, which is no guidance.
+            features: (R, F, h, w) kept of a full call; then only the shallow part runs.
+            compiled: Makes full calls that it can; otherwise the network does.
+            recorder: Replays a recording of the call if it can.
+            loras: Changes of the network for each row.
+            residuals: ControlNet residuals for each row; such calls are never compiled ones.
+            kept_features: A list to which the features (R, F, h, w) of this full call are added.
         """
-        told = {"pooled": pooled, "time_ids": time_ids, "extra": extra, "guidance": guidance}
-        call = self.call(model_input, timesteps, contexts, **told)
+        conditioning = {"pooled": pooled, "time_ids": time_ids, "extra": extra, "guidance": guidance}
+        call = self.call(model_input, timesteps, contexts, **conditioning)
         call = call._replace(residuals=residuals or (), features=features)
         layers, rank = (loras.layers, loras.rank) if loras else ((), 0)
         keeps_features = kept_features is not None
@@ -136,7 +139,7 @@ class UNetRunner:
             return (shallow.predict(call),)
 
     def with_factors(self, call: UNetArguments, loras: RowLoRAs | None) -> UNetArguments:
-        """``call`` as compiled ones are told of ``loras``."""
+        """Return ``call`` with the factors of ``loras`` as arguments, for compiled calls."""
         if loras is None:
             return call
         if (is_paged := isinstance(call.contexts, KeysValues)) not in self._layers:
@@ -170,7 +173,7 @@ class UNetRunner:
         extra: torch.Tensor | None = None,
         guidance: torch.Tensor | None = None,
     ) -> UNetArguments:
-        """The arguments of :meth:`predict` as the network takes them. ValueError where one is missing."""
+        """Return the arguments of :meth:`predict` as the network takes them. Raises ValueError if one is missing."""
         added: dict[str, torch.Tensor] = {}
         if self.has_size_conditioning:
             if pooled is None or time_ids is None:
@@ -190,8 +193,9 @@ class UNetRunner:
 
 
 def guidance_vectors(scales: torch.Tensor, dim: int) -> torch.Tensor:
-    """(R, dim) float32 for guidance ``scales`` (R,): sines and cosines of w = scale - 1, a thousandfold (Luo et al.
-    2023, arXiv 2310.04378, section 4.2, as timesteps in Vaswani et al. 2017).
+    """Return sinusoidal embeddings (R, dim) float32 of guidance ``scales`` (R,).
+
+    Sines and cosines of 1000 (scale - 1) (Luo et al. 2023, arXiv 2310.04378, section 4.2).
     """
     half = dim // 2
     rates = torch.exp(torch.arange(half, device=scales.device) * (-math.log(10000.0) / (half - 1)))

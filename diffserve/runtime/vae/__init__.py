@@ -1,1 +1,1 @@
-"""From latents to pictures and back: the autoencoder, in tiles at need, and previews."""
+"""The VAE: encoding and decoding of images, previews, and compiled decoders."""

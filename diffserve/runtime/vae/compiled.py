@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
+from diffserve.runtime.accelerators import least_seconds
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.stopwatch import least_seconds
 from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, compile_package
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.vae.vae import VAERunner
@@ -52,9 +52,9 @@ class Decoder(nn.Module):
 
 
 class DecoderPackages:
-    """The packages of one VAE under a cache folder. Calling it decodes, where there is a package for the shape.
+    """The packages of one VAE in a cache folder. Calling it decodes if there is a package for the shape.
 
-    A shape is looked up once: what an image is decoded by does not change while the process lives.
+    A shape is looked up once, so that the way an image is decoded does not change while the process lives.
     """
 
     def __init__(self, vae: VAERunner, cache: DiskCache) -> None:

@@ -1,8 +1,8 @@
-"""Live previews for a small part of what the VAE costs: a tiny decoder from latents to pixels.
+"""Live previews by a small decoder from latents to pixels, at a fraction of the VAE's cost.
 
-It lies in ``preview/`` beside ``unet/`` and ``vae/``: config.json and diffusion_pytorch_model.safetensors. Two classes
-are read, told apart by ``_class_name``: our own ``PreviewDecoder``, and diffusers' ``AutoencoderTiny`` (TAESD), of
-which only the decoder is built. A model without one is previewed by its VAE.
+It is in ``preview/`` of a model: config.json and diffusion_pytorch_model.safetensors. ``_class_name`` is diffserve's
+``PreviewDecoder`` or diffusers' ``AutoencoderTiny`` (TAESD), of which only the decoder is built. Other models are
+previewed by their VAE.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ TINY_PREFIX: Final = "decoder."
 
 @dataclass(frozen=True)
 class PreviewConfig:
-    """The shape of a :class:`PreviewDecoder`, as its config.json gives it beside ``_class_name``.
+    """Shape of a :class:`PreviewDecoder`, as in its config.json.
 
-    latent_channels  of the model's latents
-    widths           channels at the latents' resolution, at twice that, and so on
-    num_blocks       residual blocks of two convolutions at each of these resolutions
-    factor           pixels of the preview to a latent cell; the VAE's own factor shows the picture in full size
+    Attributes:
+        latent_channels: Channels of the model's latents.
+        widths: Channels at the latents' resolution, at twice that, and so on.
+        num_blocks: Residual blocks of two convolutions at each of these resolutions.
+        factor: Preview pixels per latent cell; the VAE's own factor gives full size.
     """
 
     latent_channels: int
@@ -61,7 +62,7 @@ class PreviewConfig:
 
     @property
     def last_factor(self) -> int:
-        """Pixels of the preview to a cell of the last, finest resolution."""
+        """Preview pixels per cell of the last, finest resolution."""
         return self.factor // self._doublings
 
     @property
@@ -70,26 +71,26 @@ class PreviewConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PreviewConfig:
-        """Read config.json's content. Raises ValueError for a key that is missing or unknown, or a wrong value."""
-        given = {name: value for name, value in config.items() if not name.startswith("_")}
+        """Read config.json's content. Raises ValueError for a missing or unknown key, or a wrong value."""
+        entries = {name: value for name, value in config.items() if not name.startswith("_")}
         names = [field.name for field in fields(cls)]
-        wrong = [f"no {name}" for name in names if name not in given]
-        wrong += [f"an unknown {name}" for name in given if name not in names]
+        wrong = [f"no {name}" for name in names if name not in entries]
+        wrong += [f"an unknown {name}" for name in entries if name not in names]
         if wrong:
             raise ValueError(f"it has {' and '.join(wrong)}; its keys are {', '.join(names)}")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields as JSON has them."""
+        """Return the fields as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a straight line: (B, width, h, w) to the same.
+    """Two 3 x 3 convolutions with a skip connection: (B, width, h, w) to the same shape.
 
-    The line itself passes through no ReLU (He et al., 2016, arXiv 1603.05027): in so narrow a network a few steps of
-    training can otherwise switch every channel off for good.
+    No ReLU is on the skip connection (He et al., 2016, arXiv 1603.05027): in such a narrow network a few training steps
+    could otherwise turn channels off permanently.
     """
 
     def __init__(self, width: int) -> None:
@@ -98,16 +99,16 @@ class ResidualBlock(nn.Module):
         self.second = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X + second(relu(first(relu(x))))."""
+        """Return x + second(relu(first(relu(x))))."""
         inner: Tensor = self.second(F.relu(self.first(F.relu(x))))
         return x + inner
 
 
 class PreviewDecoder(nn.Module):
-    """Plain convolutions, widest at the latents' resolution and narrower at each that is twice as fine.
+    """Convolutions, widest at the latents' resolution and narrower at each finer one.
 
-    A cell gives its square of finer cells, and at last of pixels, by a pixel shuffle (Shi et al., 2016,
-    arXiv 1609.05158): nothing is convolved at the picture's own resolution, where a VAE spends most of its time.
+    Pixel shuffles (Shi et al., 2016, arXiv 1609.05158) go to finer cells and pixels, so that no convolution runs at the
+    image's resolution, where a VAE spends most of its time.
     """
 
     def __init__(self, config: PreviewConfig) -> None:
@@ -119,11 +120,11 @@ class PreviewDecoder(nn.Module):
             nn.Sequential(*(ResidualBlock(width) for _ in range(count)))
             for width, count in zip(widths, config.num_blocks, strict=True)
         )
-        self.finer = nn.ModuleList(nn.Conv2d(one, 4 * next_, 1) for one, next_ in pairwise(widths))
+        self.finer = nn.ModuleList(nn.Conv2d(width, 4 * next_width, 1) for width, next_width in pairwise(widths))
         self.conv_out = nn.Conv2d(widths[-1], 3 * config.last_factor**2, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
-        """(B, latent_channels, h, w) as the UNet sees them -> (B, 3, factor h, factor w), about -1..1."""
+        """Decode (B, latent_channels, h, w) as the UNet sees them to (B, 3, factor h, factor w), about -1..1."""
         hidden: Tensor = self.levels[0](self.conv_in(latents))
         for finer, level in zip(self.finer, self.levels[1:], strict=True):
             hidden = level(F.pixel_shuffle(finer(hidden), 2))
@@ -132,10 +133,11 @@ class PreviewDecoder(nn.Module):
 
 @dataclass(frozen=True)
 class PreviewRunner:
-    """Runs a decoder that gives pictures in -1..1 of ``latents / scaling_factor + shift_factor``.
+    """Runs a decoder from ``latents / scaling_factor + shift_factor`` to images in -1..1.
 
-    latent_channels  that it takes
-    factor           pixels of a preview to a cell
+    Attributes:
+        latent_channels: Channels of its input.
+        factor: Preview pixels per cell.
     """
 
     network: Any
@@ -147,24 +149,24 @@ class PreviewRunner:
     shift_factor: float = 0.0
 
     def preview(self, latents: Tensor) -> NDArray[np.uint8]:
-        """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32, pooled to at most 32 cells a side, in one call.
+        """Return images (B, H, W, 3) of ``latents`` (B, C, h, w) float32, pooled to at most 32 cells a side.
 
-        A preview never fails for its numbers: where they are not numbers it is gray.
+        Values that are not finite become gray.
         """
         array: NDArray[np.uint8] = self.preview_later(latents).pixels.read().numpy()
         return array
 
     @torch.inference_mode()
     def preview_later(self, latents: Tensor) -> Decoded:
-        """The same without waiting for the device."""
+        """Start ``preview`` without waiting for the device."""
         z = shrunk(latents).to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
         return Decoded.of(to_bytes(self.network(z.to(self.dtype)).float().nan_to_num(nan=0.0)))
 
 
 def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
-    """The preview decoder in ``directory``, or ``None`` when no config.json is there.
+    """Load the preview decoder in ``directory``; ``None`` without a config.json.
 
-    Raises ModelLoadError when its config.json names another class, or does not fit its weights.
+    Raises ModelLoadError if its config.json names another class, or does not fit its weights.
     """
     file = directory / "config.json"
     if not file.is_file():
@@ -172,9 +174,11 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
     config = read_json(file)
     name = config.get("_class_name")
     if name not in ALLOWED_CLASSES["preview"]:
-        known = " or ".join(ALLOWED_CLASSES["preview"])
-        raise ModelLoadError(f"{file}: _class_name is {name!r}; diffserve builds {known} there and runs no other code.")
-    runner = _own(file, config, choice) if name == OWN_CLASS else _tiny(file, config, choice)
+        classes = " or ".join(ALLOWED_CLASSES["preview"])
+        raise ModelLoadError(
+            f"{file}: _class_name is {name!r}; diffserve builds {classes} there and runs no other code."
+        )
+    runner = _preview_decoder(file, config, choice) if name == OWN_CLASS else _tiny_decoder(file, config, choice)
     prefix = "" if name == OWN_CLASS else TINY_PREFIX  # tensors of other names are never read
     checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=choice.dtype))
     names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
@@ -182,7 +186,7 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
     return runner
 
 
-def _own(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+def _preview_decoder(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
     try:
         shape = PreviewConfig.from_dict(config)
     except ValueError as error:
@@ -191,11 +195,11 @@ def _own(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> Preview
     return PreviewRunner(network, shape.latent_channels, shape.factor, choice.device, choice.compute_dtype)
 
 
-def _tiny(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
-    whole = build_vae(config, str(file))
-    settings = whole.config
+def _tiny_decoder(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+    autoencoder = build_vae(config, str(file))
+    settings = autoencoder.config
     return PreviewRunner(
-        whole.decoder,
+        autoencoder.decoder,
         int(settings.latent_channels),
         int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
         choice.device,

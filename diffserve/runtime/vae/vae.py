@@ -1,6 +1,4 @@
-"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where they are large or memory is
-short.
-"""
+"""Conversion of images to latents and back, with recovery from overflow in 16 bits, and in tiles to save memory."""
 
 from __future__ import annotations
 
@@ -29,10 +27,12 @@ PREVIEW_CELLS = 32
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Pictures on their way from the device, (B, H, W, 3) uint8.
+    """Decoded images on their way from the device, (B, H, W, 3) uint8.
 
-    is_whole  whether each is finite, bool (B,)
-    again     makes one anew with every care, or says why it cannot be
+    Attributes:
+        pixels: The images.
+        is_whole: Whether each is finite, bool (B,).
+        again: Decodes one again with recovery from overflow, or raises.
     """
 
     pixels: Fetched
@@ -41,11 +41,11 @@ class Decoded:
 
     @property
     def is_here(self) -> bool:
-        """Whether ``picture`` waits for nothing."""
+        """Whether ``picture`` returns without waiting."""
         return self.pixels.is_here and self.is_whole.is_here
 
     def picture(self, place: int) -> NDArray[np.uint8]:
-        """(H, W, 3), of its own memory. Raises NumericalError when it is not finite."""
+        """Return a copy (H, W, 3) of one image. Raises NumericalError if it is not finite."""
         if not bool(self.is_whole.read()[place]):
             return self.again(place)
         array: NDArray[np.uint8] = self.pixels.read()[place].numpy().copy()
@@ -53,17 +53,17 @@ class Decoded:
 
     @classmethod
     def of(cls, pixels: torch.Tensor) -> Decoded:
-        """Pictures of which nothing need be asked, (B, H, W, 3) uint8 on any device."""
+        """Wrap finite images (B, H, W, 3) uint8 on any device."""
         is_whole = Fetched(torch.ones(len(pixels), dtype=torch.bool))
         return cls(fetch(pixels), is_whole, lambda place: pixels[place].cpu().numpy())
 
 
 class VAERunner:
-    """Runs diffusers' ``AutoencoderKL`` or ``AutoencoderTiny`` with the normalization its configuration gives.
+    """Runs diffusers' ``AutoencoderKL`` or ``AutoencoderTiny`` with the normalization of its configuration.
 
-    Latents are normalised as ``(z - shift) * scaling_factor`` where shift is ``shift_factor``, or per channel as
+    Latents are normalized as ``(z - shift) * scaling_factor`` where shift is ``shift_factor``, or per channel as
     ``(z - latents_mean) / latents_std * scaling_factor``. ``factor`` is the number of pixels per latent cell.
-    ``compiled`` decodes what it has a package for, and returns ``None`` for anything else.
+    ``compiled`` decodes shapes that it has a package for, and returns ``None`` for others.
     """
 
     def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -83,10 +83,10 @@ class VAERunner:
     def encode(
         self, pixels: NDArray[np.uint8] | torch.Tensor, generators: Sequence[torch.Generator] | None = None
     ) -> torch.Tensor:
-        """Latents (B, C, H / factor, W / factor) float32 of ``pixels`` (B, H, W, 3), uint8 or float32 in [-1, 1].
+        """Return latents (B, C, H / factor, W / factor) float32 of images (B, H, W, 3), uint8 or float32 in [-1, 1].
 
-        With ``generators``, one for each picture, the posterior is sampled, one draw of the latents' shape from each,
-        in order, as diffusers does; without, its mode is taken. ``AutoencoderTiny`` has no posterior and draws nothing.
+        With ``generators``, one per image, the posterior is sampled in order, as in diffusers; without, its mode is
+        used. ``AutoencoderTiny`` has no posterior and draws nothing.
         """
         images = _to_images(pixels)
         if generators is not None and len(generators) != images.shape[0]:
@@ -104,7 +104,7 @@ class VAERunner:
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32. Raises NumericalError when one is not finite."""
+        """Decode float32 ``latents`` (B, C, h, w) to images (B, H, W, 3). Raises NumericalError for one not finite."""
         return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
 
     @torch.inference_mode()
@@ -156,11 +156,11 @@ class VAERunner:
         raise AssertionError("TILE_SHARES is empty")
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """A look at ``latents`` for models without a preview decoder, (B, <= H, <= W, 3): decoded after ``shrunk``."""
+        """Return small images (B, <= H, <= W, 3) of ``latents``, for models without a preview decoder."""
         return self.decode(shrunk(latents))
 
     def preview_later(self, latents: torch.Tensor) -> Decoded:
-        """The same without waiting for the device."""
+        """Start ``preview`` without waiting for the device."""
         return self.decode_later(shrunk(latents))
 
     def _decoded(self, z: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class VAERunner:
         return decoded
 
     def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
-        """``run`` on ``value``; a picture of it that float16 cannot hold is made once more, alone, in float32."""
+        """Run ``run`` on ``value``; an image that overflows in float16 is computed again, alone, in float32."""
         if not bool(torch.isfinite(value).all()):
             raise NumericalError(f"{NOT_FINITE['denoise']}; try another seed, fewer steps or a wider dtype.")
         output = run(value.to(self.device, self.dtype))
@@ -184,13 +184,13 @@ class VAERunner:
             if len(value) == 1:
                 return self._guarded(run, value, visible)
             output = output.float()
-            for index in (place for place, whole in enumerate(is_whole) if not whole):
+            for index in (index for index, is_finite in enumerate(is_whole) if not is_finite):
                 output[index] = self._guarded(run, value[index : index + 1], visible)[0]
             return output
 
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """The network in float32 for a while; from float16 and back no bit of its weights is lost."""
+        """Convert the network to float32 for the block; the conversion from float16 and back is lossless."""
         synchronize(self.device)  # another stream may be decoding with these weights
         try:
             self.network.float()
@@ -223,39 +223,37 @@ def posterior_of(network: Any, moments: Tensor) -> Any:
 
 
 def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
-    """One of ``posterior``, as diffusers draws it; where the VAE is on another GPU than the ``generator``, by what is
-    drawn there.
-    """
+    """Draw a sample as diffusers does, on the device of ``generator``, which may be another GPU."""
     drawn: Tensor
     if generator.device.type == "cpu" or generator.device == posterior.mean.device:
         drawn = posterior.sample(generator)
         return drawn
-    own = {"device": generator.device, "dtype": posterior.mean.dtype}
-    drawn = torch.randn(posterior.mean.shape, generator=generator, **own).to(posterior.mean.device)
+    options = {"device": generator.device, "dtype": posterior.mean.dtype}
+    drawn = torch.randn(posterior.mean.shape, generator=generator, **options).to(posterior.mean.device)
     drawn = posterior.mean + posterior.std * drawn
     return drawn
 
 
 def shrunk(latents: torch.Tensor) -> torch.Tensor:
-    """``latents`` (B, C, h, w) averaged over squares of cells, so that no side has more than ``PREVIEW_CELLS``."""
+    """Average ``latents`` (B, C, h, w) over squares of cells, so that no side has more than ``PREVIEW_CELLS``."""
     side = -(-max(latents.shape[-2:]) // PREVIEW_CELLS)
     return F.avg_pool2d(latents, side, ceil_mode=True) if side > 1 else latents
 
 
 def to_pixels(images: torch.Tensor) -> NDArray[np.uint8]:
-    """(B, 3, H, W) in [-1, 1] on any device to (B, H, W, 3) uint8."""
+    """Convert images (B, 3, H, W) in [-1, 1] on any device to (B, H, W, 3) uint8."""
     array: NDArray[np.uint8] = to_bytes(images).cpu().numpy()
     return array
 
 
 def to_bytes(images: torch.Tensor) -> torch.Tensor:
-    """The same, left where it is."""
+    """Convert images (B, 3, H, W) in [-1, 1] to (B, H, W, 3) uint8 on their device."""
     pixels = (images.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).contiguous()
 
 
 def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
-    """(B, 3, H, W) float32 in [-1, 1]."""
+    """Convert pixels to (B, 3, H, W) float32 in [-1, 1]."""
     tensor = pixels if isinstance(pixels, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(pixels))
     if tensor.dtype == torch.uint8:
         tensor = 2.0 * (tensor.float() / 255.0) - 1.0
@@ -263,11 +261,10 @@ def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: float) -> Tensor:
-    """(B, 3, h * factor, w * factor) float32 from ``run`` on tiles of ``z`` (B, C, h, w); waits for no device.
+    """Return (B, 3, h * factor, w * factor) float32 from ``run`` on tiles of ``z`` (B, C, h, w); waits for no device.
 
-    Neighbours overlap by 2/5 of a tile and fade into each other. What ``run`` takes from all over the picture, as the
-    means of a group norm, is that of a tile: on the embedded model's pictures this makes 37 dB or more against the
-    whole with tiles of 5/8.
+    Neighbors overlap by 2/5 of a tile and are blended. Group norms see a tile instead of the image: with tiles of 5/8
+    the result has 37 dB or more against a whole decode of the embedded model's images.
     """
     height, width = z.shape[-2:]
     pixels: Tensor | None = None
@@ -287,7 +284,7 @@ def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: flo
 
 
 def spans(num_cells: int, share: float) -> list[tuple[int, int]]:
-    """Where tiles begin and end along a side; all have one length."""
+    """Return the starts and ends of tiles of equal length along a side."""
     length, overlap = _length(num_cells, share)
     if length >= num_cells:
         return [(0, num_cells)]

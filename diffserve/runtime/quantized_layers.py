@@ -1,8 +1,8 @@
-"""Layers with int8 weights: float arithmetic, int8 arithmetic with a scale for each token, and with measured ranges.
+"""Layers with int8 weights: float arithmetic, int8 with a scale per token, and int8 with measured ranges.
 
-Every layer stays an instance of its class (``nn.Linear``, ``nn.Conv2d``). Its parameter ``weight`` is an int8 tensor,
-its buffer ``weight_scales`` has one float32 for each output. torchao has the same arithmetic, but not compiled its
-dynamic layers took 1.5 to 4 times as long as bfloat16 on a CPU where these take 0.3 to 1.
+Every layer stays an instance of ``nn.Linear`` or ``nn.Conv2d``, with an int8 parameter ``weight`` and a float32 buffer
+``weight_scales`` per output. torchao's uncompiled dynamic layers took 1.5 to 4 times as long as bfloat16 on a CPU;
+these take 0.3 to 1.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.runtime.unet.steady_layers import RowLinear
+from diffserve.runtime.unet.layers import RowLinear
 
 INT8_MOST: Final = 127
 CUBLAS_ROWS: Final = 17
-"""cuBLAS's int8 product wants more than 16 rows."""
+"""cuBLAS's int8 product needs more than 16 rows."""
 CUBLAS_MULTIPLE: Final = 8
-"""The kernel takes numbers of inputs and outputs that are multiples of this."""
+"""Numbers of inputs and outputs must be multiples of this for the kernel."""
 LEAST: Final = 1e-30
-"""Scales are above zero, so that a token of zeros stays one."""
+"""Smallest scale, above zero so that a token of zeros stays zero."""
 
 
 class Int8DynamicLinear(nn.Linear):
-    """A linear layer with int8 weights, a scale for each output, whose activations become int8 with a scale for each
-    token (LLM.int8's vector-wise scheme, Dettmers et al. 2022, without outliers).
+    """Linear layer with int8 weights, one scale per output, and int8 activations with one scale per token.
 
-    Integers are summed exactly, so a token's output does not depend on who shares the call.
+    (LLM.int8's vector-wise scheme, Dettmers et al. 2022, without outliers.) Integers are summed exactly, so a token's
+    output does not depend on the other rows of the call.
     """
 
     weight_scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in the dtype of ``input``."""
+        """Return (..., out_features) in the dtype of ``input`` (..., in_features)."""
         tokens = input.reshape(-1, self.in_features)
         reach = tokens.abs().amax(dim=-1, keepdim=True).float().clamp_min(LEAST)  # (T, 1)
         values = torch.mul(tokens, INT8_MOST / reach).round_().to(torch.int8)
@@ -46,7 +46,7 @@ class Int8DynamicLinear(nn.Linear):
 
 
 def int8_product(values: Tensor, weight: Tensor) -> Tensor:
-    """int32 (T, out) of int8 (T, in) and (out, in); rows of zeros are added where a GPU wants more."""
+    """Return the int32 product (T, out) of int8 (T, in) and (out, in); on a GPU rows of zeros are added if needed."""
     num_rows = values.shape[0]
     if values.device.type != "cpu" and num_rows < CUBLAS_ROWS:
         values = torch.cat([values, values.new_zeros((CUBLAS_ROWS - num_rows, values.shape[1]))])
@@ -54,21 +54,21 @@ def int8_product(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values shaped as ``weight``, and float32 scales (out,), the largest of each output at 127."""
+    """Return int8 values shaped as ``weight``, and float32 scales (out,): each output's largest value is 127."""
     scales = weight.flatten(1).abs().amax(dim=1).float().clamp_min(LEAST) / INT8_MOST
     values = (weight.float() / scales.view(-1, *[1] * (weight.ndim - 1))).round_()
     return values.to(torch.int8), scales
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``to_int8`` was given, but for its rounding, in ``dtype``."""
+    """Return the dequantized values in ``dtype``."""
     return values.to(dtype).mul_(scales.view(-1, *[1] * (values.ndim - 1)).to(dtype))
 
 
 def weight_in_float32(layer: nn.Module) -> Tensor | None:
-    """Return the weight of ``layer`` in float32, dequantized where it holds 8 bits.
+    """Return the weight of ``layer`` in float32, dequantized if it has 8 bits.
 
-    ``None`` where the layer does not hold it as numbers of its shape: packed for oneDNN, or offloaded.
+    ``None`` if its values are not accessible: packed for oneDNN, or offloaded.
     """
     weight = layer.get_parameter("weight").detach()
     if weight.is_meta or isinstance(layer, Int8StaticLinear | Int8StaticConv2d):
@@ -86,19 +86,19 @@ def become(layer: nn.Module, kind: type[nn.Module], weight: tuple[Tensor, Tensor
 
 
 class InputRange(NamedTuple):
-    """Least and largest activation that a layer was seen to be given, 0 among them."""
+    """Smallest and largest measured input of a layer, including 0."""
 
     low: float
     high: float
 
     @property
     def scale(self) -> float:
-        """Of one of 255 steps."""
+        """Size of one of 255 steps."""
         return max(self.high - self.low, LEAST) / 255
 
     @property
     def zero(self) -> int:
-        """The code of 0, in 0..255."""
+        """Code of 0, in 0..255."""
         return round(-self.low / self.scale)
 
 
@@ -109,7 +109,7 @@ class Int8WeightLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out_features) in the dtype of ``input`` (..., in_features)."""
-        if input.dtype == torch.float16:  # which a sum of products that are not scaled yet may overflow
+        if input.dtype == torch.float16:  # an unscaled sum of products may overflow in it
             return F.linear(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
         # scales stay in float32: with bfloat16 ones Inductor's pattern for such products fails to compile
         output = F.linear(input, self.weight.to(input.dtype)) * self.weight_scales
@@ -117,7 +117,7 @@ class Int8WeightLinear(nn.Linear):
 
 
 class Int8WeightRowLinear(RowLinear, Int8WeightLinear):
-    """``Int8WeightLinear`` for one vector a row, which a CPU computes for sixteen rows at a time."""
+    """``Int8WeightLinear`` for one vector per row, which a CPU computes for sixteen rows at a time."""
 
 
 class Int8WeightConv2d(nn.Conv2d):
@@ -132,23 +132,27 @@ class Int8WeightConv2d(nn.Conv2d):
 
 
 class Int8StaticLinear(nn.Linear):
-    """A linear layer with int8 weights, a scale for each output, whose activations become int8 with one scale and zero
-    that were measured before; whatever lies outside is cut off.
+    """Linear layer with int8 weights, one scale per output, and int8 activations in a measured range.
+
+    Values outside the range are clipped.
     """
 
     weight_scales: Tensor
-    shift: Tensor  # what the zero of the activations adds, bias included, float32 (out,)
+    shift: Tensor  # contribution of the activations' zero, plus bias, float32 (out,)
     range: InputRange
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in the dtype of ``input``."""
+        """Return (..., out_features) in the dtype of ``input`` (..., in_features)."""
         codes = to_codes(input.reshape(-1, self.in_features), self.range, signed=True)
         output = int8_product(codes, self.weight) * self.weight_scales
         return output.add_(self.shift).to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 
 class Int8StaticConv2d(nn.Conv2d):
-    """The same of a convolution, by oneDNN on a CPU. ``weight`` has its shape and no memory: ``packed`` holds it."""
+    """Convolution in int8 by oneDNN on a CPU, with activations in a measured range.
+
+    ``weight`` has the shape and no memory; ``packed`` has the values.
+    """
 
     weight_scales: Tensor
     weight_zeros: Tensor
@@ -157,7 +161,7 @@ class Int8StaticConv2d(nn.Conv2d):
     range: InputRange
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, out, h, w) of (B, in, h, w), in the dtype of ``input``."""
+        """Return (B, out, h, w) in the dtype of ``input`` (B, in, h, w)."""
         output: Tensor = torch.ops.onednn.qconv_pointwise(
             to_codes(input, self.range, signed=False),
             self.range.scale,
@@ -180,9 +184,14 @@ class Int8StaticConv2d(nn.Conv2d):
         return output
 
 
-def to_codes(activations: Tensor, known: InputRange, *, signed: bool) -> Tensor:
-    """``activations`` as uint8 codes, rounded half up; signed ones are int8 and 128 less."""
-    codes = torch.mul(activations.float(), 1 / known.scale).add_(known.zero + 0.5).clamp_(0, 255).to(torch.uint8)
+def to_codes(activations: Tensor, input_range: InputRange, *, signed: bool) -> Tensor:
+    """Return ``activations`` as uint8 codes, rounded half up; with ``signed`` as int8, less 128."""
+    codes = (
+        torch.mul(activations.float(), 1 / input_range.scale)
+        .add_(input_range.zero + 0.5)
+        .clamp_(0, 255)
+        .to(torch.uint8)
+    )
     return codes.bitwise_xor_(128).view(torch.int8) if signed else codes
 
 
@@ -194,19 +203,21 @@ def hold_int8_weight(layer: nn.Module) -> None:
     become(layer, kind, to_int8(layer.get_parameter("weight").detach()))
 
 
-def become_static(layer: nn.Module, known: InputRange) -> None:
-    """Turn ``layer``, made by ``hold_int8_weight``, into one that multiplies in int8, activations within ``known``."""
+def become_static(layer: nn.Module, input_range: InputRange) -> None:
+    """Turn ``layer``, made by ``hold_int8_weight``, into one that multiplies in int8 with inputs in ``input_range``."""
     values, scales = layer.get_parameter("weight").detach(), layer.get_buffer("weight_scales")
     bias = layer._parameters.get("bias")
-    layer.__dict__["range"] = known
+    layer.__dict__["range"] = input_range
     if isinstance(layer, nn.Linear):
-        shift = values.sum(dim=1, dtype=torch.int32) * scales * (known.scale * (128 - known.zero))
-        become(layer, Int8StaticLinear, (values, scales * known.scale))
+        shift = values.sum(dim=1, dtype=torch.int32) * scales * (input_range.scale * (128 - input_range.zero))
+        become(layer, Int8StaticLinear, (values, scales * input_range.scale))
         layer.register_buffer("shift", shift if bias is None else shift + bias.float())
         return
     assert isinstance(layer, nn.Conv2d)
     sizes = [list(side) for side in (layer.stride, layer.padding, layer.dilation)]
-    packed = torch.ops.onednn.qconv_prepack(values, scales, known.scale, known.zero, *sizes, layer.groups, None)
+    packed = torch.ops.onednn.qconv_prepack(
+        values, scales, input_range.scale, input_range.zero, *sizes, layer.groups, None
+    )
     become(layer, Int8StaticConv2d, (values.to("meta"), scales))
     layer.register_buffer("packed", packed)
     layer.register_buffer("weight_zeros", torch.zeros(len(scales), dtype=torch.int64))

@@ -23,9 +23,9 @@ from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading import checkpoint
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component
-from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, tensor_bytes, weights_bytes
-from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for, schemes
-from diffserve.runtime.quantised_layers import (
+from diffserve.runtime.precision import QUANTIZED, _refuse_absent_unit, tensor_bytes, weights_bytes
+from diffserve.runtime.quantization import layers_left, quantize_layer, scheme_for, schemes
+from diffserve.runtime.quantized_layers import (
     InputRange,
     Int8DynamicLinear,
     Int8StaticConv2d,
@@ -35,7 +35,7 @@ from diffserve.runtime.quantised_layers import (
     weight_in_float32,
 )
 from diffserve.runtime.threads import computing_on
-from diffserve.runtime.unet.steady_layers import RowLinear, use_steady_layers
+from diffserve.runtime.unet.layers import RowLinear, use_steady_layers
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.hardware import needs_int8
@@ -50,7 +50,7 @@ def linear(scheme: str | None = None, dtype: torch.dtype = torch.float32) -> nn.
     torch.manual_seed(1)
     layer = nn.Linear(64, 48).requires_grad_(False).to(DEVICE, dtype)
     if scheme is not None:
-        quantise_layer(layer, scheme)
+        quantize_layer(layer, scheme)
     return layer
 
 
@@ -79,7 +79,7 @@ def tokens(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
-def test_a_quantised_layer_comes_near_the_exact_one_for_every_token(scheme: str, dtype: torch.dtype) -> None:
+def test_a_quantized_layer_comes_near_the_exact_one_for_every_token(scheme: str, dtype: torch.dtype) -> None:
     given = tokens(5, dtype)
     exact, found = linear(dtype=dtype)(given).float(), linear(scheme, dtype)(given)
     assert found.dtype == dtype
@@ -110,7 +110,7 @@ def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
     layer = LAYERS[kind]().to(dtype).requires_grad_(False)
     given = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
     narrow = copy.deepcopy(layer)
-    quantise_layer(narrow, "int8_static")
+    quantize_layer(narrow, "int8_static")
     assert (narrow(given).float() - layer(given).float()).norm() / layer(given).float().norm() < 0.02
     become_static(narrow, InputRange(float(given.min()), float(given.max())))
     return layer, narrow, given
@@ -246,7 +246,7 @@ def test_an_odd_layer_falls_back_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("dtype", MULTIPLIED)
-def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor(
+def test_quantizing_while_loading_never_holds_more_than_the_model_and_one_tensor(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     path, choice = tiny_model("sdxl") / "unet", choose_device("cpu", dtype)
@@ -260,7 +260,7 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
         return read(self, key)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
-    load_component(network, checkpoint, choice, quantise=choice.unet_scheme)
+    load_component(network, checkpoint, choice, quantize=choice.unet_scheme)
     assert max(held) <= weights_bytes(network)
     assert len(held) == len(checkpoint.entries)
     ready = {"int8_dynamic": Int8DynamicLinear, "int8_static": Int8WeightLinear | Int8WeightConv2d}[dtype]
@@ -285,7 +285,7 @@ def test_the_int8_unet_of_sdxl_takes_at_most_2_95_gb(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
-def test_a_tick_of_a_quantised_model_waits_for_no_device(tmp_path: Path, dtype: str) -> None:
+def test_a_tick_of_a_quantized_model_waits_for_no_device(tmp_path: Path, dtype: str) -> None:
     path = save_hollow_model("tiny-random", tmp_path, dtype=torch.float16)
     config = EngineConfig(max_rows=8, deterministic=False)
     engine = Engine.from_pretrained(str(path), device="meta", dtype=dtype, config=config)
@@ -319,7 +319,7 @@ def test_8_bit_precisions_of_image_models_need_no_torchao(
 def test_int8_weights_do_not_overflow_in_float16_where_the_products_are_large() -> None:
     layer = nn.Linear(4096, 8, bias=False).half().requires_grad_(False)
     layer.weight.fill_(0.01)
-    quantise_layer(layer, "int8")
+    quantize_layer(layer, "int8")
     output = layer(torch.full((1, 4096), 16.0, dtype=torch.float16))
     assert torch.allclose(output.float(), torch.tensor(0.01 * 16 * 4096), rtol=0.01)
 
@@ -330,7 +330,7 @@ def test_layers_of_one_vector_a_row_stay_steady_in_int8() -> None:
     network = nn.ModuleDict({"linear_1": nn.Linear(320, 1280)}).bfloat16().requires_grad_(False)
     use_steady_layers(network, torch.bfloat16)
     layer = network["linear_1"]
-    quantise_layer(layer, "int8")
+    quantize_layer(layer, "int8")
     rows = torch.randn(5, 320).bfloat16()
     assert isinstance(layer, RowLinear)
     assert torch.equal(torch.cat([layer(row[None]) for row in rows]), layer(rows))
@@ -354,8 +354,8 @@ def test_int8_dynamic_is_refused_where_the_cpu_has_no_int8_unit(monkeypatch: pyt
         choose_device("cpu", "int8_dynamic")
 
 
-@pytest.mark.parametrize("dtype", QUANTISED)
-def test_a_quantised_precision_says_what_is_in_it(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_a_quantized_precision_says_what_is_in_it(dtype: str) -> None:
     choice = choose_device("meta", dtype)
     assert dtype in choice.reason
     assert choice.unet_scheme == dtype

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffserve.runtime import load_model
-from diffserve.runtime.shared_parts import sharing, with_digests
 from diffserve.runtime.text.conditioning import image_specs
+from diffserve.runtime.weight_sharing import sharing, with_digests
 from tests.device import DEVICE
 
 

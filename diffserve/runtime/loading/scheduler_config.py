@@ -1,4 +1,4 @@
-"""What a model's files say of the noise that it was trained with, checked before any weight is read."""
+"""Noise schedules in a model's files, checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ EDM_TENSORS: Final = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.s
 
 
 def read_scheduler(directory: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-    """The scheduler's configuration of a diffusers directory, its class taken from ``index`` where it names none.
+    """Return the scheduler's configuration of a diffusers directory; ``index`` gives its class if it has none.
 
-    Raises ModelLoadError for a formulation that is not served, and where the two files name different ones.
+    Raises ModelLoadError for an unsupported formulation, and if the two files name different ones.
     """
     file = directory / SCHEDULER_FILE
     config = read_json(file)
-    named = (index.get("scheduler") or [None, None])[1]
-    if named is not None:
-        config.setdefault("_class_name", named)
+    class_name = (index.get("scheduler") or [None, None])[1]
+    if class_name is not None:
+        config.setdefault("_class_name", class_name)
     noise_schedule(config, file)
-    if named is not None:
-        noise_schedule({"_class_name": named}, directory / "model_index.json")
-        if is_edm(config) != is_edm({"_class_name": named}):
+    if class_name is not None:
+        noise_schedule({"_class_name": class_name}, directory / "model_index.json")
+        if is_edm(config) != is_edm({"_class_name": class_name}):
             raise ModelLoadError(
-                f"{file} says {config['_class_name']}, model_index.json says {named}; one of them describes another "
-                "model: mend it."
+                f"{file} says {config['_class_name']}, model_index.json says {class_name}; one of them describes "
+                "another model: mend it."
             )
     return config
 
 
 def noise_schedule(config: Mapping[str, Any], where: Path) -> NoiseSchedule:
-    """The schedule that ``config`` describes. Raises ModelLoadError, with ``where``, when it is none that is served."""
+    """Return the schedule that ``config`` describes. Raises ModelLoadError, with ``where``, if it is not supported."""
     try:
         return NoiseSchedule.from_config(config)
     except (ValueError, TypeError, KeyError) as error:
@@ -47,12 +47,12 @@ def noise_schedule(config: Mapping[str, Any], where: Path) -> NoiseSchedule:
 
 
 def edm_scheduler(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The scheduler of a single file that carries EDM's marks, ``None`` without them.
+    """Return the scheduler of a single file with EDM's tensors, ``None`` without them.
 
-    ``edm_vpred.sigma_max`` stands for CosXL's velocity (sigma_data 1), ``edm_mean`` and ``edm_std`` for Playground 2.5.
+    ``edm_vpred.sigma_max`` marks CosXL's velocity (sigma_data 1), ``edm_mean`` and ``edm_std`` Playground 2.5.
     """
-    found = [key for key in EDM_TENSORS if key in checkpoint]
-    if not found:
+    tensors = [key for key in EDM_TENSORS if key in checkpoint]
+    if not tensors:
         return None
     if "edm_vpred.sigma_max" in checkpoint:
         return {
@@ -63,9 +63,9 @@ def edm_scheduler(checkpoint: Checkpoint) -> dict[str, Any] | None:
             "sigma_min": _number(checkpoint, "edm_vpred.sigma_min") if "edm_vpred.sigma_min" in checkpoint else 0.002,
             "sigma_schedule": "exponential",
         }
-    if not {"edm_mean", "edm_std"} <= set(found):
+    if not {"edm_mean", "edm_std"} <= set(tensors):
         raise ModelLoadError(
-            f"{checkpoint.where()} holds {found[0]} alone; edm_mean and edm_std come together (Playground 2.5), "
+            f"{checkpoint.where()} holds {tensors[0]} alone; edm_mean and edm_std come together (Playground 2.5), "
             "edm_vpred.sigma_min with edm_vpred.sigma_max (CosXL)."
         )
     return {
@@ -78,8 +78,8 @@ def edm_scheduler(checkpoint: Checkpoint) -> dict[str, Any] | None:
     }
 
 
-def edm_normalisation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Entries of the VAE's configuration by ``edm_mean`` and ``edm_std``; none where they are absent."""
+def edm_normalization(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the VAE's configuration entries from ``edm_mean`` and ``edm_std``; none without these."""
     if "edm_mean" not in checkpoint or "edm_std" not in checkpoint:
         return {}
     return {

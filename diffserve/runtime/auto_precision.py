@@ -1,9 +1,7 @@
-"""Which arithmetic ``auto`` means for an image model: on a CPU the faster one is found by trying, not by its flags.
+"""Choice of the dtype "auto" for image models: on a CPU float32 and bfloat16 are measured.
 
-A processor that multiplies bfloat16 in hardware need not be faster in it: without tiles of its own (AMX, or where a
-virtual machine hides them) the same ports do the work, and every value is converted twice. So both do what a UNet does
-most, a convolution and a linear layer, on one thread, and that thread's own time is compared: what else the machine
-does falls on neither.
+A CPU with bfloat16 instructions need not be faster in it: without AMX the same execution ports do the work, and values
+are converted twice. So a convolution and a linear layer run in both on one thread, measured in that thread's CPU time.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from diffserve.runtime.precision import DeviceChoice, choose_device, hardware_na
 from diffserve.runtime.threads import computing_on
 
 WORTH_ITS_MEMORY: Final = 1.2
-"""bfloat16 must take so many times as long as float32 before weights are held in twice the bytes."""
+"""bfloat16 must take this many times as long as float32 to justify weights of twice the size."""
 
 ROOM_SHARE: Final = 0.5
-"""Of the memory that is free, for weights in float32."""
+"""Share of the free memory for weights in float32."""
 
-KEPT_AS: Final = "arithmetic"
+CACHE_KIND: Final = "arithmetic"
 ROUNDS: Final = 5
 CHANNELS: Final = 256
 SIDE: Final = 16
@@ -46,10 +44,10 @@ def choose_for(
     offload: str = "none",
     cache: DiskCache | None = None,
 ) -> DeviceChoice:
-    """``choose_device`` for the image model at ``path``: what is left to choose is float32 on a CPU where that is
-    clearly faster and its weights find room; who asks for int8 wants them small. Raises what ``choose_device`` does.
+    """Choose device and dtype for the image model at ``path`` like ``choose_device``, and measure "auto" on a CPU.
 
-    ``cache`` keeps what was found, so that the next start chooses alike and a seed gives the same picture.
+    float32 is chosen if it is clearly faster and its weights fit into memory. ``cache`` stores the measurement, so that
+    the next start makes the same choice and a seed gives the same image. Raises what ``choose_device`` raises.
     """
     choice = choose_device(device, dtype, offload)
     if dtype != "auto" or choice.device.type != "cpu" or choice.dtype != "bfloat16":
@@ -57,29 +55,29 @@ def choose_for(
     room = free_bytes(choice.device)
     if room is not None and 2 * stored_bytes(path) > ROOM_SHARE * room:
         return choice
-    ratio = _kept_or_tried(cache)
+    ratio = _cached_or_measured(cache)
     if ratio < WORTH_ITS_MEMORY:
         return choice
     reason = f"since this CPU takes {ratio:.1f} times as long in bfloat16"
     return choose_device(device, dtype, offload, best=("float32", reason))
 
 
-def _kept_or_tried(cache: DiskCache | None) -> float:
+def _cached_or_measured(cache: DiskCache | None) -> float:
     key = f"{hardware_name(torch.device('cpu'))} torch {torch.__version__}"
-    kept = cache.read(KEPT_AS, key) if cache else None
-    if isinstance(kept, float) and kept > 0.0:
-        return kept
+    cached = cache.read(CACHE_KIND, key) if cache else None
+    if isinstance(cached, float) and cached > 0.0:
+        return cached
     ratio = bfloat16_over_float32()
     if cache:
-        cache.write(KEPT_AS, key, ratio)
+        cache.write(CACHE_KIND, key, ratio)
     return ratio
 
 
 def stored_bytes(path: str | Path) -> int:
-    """Of the safetensors files of the model at ``path``, variants and an adapter's base among them; 0: none there."""
+    """Return the size of the model's safetensors files, including variants and an adapter's base; 0 without any."""
     location = location_of(path)
     places = [location]
-    with suppress(ModelLoadError):  # who loads it says what is wrong
+    with suppress(ModelLoadError):  # loading reports the problem
         adapter = read_adapter(location)
         places += [adapter.base] if adapter else []
     files = [file for place in places for file in (place.rglob("*.safetensors") if place.is_dir() else [place])]
@@ -88,16 +86,14 @@ def stored_bytes(path: str | Path) -> int:
 
 @lru_cache(maxsize=1)
 def bfloat16_over_float32() -> float:
-    """The least time of this CPU for a convolution and a linear layer in bfloat16, over that in float32; a tenth of a
-    second.
-    """
+    """Return this CPU's time for small layers in bfloat16 over that in float32, measured in 0.1 seconds."""
     with computing_on(1):
         float_s, bfloat_s = _least_s([_layers(dtype) for dtype in (torch.float32, torch.bfloat16)])
     return bfloat_s / float_s
 
 
 def _layers(dtype: torch.dtype) -> tuple[Callable[[], Tensor], ...]:
-    """A convolution and a linear layer of a small UNet, two rows."""
+    """Return calls of a convolution and a linear layer of a small UNet with two rows."""
     image, kernel = torch.ones(2, CHANNELS, SIDE, SIDE, dtype=dtype), torch.ones(CHANNELS, CHANNELS, 3, 3, dtype=dtype)
     hidden, weight = torch.ones(2 * SIDE**2, CHANNELS, dtype=dtype), torch.ones(4 * CHANNELS, CHANNELS, dtype=dtype)
     return (lambda: F.conv2d(image, kernel, padding=1), lambda: F.linear(hidden, weight))
@@ -105,12 +101,12 @@ def _layers(dtype: torch.dtype) -> tuple[Callable[[], Tensor], ...]:
 
 @torch.inference_mode()
 def _least_s(arms: Sequence[Sequence[Callable[[], Tensor]]]) -> list[float]:
-    """Of each arm the sum of its calls' least times, in seconds of this thread; arms take turns."""
-    least = [[float("inf")] * len(calls) for calls in arms]
-    for _ in range(1 + ROUNDS):  # in the first, kernels are chosen
+    """Return for each arm the sum of its calls' least times in seconds of CPU time; arms take turns."""
+    best = [[float("inf")] * len(calls) for calls in arms]
+    for _ in range(1 + ROUNDS):  # the first round selects kernels
         for arm, calls in enumerate(arms):
             for at, call in enumerate(calls):
                 started_s = time.thread_time()
                 call()
-                least[arm][at] = min(least[arm][at], time.thread_time() - started_s)
-    return [sum(times) for times in least]
+                best[arm][at] = min(best[arm][at], time.thread_time() - started_s)
+    return [sum(times) for times in best]

@@ -1,4 +1,4 @@
-"""The adapters of a folder in memory, ready for rows: read when they are asked for, the longest unused forgotten."""
+"""LoRA adapters of a model's folders: checked and read on demand, least recently used ones are dropped."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor, nn
 
 from diffserve.api.errors import InvalidRequest, ModelLoadError
@@ -32,33 +33,33 @@ from diffserve.runtime.low_rank import (
     shape_of,
 )
 from diffserve.runtime.model import DiffusionModel
-from diffserve.runtime.quantised_layers import weight_in_float32
+from diffserve.runtime.quantized_layers import weight_in_float32
 from diffserve.runtime.threads import pool_of_threads
 
-CHECKED_KEPT: Final = 1024
+MAX_CHECKED: Final = 1024
 NUM_READERS: Final = 2
-"""Files read at once."""
+"""Number of files read in parallel."""
 
 Stamp = tuple[str, int, int]
-"""A file as it was read: path, bytes, time of its last change."""
+"""Version of a file: path, bytes, time of its last change."""
 
 
 class Header(NamedTuple):
-    """What a file's header says: the largest rank or ``WHOLE``, trigger words, and embeddings that it holds, too."""
+    """Facts from a file's header: the largest rank or ``WHOLE``, trigger words, and words of bundled embeddings."""
 
     rank: int
     words: str
     bundled_words: tuple[str, ...]
 
 
-class LoRAShelf:
-    """The adapters of ``model``'s folder. Those whose pictures are being painted are kept; of others, ``max_bytes``."""
+class LoRAStore:
+    """The adapters of ``model``'s folders. Those in use are kept, and of others up to ``max_bytes``."""
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
         self.folder = LoraFolders(model.lora_dirs)
         self.model = model
         self.max_bytes = max_bytes
-        self._headers: OrderedDict[Stamp, Header] = OrderedDict()
+        self._headers: LRUCache[Stamp, Header] = LRUCache(MAX_CHECKED)
         self._alive: WeakValueDictionary[bytes, LoRASet] = WeakValueDictionary()
         self._kept: OrderedDict[bytes, LoRASet] = OrderedDict()
         self._file_digests: OrderedDict[Stamp, str] = OrderedDict()
@@ -66,18 +67,18 @@ class LoRAShelf:
 
     @property
     def num_kept(self) -> int:
-        """Sets of adapters that are kept, whether or not anything is painted with them."""
+        """Number of sets of adapters that are kept, in use or not."""
         return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
-        """That they take."""
-        return sum(one.num_bytes for one in self._kept.values())
+        """Size of the kept sets in bytes."""
+        return sum(lora_set.num_bytes for lora_set in self._kept.values())
 
     def check(self, loras: Sequence[Lora]) -> CheckedLoras:
-        """What is known of ``loras``, at least one, by their files' headers.
+        """Check ``loras``, at least one, by the headers of their files.
 
-        Raises InvalidRequest for one that is not there, was made for another model, or is of a kind that is not taken.
+        Raises InvalidRequest for one that does not exist, was made for another model, or has an unsupported form.
         """
         stamped = [(lora, *self._stamped(lora.name)) for lora in loras]
         ranks = []
@@ -87,8 +88,6 @@ class LoRAShelf:
                 self._matched(lora.name, path, file)
                 content = file.content
                 self._headers[stamp] = Header(content.rank, content.words, content.bundled_words)
-                while len(self._headers) > CHECKED_KEPT:
-                    self._headers.popitem(last=False)
             ranks.append(self._headers[stamp].rank)
         padded = WHOLE if WHOLE in ranks else padded_rank(sum(ranks))
         if padded is None:
@@ -114,47 +113,48 @@ class LoRAShelf:
         )
 
     def ranks(self) -> tuple[int, ...]:
-        """What each adapter of the folder that can be used and has a rank is padded to when it is alone."""
-        found = set[int]()
+        """Return the padded ranks of the usable adapters of the folders, each alone."""
+        padded_ranks = set[int]()
         for name in self.folder.names():
             with suppress(InvalidRequest):
-                found.add(self.check((Lora(name),)).rank)
-        return tuple(sorted(found - {WHOLE}))
+                padded_ranks.add(self.check((Lora(name),)).rank)
+        return tuple(sorted(padded_ranks - {WHOLE}))
 
     def begin(self, loras: Sequence[Lora], digest: bytes) -> Future[LoRASet]:
-        """``loras``, checked and of this ``digest``, on their way into memory, read beside whatever else is done."""
-        there: Future[LoRASet] = Future()
-        found = self._alive.get(digest)
-        if found is not None:
-            there.set_result(found)
-            return there
+        """Read ``loras``, checked and of this ``digest``, in a background thread."""
+        future: Future[LoRASet] = Future()
+        lora_set = self._alive.get(digest)
+        if lora_set is not None:
+            future.set_result(lora_set)
+            return future
         try:
             return self._readers.submit(self._read, loras, self.check(loras))
-        except InvalidRequest as error:  # it was there a moment ago
-            there.set_exception(error)
-            return there
+        except InvalidRequest as error:  # the file was removed after the check
+            future.set_exception(error)
+            return future
 
     def take(self, loras: Sequence[Lora], reading: Future[LoRASet] | None = None) -> LoRASet:
-        """``loras`` as a row has them, as ``reading`` has read them, or read now unless they are in memory.
+        """Return the set of ``loras``, from memory, from the future ``reading``, or read now.
 
         Raises InvalidRequest as ``check`` does.
         """
         checked = self.check(loras)
-        found = self._alive.get(checked.digest)
-        if found is None:
-            found = reading.result() if reading is not None else self._read(loras, checked)
-            self._alive[checked.digest] = found
-        self._kept[checked.digest] = found
+        lora_set = self._alive.get(checked.digest)
+        if lora_set is None:
+            lora_set = reading.result() if reading is not None else self._read(loras, checked)
+            self._alive[checked.digest] = lora_set
+        self._kept[checked.digest] = lora_set
         self._kept.move_to_end(checked.digest)
         num_bytes = self.num_bytes
         while num_bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             num_bytes -= dropped.num_bytes
-        return found
+        return lora_set
 
     def digests(self, digest: bytes) -> dict[str, str]:
-        """Of those of this ``digest`` that were read, by name: SHA-256 of their files without the header, in which some
-        tools write later.
+        """Return the digests by name of the adapters of the set ``digest``.
+
+        They are the SHA-256 of the files without the header, which some tools change later.
         """
         return self._digests.get(digest, {})
 
@@ -164,7 +164,7 @@ class LoRAShelf:
 
     @cached_property
     def _networks(self) -> dict[str, dict[str, nn.Module]]:
-        """By component, the layers that adapters may change."""
+        """Layers that adapters may change, by component."""
         encoders = [encoder.network for encoder in self.model.text.encoders]
         networks = dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
         networks[UNET] = self.model.unet.network
@@ -187,20 +187,20 @@ class LoRAShelf:
             raise _refused(name, path, error) from None
 
     def _matched(self, name: str, path: Path, file: LoRAFile) -> dict[str, dict[str, LayerChange]]:
-        """By component and layer, what ``file`` changes."""
-        found = {}
+        """Return the changes of ``file`` by component and layer."""
+        changes = {}
         for component in file.layers:
             if component not in self._networks:
-                said = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} has not: leave it out."
-                raise InvalidRequest(said, param="loras")
+                message = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} has not: leave it out."
+                raise InvalidRequest(message, param="loras")
             layers = self._networks[component]
             shapes = {name: shape_of(layer) for name, layer in layers.items()}
             biases = {name for name, layer in layers.items() if layer._parameters.get("bias") is not None}
             try:
-                found[component] = file.matched(component, shapes, biases, self.model.model_id)
+                changes[component] = file.matched(component, shapes, biases, self.model.model_id)
             except ModelLoadError as error:
                 raise _refused(name, path, error) from None
-        return found
+        return changes
 
     def _read(self, loras: Sequence[Lora], checked: CheckedLoras) -> LoRASet:
         parts = defaultdict[nn.Module, list[_Part]](list)
@@ -223,7 +223,7 @@ class LoRAShelf:
             else:
                 layers[layer] = joined(layer, [part.factors(layer) for part in changes], checked.rank, like)
         self._digests[checked.digest] = digests
-        while len(self._digests) > CHECKED_KEPT:
+        while len(self._digests) > MAX_CHECKED:
             self._digests.popitem(last=False)
         digest = hashlib.sha256("\n".join(of_texts).encode()).digest() if of_texts else b""
         return LoRASet(checked.rank, layers, digest, whole_changes)
@@ -233,7 +233,7 @@ class LoRAShelf:
             with path.open("rb") as file:
                 file.seek(8 + int.from_bytes(file.read(8), "little"))
                 self._file_digests[stamp] = hashlib.file_digest(file, "sha256").hexdigest()
-            while len(self._file_digests) > CHECKED_KEPT:
+            while len(self._file_digests) > MAX_CHECKED:
                 self._file_digests.popitem(last=False)
         return self._file_digests[stamp]
 
@@ -301,5 +301,5 @@ def _unusable(name: str, path: Path) -> InvalidRequest:
 
 
 def _refused(name: str, path: Path, error: ModelLoadError) -> InvalidRequest:
-    """In the words of ``error``, without the place where the folder lies."""
+    """Return ``error`` as an error of the request, without the path of the folder."""
     return InvalidRequest(f"LoRA {name!r} cannot be used: {error.message.replace(str(path), path.name)}", param="loras")
