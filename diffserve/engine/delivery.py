@@ -36,7 +36,7 @@ ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
 }
 
 
-class AboutRequest(Protocol):
+class RequestEvent(Protocol):
     """An event."""
 
     @property
@@ -44,11 +44,11 @@ class AboutRequest(Protocol):
         """Whose."""
 
 
-E = TypeVar("E", bound=AboutRequest)
+E = TypeVar("E", bound=RequestEvent)
 Order = TypeVar("Order")
 
 
-class Shell(ABC, Generic[Order, E]):
+class TickLoop(ABC, Generic[Order, E]):
     """Takes orders, ticks, tells. Safe to call from any thread; nothing runs unless somebody ticks.
 
     A server calls ``submit``, ``cancel`` and, in a loop, ``tick``; whoever generates or streams ticks in its own
@@ -174,7 +174,7 @@ class Shell(ABC, Generic[Order, E]):
             self._tick_once()
 
 
-def raise_if_failed(event: AboutRequest) -> None:
+def raise_if_failed(event: RequestEvent) -> None:
     """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
     if isinstance(event, Cancelled):
         raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")

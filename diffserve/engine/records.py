@@ -98,7 +98,7 @@ def shares(seconds: float, weights: Mapping[T, float]) -> dict[T, float]:
     total = sum(weights.values())
     if total <= 0.0:
         return dict.fromkeys(weights, seconds / max(1, len(weights)))
-    return {one: seconds * weight / total for one, weight in weights.items()}
+    return {key: seconds * weight / total for key, weight in weights.items()}
 
 
 class Scheduler(ABC, Generic[L, E]):

@@ -49,8 +49,8 @@ from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice,
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
-from diffserve.runtime.text.handover import NOTHING
 from diffserve.runtime.text.learnt_words import teach
+from diffserve.runtime.text.transferred_encodings import NOTHING
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner

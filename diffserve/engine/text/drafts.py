@@ -92,11 +92,11 @@ class DraftPolicy:
     def _look(self, piece: ScheduledTokens, lookup: PromptLookup) -> int:
         row = piece.sequence.row
         if row.constraint is None:
-            found = lookup.propose(row.token_ids)
+            draft = lookup.propose(row.token_ids)
         else:
-            found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
-        piece.task.num_misses = 0 if found else piece.task.num_misses + 1
-        return self._take(piece, row.crop(found))
+            draft = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
+        piece.task.num_misses = 0 if draft else piece.task.num_misses + 1
+        return self._take(piece, row.crop(draft))
 
     def _take(self, piece: ScheduledTokens, draft: list[int]) -> int:
         if not draft or not self.pages.reserve(piece.sequence, piece.end + len(draft)):

@@ -162,8 +162,8 @@ class ScheduledTokens:
     @property
     def token_ids(self) -> list[int]:
         """What the network is given; 0 stands for a token that nobody has read yet."""
-        known = self.sequence.row.token_ids[self.start : self.end]
-        return [*known, *[0] * (self.end - self.start - len(known)), *self.draft]
+        token_ids = self.sequence.row.token_ids[self.start : self.end]
+        return [*token_ids, *[0] * (self.end - self.start - len(token_ids)), *self.draft]
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class TextOutcome:
     unread   texts whose next token is chosen on the device, one each, and what will be told of it: for ``said``
     """
 
-    said: dict[TextTask, list[Choice]] = field(default_factory=dict)
+    choices: dict[TextTask, list[Choice]] = field(default_factory=dict)
     drafted: dict[TextTask, int] = field(default_factory=dict)
     forks: dict[TextTask, Fork] = field(default_factory=dict)
     failures: dict[TextTask, FailureReason] = field(default_factory=dict)

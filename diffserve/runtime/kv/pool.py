@@ -8,11 +8,11 @@ from typing import Self
 import torch
 
 from diffserve.api.errors import ConfigError
-from diffserve.runtime.kv.arena import Arena, LayerView
 from diffserve.runtime.kv.batch import PagedBatch
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
-from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.layout import Arena, KVSpec, LayerView, PagePlan
+from diffserve.runtime.kv.ledger import LogicalPage, PageLedger
 from diffserve.runtime.kv.page_table import (
     Match,
     PageTable,
@@ -22,8 +22,6 @@ from diffserve.runtime.kv.page_table import (
     make_writable,
     num_logical_wanted,
 )
-from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.spec import KVSpec, PagePlan
 from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
@@ -73,13 +71,13 @@ class PagePool:
 
         Raises ValueError when a layer does not fit a page, or when the name is taken by another spec.
         """
-        known = self._tenants.get(spec.tenant)
-        if known is None:
+        owner = self._tenants.get(spec.tenant)
+        if owner is None:
             plan = PagePlan(spec, self.page_bytes)
-            known = self._tenants[spec.tenant] = Tenant(plan, self.arena.views(plan))
-        elif known.plan.spec != spec:
+            owner = self._tenants[spec.tenant] = Tenant(plan, self.arena.views(plan))
+        elif owner.plan.spec != spec:
             raise ValueError(f"tenant {spec.tenant!r} is registered with another spec: retire it first.")
-        return known.plan
+        return owner.plan
 
     def retire(self, tenant: str) -> None:
         """Forget ``tenant`` and its pages. Raises PageTableError while it has open tables."""
@@ -174,8 +172,8 @@ class PagePool:
         if first >= num_tokens:
             return
         self._ledger.require_ever(table.plan.num_pages(num_tokens))
-        wanted = num_logical_wanted(table.plan, table.logical_pages, first, num_tokens, joining=False)
-        fresh = self._ledger.allocate(table.tenant, wanted, table.plan.num_groups)
+        num_new = num_logical_wanted(table.plan, table.logical_pages, first, num_tokens, joining=False)
+        fresh = self._ledger.allocate(table.tenant, num_new, table.plan.num_groups)
         make_writable(self._ledger, self.arena, table, first, num_tokens, fresh)
         table.num_tokens = max(table.num_tokens, num_tokens)
 
@@ -297,9 +295,9 @@ class PagePool:
 
     def _require(self, plan: PagePlan, match: Match, num_tokens: int) -> None:
         self._ledger.require_ever(plan.num_pages(num_tokens))
-        wanted = num_logical_wanted(plan, match.logical_pages, match.num_tokens, num_tokens, joining=True)
-        woken = sum(len(logical.pages) for logical in match.logical_pages if not logical.num_holders)
-        self._ledger.require(wanted * plan.num_groups, spoken_for=woken)
+        num_new = num_logical_wanted(plan, match.logical_pages, match.num_tokens, num_tokens, joining=True)
+        num_reactivated = sum(len(logical.pages) for logical in match.logical_pages if not logical.num_holders)
+        self._ledger.require(num_new * plan.num_groups, num_reserved=num_reactivated)
 
     def _hold(self, table: PageTable, match: Match) -> PageTable:
         table.logical_pages, table.keys, table.num_tokens = match

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 AnyConditioning = Conditioning | PagedConditioning
 
 
-class ToldRow(NamedTuple):
+class ConditioningRow(NamedTuple):
     """A row of a UNet call: its image's conditioning, and which half of it."""
 
     conditioning: AnyConditioning
@@ -98,7 +98,7 @@ class PlainConditioner:
         """Make one call to find out how texts may be encoded together; False where nothing is to be found out."""
         return False
 
-    def contexts(self, rows: Sequence[ToldRow]) -> Tensor:
+    def contexts(self, rows: Sequence[ConditioningRow]) -> Tensor:
         """What the rows of one call look at, (R, tokens, dim)."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return torch.stack([half for half in halves if isinstance(half, Tensor)])
@@ -170,7 +170,7 @@ class PagedConditioner:
         """See ``PlainConditioner``."""
         return self.pages.batches.study()
 
-    def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
+    def contexts(self, rows: Sequence[ConditioningRow]) -> Contexts:
         """Copies out of the pages, ``KeysValues`` of (R, tokens, heads, head_dim)."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return self.pages.gather([half for half in halves if isinstance(half, tuple)])
@@ -194,14 +194,14 @@ def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
     Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters;
     those of a text encoder that several models share are not.
     """
-    beside = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
+    suffix = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
 
     def identity(digest: str) -> bytes:
-        return hashlib.sha256(f"{digest} {beside}".encode()).digest()
+        return hashlib.sha256(f"{digest} {suffix}".encode()).digest()
 
     parts, kind = model.part_digests, "of SDXL" if model.text.is_sdxl else "alone"  # of which another layer is read
-    own = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
-    return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, own)))
+    encoder_digests = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
+    return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, encoder_digests)))
 
 
 def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:

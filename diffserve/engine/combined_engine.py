@@ -1,4 +1,4 @@
-"""Studio: pictures, texts and rewritten prompts from one process, one page pool and one loop.
+"""CombinedEngine: pictures, texts and rewritten prompts from one process, one page pool and one loop.
 
 A tick is one call of the language model or one step of the images: whose turn it is, ``TimeShare`` says. ::
 
@@ -30,12 +30,12 @@ from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
-from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.delivery import TickLoop, raise_if_failed
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
-from diffserve.engine.pending_images import RewriteQueue
 from diffserve.engine.records import FailureReason
+from diffserve.engine.rewrite_queue import RewriteQueue
 from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
@@ -59,7 +59,7 @@ class Side(enum.Enum):
     TEXTS = "texts"
 
 
-class Studio(Shell[AnyRequest, AnyEvent]):
+class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
     """Image engines, and beside them a language model and a rewriter, or neither; the image models' text
     encoders embed. Safe to call from any thread.
 
@@ -88,16 +88,16 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         self.rewriter = rewriter
         self.share = TimeShare(time_share)
         self._clock = clock
-        stage, most = self.images.config.stage, self.images.config.max_waiting
-        self._encoding = EncodingStage(self.images, most, clock) if stage == "encode" else None
-        self._decoding = DecodingStage(self.images, most, clock) if stage == "decode" else None
+        stage, max_waiting = self.images.config.stage, self.images.config.max_waiting
+        self._encoding = EncodingStage(self.images, max_waiting, clock) if stage == "encode" else None
+        self._decoding = DecodingStage(self.images, max_waiting, clock) if stage == "decode" else None
         self._pending = RewriteQueue(self._encoding or self.images, rewriter, clock)
         self._embedder = Embedder(self.images, clock)
         self._turns = [self._embed, self._continue_texts, self._encode, self._decode]  # the latest comes last
         self._live: dict[str, Side] = {}  # guarded by the lock of the mail
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Studio:
+    def from_settings(cls, settings: Settings) -> CombinedEngine:
         """Load what ``settings`` name. Raises what ``load`` raises."""
         serve = settings.serve
         return cls.load(
@@ -113,7 +113,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         others: Sequence[ModelProfile] = (),
         *,
         unload_after_s: float = 0.0,
-    ) -> Studio:
+    ) -> CombinedEngine:
         """Load an image model and, where ``text`` names one, a language model, onto one page pool; ``others`` are
         loaded when they are asked for (see ``engine.image.engines``).
 
@@ -222,7 +222,9 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         if self._pending.cancel(request_id):
             self._post([Cancelled(request_id=request_id)])
             return True
-        if any(one.cancel(request_id) for one in (self._embedder, self._encoding, self._decoding) if one is not None):
+        if any(
+            queue.cancel(request_id) for queue in (self._embedder, self._encoding, self._decoding) if queue is not None
+        ):
             self._post([Cancelled(request_id=request_id)])
             return True
         if self._live.get(request_id) is Side.IMAGES:
@@ -278,7 +280,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @property
     def _wants_texts(self) -> bool:
         queues = (self.texts, self._embedder, self._encoding, self._decoding)
-        return any(one is not None and one.has_work for one in queues)
+        return any(queue is not None and queue.has_work for queue in queues)
 
     def _tick_once(self) -> None:
         """One call of the language model or one step of the images.
@@ -303,11 +305,11 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             self._encode: self._encoding,
             self._decode: self._decoding,
         }
-        wanted = [turn for turn in self._turns if (one := of_turn[turn]) is not None and one.has_work]
-        if wanted:
-            self._turns.remove(wanted[0])
-            self._turns.append(wanted[0])
-            wanted[0]()
+        ready_turns = [turn for turn in self._turns if (queue := of_turn[turn]) is not None and queue.has_work]
+        if ready_turns:
+            self._turns.remove(ready_turns[0])
+            self._turns.append(ready_turns[0])
+            ready_turns[0]()
 
     def _embed(self) -> None:
         """One call of a text encoder."""
@@ -339,11 +341,11 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             lets_in = self.share.lets_in and not self.images.waits_for_pages
             budget = TickBudget(time_s=self.share.call_s, admits=lets_in)
         started_s = self._clock()
-        told: list[TextEvent] = self.texts.tick(budget)
+        events: list[TextEvent] = self.texts.tick(budget)
         if self.rewriter is not None:
-            rewritten, told = self.rewriter.feed(told)
+            rewritten, events = self.rewriter.feed(events)
             self._post([event for event in rewritten if not self._pending.handle(event)])
-        self._post(told)
+        self._post(events)
         if is_shared:
             self.share.wrote(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
 
@@ -369,7 +371,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     def _give_up(self, side: Side, failure: FailureReason) -> None:
         """Everybody of ``side`` has failed. Raises when the books do not balance after that."""
-        lost = [request_id for request_id, owner in list(self._live.items()) if owner is side]
+        failed_ids = [request_id for request_id, owner in list(self._live.items()) if owner is side]
         if side is Side.TEXTS:
             if self.texts is not None:
                 self.texts.fail_all(failure)
@@ -379,8 +381,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                     queue.fail_all()
             self._pending.give_up_rewriting()
         else:
-            lost = self.images.lose_turn(failure, [name for name in lost if not self._pending.holds(name)])
-        self._post([failure.of(name) for name in lost])
+            failed_ids = self.images.lose_turn(failure, [name for name in failed_ids if not self._pending.holds(name)])
+        self._post([failure.of(name) for name in failed_ids])
         if self.pool is not None:
             self.pool.check_integrity()
 
@@ -430,7 +432,9 @@ def page_stats(stats: PoolStats) -> PageStats:
         page_bytes=stats.page_bytes,
         free_pages=stats.free_pages,
         tenants=tuple(
-            TenantPages(tenant=kind, **{field: sum(getattr(one, field) for one in ours) for field in TOLD_OF_TENANTS})
-            for kind, ours in sorted(of_kind.items())
+            TenantPages(
+                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TOLD_OF_TENANTS}
+            )
+            for kind, tenants in sorted(of_kind.items())
         ),
     )

@@ -12,7 +12,7 @@ import torch
 
 from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.api.types import Cancelled
-from diffserve.engine.delivery import AboutRequest, Shell
+from diffserve.engine.delivery import RequestEvent, TickLoop
 from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
 from diffserve.runtime.device_health import raise_if_sticky
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 Order = TypeVar("Order")
 L = TypeVar("L", bound=Live)
-E = TypeVar("E", bound=AboutRequest)
+E = TypeVar("E", bound=RequestEvent)
 
 TRACE_TICKS: Final = 256
 """Number of latest ticks that an engine remembers for inspection; benchmarks ask for more."""
 
 
-class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
+class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
     """Scheduler and runners of one side behind the shell. At most ``max_waiting`` requests wait.
 
     doing    what it does, in words
@@ -62,7 +62,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     @abstractmethod
     def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
 
-    def _foresee(self, live: L) -> None:  # nobody has to know
+    def _check_deadline(self, live: L) -> None:  # nobody has to know
         """Look when a newcomer would be done. Raises DeadlineUnreachable where that is later than its deadline."""
 
     def _seconds_left(self) -> float:
@@ -102,7 +102,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
-            self._foresee(live)
+            self._check_deadline(live)
 
     def cancel(self, request_id: str) -> bool:
         """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
@@ -143,7 +143,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         request_id = live.request_id
         with self._lock:
             num_ahead = self._refuse_if_full(request_id)
-            self._foresee(live)
+            self._check_deadline(live)
             if is_followed:
                 self._mailboxes[request_id] = deque()
             self._inbox[request_id] = live
@@ -168,31 +168,31 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     def _tick_once(self, budget: TickBudget = NO_LIMIT) -> None:
         self._take_inbox()
         started_s = self.clock()
-        events = self._cancel_asked() + self.scheduler.expire(started_s)
+        events = self._apply_cancellations() + self.scheduler.expire(started_s)
         plan = self._plan(budget)
         try:
             outcome = self.runners.run(plan)
         except Exception as error:  # cannot be blamed on one: all of this tick fail, and the engine lives on
             logger.error("a tick failed as a whole")
             outcome = self.outcome(failures=dict.fromkeys(plan.tasks, failure_of(error, self.doing)))
-        events += self._cancel_asked()  # also what was cancelled while it ran
+        events += self._apply_cancellations()  # also what was cancelled while it ran
         self._deliver(events + self._apply(plan, outcome, started_s))
 
-    def _is_at_hand(self, live: L) -> bool:
+    def _is_ready(self, live: L) -> bool:
         """Whether all that ``live`` needs is there; else it is asked again before the next tick."""
         return True
 
     def _take_inbox(self) -> None:
         with self._lock:  # a request is always in one of the two places
-            entering = {name: live for name, live in self._inbox.items() if self._is_at_hand(live)}
+            entering = {name: live for name, live in self._inbox.items() if self._is_ready(live)}
             for live in entering.values():
                 self.scheduler.add(live)
             self._inbox = {name: live for name, live in self._inbox.items() if name not in entering}
 
-    def _cancel_asked(self) -> list[E]:
+    def _apply_cancellations(self) -> list[E]:
         with self._lock:
-            asked, self._cancelled = self._cancelled, {}
-        cancelled: list[Any] = [event for request_id in asked for event in self.scheduler.cancel(request_id)]
+            request_ids, self._cancelled = self._cancelled, {}
+        cancelled: list[Any] = [event for request_id in request_ids for event in self.scheduler.cancel(request_id)]
         return cancelled
 
 

@@ -21,7 +21,7 @@ from diffserve.api.ipc import AnyEvent
 from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.api.stage_types import TextsEncoded
 from diffserve.api.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.stages import EncodingStage
 
@@ -165,14 +165,14 @@ class RewriteQueue:
                 return msgspec.structs.replace(event, warnings=(*note.warnings, *event.warnings))
             case Painted(result=result):
                 timings = msgspec.structs.replace(result.timings, queue_s=result.timings.queue_s + note.waited_s)
-                told = msgspec.structs.replace(
+                updated = msgspec.structs.replace(
                     result,
                     timings=timings,
                     device_s=result.device_s + note.rewriting_s,
                     warnings=(*note.warnings, *result.warnings),
                     original_prompt=note.original_prompt,
                 )
-                return msgspec.structs.replace(event, result=told)
+                return msgspec.structs.replace(event, result=updated)
             case TextsEncoded():
                 return msgspec.structs.replace(
                     event,
@@ -202,7 +202,7 @@ class RewriteQueue:
         deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
         options = self._rewriter.options_for(request.rewriting, self._engine.family_of(request))
         try:
-            asked = RewriteRequest(
+            rewrite = RewriteRequest(
                 wish=request.prompt,
                 options=options,
                 deadline_s=deadline_s,
@@ -211,7 +211,7 @@ class RewriteQueue:
                 share=request.share,
             )
             window = self._engine.window_of(request, self._rewriter.window)
-            image.rewrite_id = self._rewriter.submit_for(asked, window)
+            image.rewrite_id = self._rewriter.submit_for(rewrite, window)
         except QueueFull:
             return BUSY
         except DiffserveError as error:

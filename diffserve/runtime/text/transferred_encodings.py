@@ -19,8 +19,8 @@ from torch import Tensor
 from diffserve.api.errors import EngineUnavailable
 from diffserve.api.tensor_values import TensorValue
 
-Handed = Mapping[bytes, Tensor]
-NOTHING: Final[Handed] = {}
+EncodingTable = Mapping[bytes, Tensor]
+NOTHING: Final[EncodingTable] = {}
 
 NAME_BYTES: Final = 16
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ def text_name(part: bytes, text: str, way: bytes) -> bytes:
     return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
 
 
-def handed(table: Handed, name: bytes) -> Tensor:
+def handed(table: EncodingTable, name: bytes) -> Tensor:
     """The tensor of that name. EngineUnavailable where it was not handed over: the other side has another model."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
@@ -50,14 +50,18 @@ def handed(table: Handed, name: bytes) -> Tensor:
 
 def to_value(tensor: Tensor) -> TensorValue:
     """``tensor``, of any device, as it travels."""
-    own = tensor.detach().cpu().contiguous()
-    return TensorValue(str(own.dtype).removeprefix("torch."), tuple(own.shape), own.view(torch.uint8).numpy().tobytes())
+    host_tensor = tensor.detach().cpu().contiguous()
+    return TensorValue(
+        str(host_tensor.dtype).removeprefix("torch."),
+        tuple(host_tensor.shape),
+        host_tensor.view(torch.uint8).numpy().tobytes(),
+    )
 
 
 def to_tensor(value: TensorValue, device: torch.device) -> Tensor:
     """``value`` on ``device``."""
-    own = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
-    return own.view(value.shape).to(device)
+    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
+    return tensor.view(value.shape).to(device)
 
 
 def _name(kind: bytes, salt: bytes, token_ids: tuple[int, ...]) -> bytes:
