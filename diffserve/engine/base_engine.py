@@ -27,10 +27,10 @@ TRACE_TICKS: Final = 256
 
 
 class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
-    """Scheduler and runners of one side behind the shell. At most ``max_waiting`` requests wait.
+    """Base class of the image and text engines: request intake and the tick loop (plan, run, apply).
 
-    doing    what it does, in words
-    outcome  what its runners report back; made here for a tick that failed as a whole
+    At most ``max_waiting`` requests wait. ``doing`` names the work in error messages; ``outcome`` builds the result
+    of a tick that failed as a whole.
     """
 
     doing: ClassVar[str]
@@ -50,11 +50,11 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     @abstractmethod
     def _admit(self, order: Order) -> L:
-        """Check and resolve. Raises InvalidRequest."""
+        """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
 
     @abstractmethod
     def _accepted(self, live: L, num_ahead: int) -> E:
-        """The first event of ``live``, before which ``num_ahead`` others wait."""
+        """Build the first event of ``live``; ``num_ahead`` requests wait before it."""
 
     @abstractmethod
     def _plan(self, budget: TickBudget) -> Any: ...
@@ -63,10 +63,10 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
     def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
 
     def _check_deadline(self, live: L) -> None:  # nobody has to know
-        """Look when a newcomer would be done. Raises DeadlineUnreachable where that is later than its deadline."""
+        """Raise DeadlineUnreachable if the forecast exceeds the deadline; the default accepts all."""
 
     def _seconds_left(self) -> float:
-        """Seconds that everything accepted will take, at least one; one where nobody knows."""
+        """Return the expected seconds of all accepted work, at least one; the default without a forecast is one."""
         return 1.0
 
     @property
@@ -98,14 +98,14 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
             return request_id in self._inbox or request_id in self.scheduler.live
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
-        """Raise what submitting would raise, and queue nothing. ``num_ahead``: others that will come first."""
+        """Raise what submitting ``order`` would raise, without queuing it."""
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
             self._check_deadline(live)
 
     def cancel(self, request_id: str) -> bool:
-        """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
+        """Cancel a request and free its resources before the next step; return False if it is not live."""
         with self._lock:
             if self._inbox.pop(request_id, None) is not None:
                 event: Any = Cancelled(request_id=request_id)
@@ -123,7 +123,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         return self._take_mail()
 
     def fail_all(self, failure: FailureReason) -> None:
-        """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
+        """Fail all requests after a tick that raised; the next tick delivers the events."""
         with self._ticking, self._lock:
             for live in self._inbox.values():
                 self.scheduler.add(live)
@@ -132,7 +132,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
                 self._deliver(self.scheduler.give_up(live, failure))
 
     def check_integrity(self) -> None:
-        """Nothing and nobody is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        """Raise AssertionError or PoolIntegrityError if a page or request is lost."""
         with self._ticking:
             self.scheduler.check_integrity()
 
@@ -151,7 +151,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         return request_id
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
-        """Requests that wait before this one; raises when it cannot join them. The lock is held."""
+        """Return the number of waiting requests; raise if one more does not fit. The lock is held."""
         self._refuse_if_draining()
         running = dict(self.scheduler.live)
         if request_id in running or request_id in self._inbox:
@@ -179,7 +179,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         self._deliver(events + self._apply(plan, outcome, started_s))
 
     def _is_ready(self, live: L) -> bool:
-        """Whether all that ``live`` needs is there; else it is asked again before the next tick."""
+        """Return whether the inputs of ``live`` are loaded; otherwise it is checked again before the next tick."""
         return True
 
     def _take_inbox(self) -> None:
@@ -197,9 +197,9 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
 
 def failure_of(error: Exception, doing: str) -> FailureReason:
-    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
+    """Convert an exception to a failure reason; unexpected types are logged with their traceback.
 
-    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
+    Raises: DeviceLost if the device is no longer usable.
     """
     raise_if_sticky(error)
     if isinstance(error, DiffserveError):

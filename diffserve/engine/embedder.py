@@ -35,7 +35,7 @@ EQUAL_TURN: Final = 8
 
 
 class EmbeddedWindow(NamedTuple):
-    """A window of input ``place``: its ids, marks and padding included, and how many of them are the text's."""
+    """Token ids of one window of input ``place``, and the number of its text tokens."""
 
     place: int
     ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class EmbeddedWindow(NamedTuple):
 
 @dataclass(eq=False)
 class LiveEmbedding:
-    """A request on its way. ``sums``: by input, the sum of its windows' vectors so far, each by its tokens."""
+    """Embedding request in progress; ``sums`` holds per input the token-weighted sum of window vectors."""
 
     request: EmbeddingRequest
     until_s: float
@@ -54,7 +54,7 @@ class LiveEmbedding:
     num_tokens: int = 0
 
     def take(self, encoder: TextEncoder) -> EmbeddedWindow | None:
-        """The next window; ``None`` where there is none left. InvalidRequest names the input that cannot be read."""
+        """Return the next window or None; raise InvalidRequest naming the input that cannot be read."""
         while not self.pieces and self.next_input < self.request.num_inputs:
             place, text = self.next_input, self.request.inputs[self.next_input]
             try:
@@ -69,12 +69,12 @@ class LiveEmbedding:
 
     @property
     def is_done(self) -> bool:
-        """Whether every window has become a vector."""
+        """Return whether all windows are embedded."""
         return not self.pieces and self.next_input == self.request.num_inputs
 
 
 class Embedder:
-    """``submit`` and ``cancel`` from any thread, ``tick`` in the one that ticks ``images``. ``clock`` in seconds."""
+    """Queue of embedding requests; ``submit`` and ``cancel`` are thread-safe, ``tick`` runs in the engine thread."""
 
     def __init__(self, images: ImageEngines, clock: Callable[[], float]) -> None:
         self._images = images
@@ -86,14 +86,14 @@ class Embedder:
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        """Return whether a tick would make progress; False while all required models load."""
         now_s = self._clock()
         with self._lock:
             waiting = list(self._live.values())
         return any(live.until_s <= now_s or not self._images.is_loading(live.request.model) for live in waiting)
 
     def submit(self, request: EmbeddingRequest) -> None:
-        """Queue it, and have its model loaded. Raises ModelNotFound, QueueFull, and what loading raised."""
+        """Queue ``request`` and request its model; raise ModelNotFound, QueueFull or a loading error."""
         self._images.want(request.model)
         with self._lock:
             if len(self._live) >= MAX_WAITING:
@@ -102,17 +102,17 @@ class Embedder:
             self._live[request.request_id] = LiveEmbedding(request, until_s)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; False where it is not here."""
+        """Remove a request; return False if it is unknown."""
         with self._lock:
             return self._live.pop(request_id, None) is not None
 
     def fail_all(self) -> None:
-        """Forget everybody, who have been told."""
+        """Remove all requests; the caller has reported their failure."""
         with self._lock:
             self._live.clear()
 
     def tick(self) -> tuple[list[EmbeddingEvent], bool]:
-        """Encode some windows of one model; what happened, and whether anybody got on."""
+        """Encode windows of one model; return the events and whether there was progress."""
         events = self._expire()
         with self._lock:
             waiting = list(self._live.values())
@@ -166,7 +166,7 @@ class Embedder:
 
     @staticmethod
     def _turns(live: list[LiveEmbedding], *, is_equal: bool) -> Iterator[LiveEmbedding]:
-        """Everybody in turn for as long as there is anything left: batch work ``is_equal``, or comes after the rest."""
+        """Yield requests round-robin while they have windows; batch work is last unless ``is_equal``."""
         before = [owner for owner in live if is_equal or not _is_batch(owner)]
         for each in (before, [owner for owner in live if owner not in before]):
             left = deque(each)
@@ -177,7 +177,7 @@ class Embedder:
                     left.append(owner)
 
     def _turn(self, served: Iterable[LiveEmbedding]) -> None:
-        """Who was served comes last."""
+        """Move served requests to the end of the queue."""
         with self._lock:
             for owner in served:
                 if self._live.pop(owner.request.request_id, None) is not None:

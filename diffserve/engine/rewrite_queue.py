@@ -79,11 +79,11 @@ class RewriteQueue:
 
     @property
     def has_ready(self) -> bool:
-        """Whether ``release`` has something to try."""
+        """Return whether ``release`` has a request to submit."""
         return bool(self._ready)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is here, and not with the engine yet."""
+        """Return whether a request is here and not yet with the engine."""
         with self._lock:
             return self._find(request_id) is not None
 
@@ -100,7 +100,7 @@ class RewriteQueue:
                 self._make_ready(image, request.prompt, warning)
 
     def handle(self, event: RewriteEvent) -> bool:
-        """Take an event of a rewrite that was asked for here; False for those of others."""
+        """Process an event of a rewrite requested here; return False for other events."""
         with self._lock:
             image = self._asked.get(event.request_id)
             if image is None:
@@ -116,13 +116,13 @@ class RewriteQueue:
             return True
 
     def give_up_rewriting(self) -> None:
-        """The rewriter is out of order: everybody who waits for it is painted as they are."""
+        """Release all images that wait for the rewriter, with their original prompts."""
         with self._lock:
             for image in list(self._asked.values()):
                 self._make_ready(image, image.request.prompt, FAILED)
 
     def release(self) -> list[Event]:
-        """Hand those that are ready to the engine, as far as it takes them; the events of those that it refuses."""
+        """Submit ready requests while the engine accepts them; return the events of refused ones."""
         refused: list[Event] = []
         with self._lock:
             while self._ready:
@@ -137,7 +137,7 @@ class RewriteQueue:
         return refused
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request that is not with the engine yet; False when there is none."""
+        """Remove a request that is not yet with the engine; return False if there is none."""
         with self._lock:
             image = self._find(request_id)
             if image is None:
@@ -151,7 +151,7 @@ class RewriteQueue:
             return True
 
     def with_rewrite(self, event: AnyEvent) -> AnyEvent:
-        """An event of the engine with what is known here about its request."""
+        """Add the results of the rewrite to an event of the engine."""
         with self._lock:
             note = self._notes.get(event.request_id)
             if note is None:
@@ -195,7 +195,7 @@ class RewriteQueue:
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _ask(self, image: PendingImage) -> str | None:
-        """Ask for the rewrite; a warning where that cannot be. Raises InvalidRequest for a style that is not there."""
+        """Start the rewrite, or return a warning; raise InvalidRequest for an unknown style."""
         request = image.request
         if self._rewriter is None or request.rewriting is None:
             return NO_MODEL

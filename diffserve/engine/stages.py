@@ -44,7 +44,7 @@ R = TypeVar("R", GenerationRequest, DecodeRequest)
 
 @dataclass(eq=False)
 class StageRequest(Generic[R]):
-    """A request, when it came, until when it is wanted, and what is being read for it beside the ticks."""
+    """Queued request with its arrival time, deadline and pending adapter load."""
 
     request: R
     since_s: float
@@ -53,7 +53,7 @@ class StageRequest(Generic[R]):
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Interactive requests come first, then in turn."""
+        """Return the sort key: interactive requests first, then by arrival."""
         return self.request.priority == "batch", self.since_s
 
 
@@ -74,7 +74,7 @@ class StageQueue(ABC, Generic[R]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        """Return whether a tick would make progress; False while all required models load."""
         with self._lock:
             waiting = list(self._waiting.values())
         now_s = self._clock()
@@ -92,17 +92,17 @@ class StageQueue(ABC, Generic[R]):
         self._begin(queued)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; False where it is not here."""
+        """Remove a request; return False if it is unknown."""
         with self._lock:
             return self._waiting.pop(request_id, None) is not None
 
     def fail_all(self) -> None:
-        """Forget everybody, who have been told."""
+        """Remove all requests; the caller has reported their failure."""
         with self._lock:
             self._waiting.clear()
 
     def tick(self) -> list[Any]:
-        """Do the next request; what happened."""
+        """Process the next request and return the events."""
         now_s = self._clock()
         with self._lock:
             waiting = sorted(self._waiting.values(), key=lambda queued: queued.place)
@@ -128,11 +128,11 @@ class StageQueue(ABC, Generic[R]):
         self._images.want(request.model)
 
     def _begin(self, queued: StageRequest[R]) -> None:  # nobody has to
-        """Read what ``one`` needs, beside the ticks."""
+        """Start background loading for a request; the default loads nothing."""
 
     @abstractmethod
     def _do(self, engine: Engine, queued: StageRequest[R], started_s: float) -> Any:
-        """The event that ends ``one``. Raises PoolBusy where it has to wait."""
+        """Return the event that ends the request; raise PoolBusy if it must wait."""
 
     def _failed(self, queued: StageRequest[R], error: Exception) -> Failed:
         return failure_of(error, self.doing).of(queued.request.request_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest
@@ -170,7 +170,7 @@ class JsonConstraints:
     def __init__(self, spelling: JsonSpelling) -> None:
         self._spelling = spelling
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[AnyConstraint]] = OrderedDict()
+        self._kept: LRUCache[str, Future[AnyConstraint]] = LRUCache(KEPT_SCHEMAS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="json-schemas")
 
     def __len__(self) -> int:
@@ -183,9 +183,6 @@ class JsonConstraints:
             if future is None:
                 future = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema, self._spelling.of_byte)
                 self._kept[schema] = future
-            self._kept.move_to_end(schema)
-            while len(self._kept) > KEPT_SCHEMAS:
-                self._kept.popitem(last=False)
             return future
 
 

@@ -25,7 +25,7 @@ KEY_BYTES = 32
 
 @dataclass(eq=False, slots=True)
 class LogicalPage:
-    """``page_tokens`` tokens of one sequence in all layers of a tenant: one page for each group of layers.
+    """Storage of ``page_tokens`` tokens of one sequence in all layers of a tenant.
 
     num_holders: open tables whose sequence runs through this logical page.
     key: what it is filed under; None while it is still written. A filed logical page is never written.
@@ -63,7 +63,7 @@ def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixIndex:
-    """Key -> logical page, and the idle ones in order of last use."""
+    """Map from key to logical page, with idle pages in order of last use."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, LogicalPage] = {}
@@ -77,11 +77,11 @@ class PrefixIndex:
 
     @property
     def idle(self) -> tuple[LogicalPage, ...]:
-        """Filed logical pages that nobody holds, the next to go first."""
+        """Return registered logical pages without holders, the next to evict first."""
         return tuple(self._idle.values())
 
     def find(self, key: bytes) -> LogicalPage | None:
-        """The logical page filed under ``key``."""
+        """Return the logical page registered under ``key``, or None."""
         return self._by_key.get(key)
 
     def file(self, key: bytes, logical: LogicalPage, *, is_full: bool = True) -> None:
@@ -98,17 +98,17 @@ class PrefixIndex:
             logical.key = None
 
     def mark_idle(self, logical: LogicalPage) -> None:
-        """Nobody holds the filed ``logical`` now: it is the last that would go."""
+        """Mark a registered logical page without holders as most recently used idle page."""
         if logical.key is not None:
             self._idle[logical.key] = logical
 
     def mark_held(self, logical: LogicalPage) -> None:
-        """Somebody holds the filed ``logical`` again: it cannot go."""
+        """Remove a registered logical page from the idle list because it has a holder again."""
         if logical.key is not None:
             del self._idle[logical.key]
 
     def oldest_idle(self) -> LogicalPage | None:
-        """The idle logical page whose turn it is to go."""
+        """Return the next idle logical page to evict, or None."""
         return next(iter(self._idle.values()), None)
 
 
@@ -128,7 +128,7 @@ class PageLedger:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and idle ones by eviction."""
+        """Return the number of pages that are free or can be evicted."""
         return len(self.free) + self.idle.total()
 
     def require(self, num_pages: int, *, num_reserved: int = 0) -> None:
@@ -165,14 +165,14 @@ class PageLedger:
         return [LogicalPage(tenant, tuple(pages[at : at + num_groups])) for at in range(0, need, num_groups)]
 
     def lock(self, logical: LogicalPage) -> None:
-        """One holder more."""
+        """Add one holder."""
         if logical.num_holders == 0:
             self.index.mark_held(logical)
             self._move(logical, self.idle, self.held)
         logical.num_holders += 1
 
     def unlock(self, logical: LogicalPage) -> None:
-        """One holder less; with the last one a filed logical page becomes idle and any other is free."""
+        """Remove one holder; without holders a registered page becomes idle, any other is freed."""
         logical.num_holders -= 1
         if logical.num_holders:
             return

@@ -67,7 +67,7 @@ class PagePool:
     # Tenants
 
     def register(self, spec: KVSpec) -> PagePlan:
-        """Let ``spec.tenant`` use the pool; the same spec again changes nothing.
+        """Register the tenant of ``spec``; repeating the same spec changes nothing.
 
         Raises ValueError when a layer does not fit a page, or when the name is taken by another spec.
         """
@@ -96,22 +96,22 @@ class PagePool:
         return self._ledger.forget(tenant)
 
     def plan(self, tenant: str) -> PagePlan:
-        """How the tenant's logical pages are folded into pages."""
+        """Return how the tenant's logical pages map to pages."""
         return self._tenant(tenant).plan
 
     # Admission
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and idle ones by eviction."""
+        """Return the number of pages that are free or can be evicted."""
         return self._ledger.num_available
 
     def num_pages_for(self, tenant: str, num_tokens: int) -> int:
-        """Pages that a sequence of ``num_tokens`` tokens takes, sharing nothing."""
+        """Return the pages of a sequence of ``num_tokens`` tokens without sharing."""
         return self._tenant(tenant).plan.num_pages(num_tokens)
 
     def can_hold(self, num_pages: int) -> bool:
-        """Whether ``num_pages`` more pages can be had now. Raises PoolTooSmall when they never can."""
+        """Return whether ``num_pages`` are available; raise PoolTooSmall if they never can be."""
         self._ledger.require_ever(num_pages)
         return num_pages <= self.num_available
 
@@ -120,7 +120,7 @@ class PagePool:
     def num_cached(
         self, tenant: str, token_ids: Sequence[int], salt: bytes = b"", *, most_cached: int | None = None
     ) -> int:
-        """Leading tokens that ``open`` would find now; nothing is locked, touched or counted."""
+        """Return the leading tokens that ``open`` would find, without locking or counting."""
         return self._match(self._tenant(tenant), token_ids, salt, most_cached).num_tokens
 
     def open(
@@ -261,13 +261,13 @@ class PagePool:
         return PagedBatch(self._tenant(tables[0].tenant).views, tables, begins, ends)
 
     def keys_values(self, tenant: str, layer: int) -> LayerView:
-        """Views of one layer over all pages, (num_pages, page_tokens, heads, head_dim), for paged attention kernels."""
+        """Return views of one layer over all pages, for paged attention kernels."""
         return self._tenant(tenant).views[layer]
 
     # Care
 
     def stats(self) -> PoolStats:
-        """Pages and hits, in all and by tenant."""
+        """Return page and hit counts, total and by tenant."""
         ledger = self._ledger
         return PoolStats(
             num_pages=self.num_pages,

@@ -138,7 +138,7 @@ class Conditioning:
         return self.cond.shape[0]
 
     def close(self) -> None:
-        """Nothing to give back; see ``PagedConditioning``."""
+        """Do nothing; the counterpart of ``PagedConditioning.close``, which frees pages."""
 
 
 class EncodedText(NamedTuple):

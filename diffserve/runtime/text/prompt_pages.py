@@ -14,12 +14,13 @@ The pooled vector of SDXL's second encoder is small and kept beside the pool, by
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import ConfigError, InvalidRequest
@@ -137,8 +138,8 @@ class PromptPages:
             PagedTextEncoder(pool, encoder.network, spec, stops_early=text.is_sdxl, is_exact=is_exact)
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
-        self._pooled: OrderedDict[WindowName, Tensor] = OrderedDict()
-        self._hidden: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._pooled: LRUCache[WindowName, Tensor] = LRUCache(POOLED_KEPT)
+        self._hidden: LRUCache[bytes, Tensor] = LRUCache(HIDDEN_KEPT)
         self._ready: dict[WindowName, PageTable] = {}
         machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
@@ -208,14 +209,11 @@ class PromptPages:
                     name = window_name(*window.name)
                     if name not in self._hidden:
                         self._hidden[name] = self._contexts([window], 0)[0]
-                    self._hidden.move_to_end(name)
                     table[name] = self._hidden[name]
             for windows in (cond, uncond):
                 pooled = self._pooled_of(windows)
                 if pooled is not None and not windows[0].is_silent:
                     table[pooled_name(*self._name_of_pooled(windows[0]))] = pooled
-        while len(self._hidden) > HIDDEN_KEPT:
-            self._hidden.popitem(last=False)
         return table
 
     def _read(
@@ -436,7 +434,6 @@ class PromptPages:
         if name not in self._pooled:
             ids, end = windows[0].chunks[-1].ids, len(read) - 1
             self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end, salt=salt).last, salt)
-        self._pooled.move_to_end(name)
         return self._pooled[name]
 
     def _name_of_pooled(self, window: Window) -> WindowName:
@@ -449,8 +446,6 @@ class PromptPages:
         end = self.encoders[-1].place_of_end(ids)
         if end >= first:
             self._pooled[salt, ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
-            if len(self._pooled) > POOLED_KEPT:
-                self._pooled.popitem(last=False)
 
 
 def reading_with(reading: TextReading) -> AbstractContextManager[None]:
