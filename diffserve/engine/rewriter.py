@@ -91,12 +91,12 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return bool(self._jobs or self._outbox)
 
     def cancel(self, request_id: str) -> bool:
-        """Give a rewrite up; a later ``feed`` tells so. False when it is not (or no longer) live."""
+        """Cancel a rewrite; a later ``feed`` reports it. Return False if it is not live."""
         job = self._jobs.get(request_id)
         return job is not None and any([self.texts.cancel(text_id) for text_id in job.questions])
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
-        """What ``events`` of the text engine mean for rewrites, and those that are about other texts."""
+        """Return rewrite events for ``events`` of the text engine, and the events of other texts."""
         with self._lock:
             self._sort(events)
             other_events, self._others = self._others, []
@@ -135,7 +135,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return caption_constraint(self.texts.model.tokenizer, self.texts.model.end_ids)
 
     def submit_for(self, request: RewriteRequest, window: TextWindow) -> str:
-        """As ``submit``, for an image model that reads ``window``."""
+        """Submit ``request`` for an image model that reads ``window``."""
         return self._enter(request, is_followed=False, window=window)
 
     def _enter(self, request: RewriteRequest, *, is_followed: bool, window: TextWindow | None = None) -> str:

@@ -27,14 +27,14 @@ MOST_REMEMBERED: Final = 1024
 
 
 class Turns:
-    """Where each client's last request ends; it has a line for each priority."""
+    """End of the last request of each client, by priority."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._ends: dict[tuple[str, str], float] = {}
 
     def join(self, live: LiveText) -> None:
-        """Tell ``live`` its turn."""
+        """Assign the turn of ``live``."""
         request = live.request
         width = request.params.num_beams if request.params.num_beams > 1 else request.num_texts
         tokens = len(live.prompt_ids) + width * request.params.max_tokens
@@ -44,16 +44,16 @@ class Turns:
             self._ends = {line: end for line, end in self._ends.items() if end > self.now}
 
     def of(self, live: LiveText) -> tuple[float, float]:
-        """(where it would start, its turn), if it came now."""
+        """Return the start and the turn that ``live`` would get now."""
         starts = max(self.now, self._ends.get(live.line, 0.0))
         return starts, starts + BATCH_LATER * (live.request.priority == "batch")
 
     def advance(self, live: LiveText) -> None:
-        """``live`` waits no more."""
+        """Advance the clock when ``live`` begins."""
         self.now = max(self.now, live.starts)
 
     def reset(self) -> None:
-        """Nobody is here any more."""
+        """Clear the state when no request is live."""
         self.now = 0.0
         self._ends.clear()
 
@@ -80,17 +80,17 @@ class TaskQueue(Collection[TextTask]):
         return iter(tuple(self._tasks))
 
     def add(self, task: TextTask) -> None:
-        """``task`` is in this queue."""
+        """Add ``task`` and set its stage."""
         task.stage = self.stage
         self._tasks[task] = None
 
     def remove(self, task: TextTask) -> None:
-        """``task`` leaves; nothing happens when it was not here."""
+        """Remove ``task`` if present."""
         self._tasks.pop(task, None)
 
 
 class RunningQueue(TaskQueue):
-    """Those that have pages. ``num_preempted`` counts since birth."""
+    """Texts that hold pages; ``num_preempted`` counts preemptions."""
 
     stage = Stage.RUNNING
 
@@ -111,7 +111,7 @@ class RunningQueue(TaskQueue):
         return True
 
     def open(self, task: TextTask, sequence: Sequence, planned: Planned) -> bool:
-        """The same for pages of a sequence that has none."""
+        """Open pages of a sequence, preempting later texts that are not in ``planned``."""
         while not self.pages.open(sequence, task.live.request.cache_salt):
             if not self._reclaim(task, planned):
                 return False
@@ -147,12 +147,12 @@ MAX_LOOKED_AT = 32
 
 
 class WaitingQueue(TaskQueue):
-    """Those that have none; a preemption does not change who came first."""
+    """Texts without pages; a preemption keeps the order of arrival."""
 
     stage = Stage.WAITING
 
     def candidates(self, running: Collection[TextTask]) -> Iterator[TextTask]:
-        """Those to be let in now, the next first; without those whose prompt somebody is just computing."""
+        """Yield texts to admit, except those whose prompt another text is computing."""
         for task in heapq.nsmallest(MAX_LOOKED_AT, self._tasks, key=lambda task: task.order):
             if not self._is_being_computed(task, running):
                 yield task

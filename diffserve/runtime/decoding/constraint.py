@@ -72,11 +72,11 @@ class Constraint(ABC, Generic[StateT]):
         """At most ``limit`` tokens to which there is no alternative worth trying: a draft that is mostly accepted."""
 
     def moves(self, state: StateT) -> Mapping[int, StateT] | None:
-        """Allowed token id -> next state, where they are few enough to be listed; else None. Not to be changed."""
+        """Return the next state by allowed token id, or None if there are too many to list."""
         return None
 
     def usual(self, state: StateT) -> int | None:
-        """What is known to follow mostly, if anything is."""
+        """Return the usual next token, if known."""
         return None
 
     def ending(self, state: StateT, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
@@ -84,7 +84,7 @@ class Constraint(ABC, Generic[StateT]):
         return mask
 
     def problem(self, state: StateT) -> str:
-        """Why nothing may follow although nothing wrong was said; empty where that is not so."""
+        """Return why nothing may follow although all tokens were allowed, or an empty string."""
         return ""
 
 

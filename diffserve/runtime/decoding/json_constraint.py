@@ -162,9 +162,9 @@ class JsonSpelling:
 
 
 class JsonConstraints:
-    """Constraints by schema, compiled in a thread beside the ticks; the ``KEPT_SCHEMAS`` used last are kept.
+    """Constraints by schema, compiled in a background thread; the last ``KEPT_SCHEMAS`` used are cached.
 
-    Safe to call from any thread.
+    Thread-safe.
     """
 
     def __init__(self, spelling: JsonSpelling) -> None:

@@ -69,11 +69,10 @@ class PromptLookup:
         return []
 
     def propose_allowed(self, token_ids: Sequence[int], constraint: AnyConstraint, state: Any) -> list[int]:
-        """The same for a text that is in ``state`` of ``constraint``: only what may be said, as far as that is known.
+        """Return a draft of tokens that ``constraint`` allows in ``state``.
 
-        The last ``max_ngram`` tokens are looked for, else fewer, down to the last one alone. On 200 held-out wishes,
-        were the embedded rewriter always right, a call would say 1.85 tokens and check 1.5: 1.4 and 0.6 without what
-        is usual, 1.2 and 0.4 with what is forced alone.
+        The last ``max_ngram`` tokens are matched first, then shorter endings down to one token. Measured on 200
+        held-out prompts: 1.85 tokens per call and 1.5 checked ones, if the rewriter always accepts.
         """
         if constraint.moves(state) is None:  # too many to vote on
             return constraint.forced(state, self.num_draft_tokens) or self.propose(token_ids)

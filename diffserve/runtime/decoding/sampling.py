@@ -53,7 +53,7 @@ class Chosen:
 
     @property
     def is_here(self) -> bool:
-        """Whether reading waits for nothing."""
+        """Return whether reading would not block."""
         return self._facts.is_here
 
     def read(self) -> list[Choice | NumericalError]:
@@ -98,7 +98,7 @@ def bits(numbers: Tensor) -> Tensor:
 
 
 def fractions(integers: Tensor) -> Tensor:
-    """The float32 of which ``told`` are the bits."""
+    """Convert the int64 bit patterns ``integers`` back to float32."""
     return integers.int().view(torch.float32)
 
 
@@ -123,7 +123,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | Numer
 
 
 def choose_soon(logits: Tensor, rows: Sequence[SamplingState]) -> Chosen:
-    """The same, of which nobody waits for the device; the rows' random numbers are used up."""
+    """Choose the next token of each row on the device, without waiting; random numbers are consumed."""
     batch = SamplingBatch(logits, rows, [()] * len(rows))
     tokens = batch.own_tokens()
     for row in rows:

@@ -55,7 +55,7 @@ class Uniforms:
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
-    """The same as ``invert``, waited for."""
+    """Draw tokens with ``invert`` and wait for the result."""
     tokens: list[int] = invert(weights, numbers).tolist()
     return tokens
 
@@ -155,12 +155,12 @@ class SamplingState:
 
     @property
     def output_ids(self) -> list[int]:
-        """What was said so far, a stop token included."""
+        """Return the output tokens so far, including a stop token."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were said so far."""
+        """Return the number of output tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -174,16 +174,16 @@ class SamplingState:
 
     @property
     def hides_stops(self) -> bool:
-        """Whether it is too early for a stop token."""
+        """Return whether stop tokens are still masked by ``min_tokens``."""
         return self.num_output_tokens < self.params.min_tokens and bool(self.stop_ids)
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether what was said changes which tokens are likely, beside what the model says."""
+        """Return whether earlier tokens change the sampling distribution beyond the logits."""
         return self.params.has_penalties or self.constraint is not None or self.hides_stops
 
     def append(self, token_id: int) -> None:
-        """Take ``token_id`` as said. Nothing else moves the row on: choosing alone does not."""
+        """Append ``token_id`` and advance the state; choosing alone does not."""
         self.token_ids.append(token_id)
         if self.counts:
             self.counts.add(token_id)
@@ -191,7 +191,7 @@ class SamplingState:
             self.state = self.constraint.advance(self.state, token_id)
 
     def fork(self) -> Self:
-        """A row that goes its own way from here. The random numbers stay common: draw for one of the two."""
+        """Return an independent copy that shares the random numbers: draw for only one of the two."""
         twin = object.__new__(type(self))
         for name in ("params", "num_prompt_tokens", "stop_ids", "constraint", "state", "uniforms"):
             setattr(twin, name, getattr(self, name))

@@ -71,12 +71,12 @@ class PagedBatch:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """See the class."""
+        """Return int64 (N,), the row of each new token."""
         return self._index(self._new_rows())
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """See the class."""
+        """Return int64 (B,), the length of each row."""
         return self._index(self._lengths)
 
     @torch.no_grad()

@@ -111,7 +111,7 @@ class PagedCall:
             row, token = row + len(group), token + num_tokens
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``LayerCall``: keys and values are written to the pages first."""
+        """Write keys and values to the pages, then attend; see ``LayerCall``."""
         num_tokens = self._groups[-1].tokens.stop
         self.batch.write(layer, key[:num_tokens], value[:num_tokens])
         outputs = []

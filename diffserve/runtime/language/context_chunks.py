@@ -142,7 +142,7 @@ def attend_weighed(
 def written_out(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain arithmetic, in float32: where torch has nothing fused, and to hold that against."""
+    """Compute attention and level in float32 without fused kernels, as fallback and reference."""
     scores = torch.matmul(query.float(), keys.float().transpose(2, 3)) * (scale or query.shape[-1] ** -0.5)
     scores = scores if mask is None else scores + mask
     level = scores.logsumexp(-1)

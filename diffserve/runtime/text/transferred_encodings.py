@@ -27,17 +27,17 @@ _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16"
 
 
 def window_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
-    """Of the hidden states (tokens, dim) of a window, by its salt and tokens."""
+    """Return the table key of the hidden states (tokens, dim) of a window."""
     return _name(b"window", salt, token_ids)
 
 
 def pooled_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
-    """Of what is pooled (P,) of a window that begins with ``token_ids``, up to its end mark."""
+    """Return the table key of the pooled vector (P,) of a window, by its tokens up to the end mark."""
     return _name(b"pooled", salt, token_ids)
 
 
 def text_name(part: bytes, text: str, way: bytes) -> bytes:
-    """Of the ``part`` of a whole text that is read in that ``way``: its chunks, or what is pooled of it."""
+    """Return the table key of one ``part`` of a text read with ``way``."""
     return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
 
 
@@ -49,7 +49,7 @@ def handed(table: EncodingTable, name: bytes) -> Tensor:
 
 
 def to_value(tensor: Tensor) -> TensorValue:
-    """``tensor``, of any device, as it travels."""
+    """Serialize ``tensor`` of any device."""
     host_tensor = tensor.detach().cpu().contiguous()
     return TensorValue(
         str(host_tensor.dtype).removeprefix("torch."),
