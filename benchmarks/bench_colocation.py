@@ -40,9 +40,9 @@ from diffserve.api.ipc import AnyEvent
 from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.api.text_types import TextDelta, TextEvent
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.loading import load_parts
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextEngine
 from diffserve.engine.time_share import TimeShare
 from diffserve.rewriting import TextWindow, find_rewriter
@@ -150,7 +150,7 @@ class Load:
     window may then be shorter than a picture's life.
     """
 
-    def __init__(self, studio: Studio, pairs: Iterator[LooseWish], num_steps: int, clock: Clock) -> None:
+    def __init__(self, studio: CombinedEngine, pairs: Iterator[LooseWish], num_steps: int, clock: Clock) -> None:
         self.studio = studio
         self.clock = clock
         self.pairs = pairs
@@ -211,7 +211,7 @@ class Load:
                 window.tpot_s.append(event.timings.tpot_s)
         if isinstance(event, Failed):
             raise RuntimeError(f"{event.request_id} failed: {event.message}")
-        if isinstance(event, Studio.terminal):
+        if isinstance(event, CombinedEngine.terminal):
             self.live.pop(event.request_id, None)
 
 
@@ -233,7 +233,7 @@ def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[s
     return model, str(directory), "random weights of the shipped rewriter's shape"
 
 
-def open_studio(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> Studio:
+def open_engine(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> CombinedEngine:
     """A warm studio whose rewriter is watched."""
     env = {"DIFFSERVE_MODEL_DEVICE": device, "DIFFSERVE_MODEL_DTYPE": dtype, "DIFFSERVE_TEXT_MODEL": rewriter}
     found = load_settings(model=model, env=env)
@@ -241,7 +241,7 @@ def open_studio(model: str, rewriter: str, device: str, dtype: str, clock: Clock
     if texts is None or plain is None:
         raise typer.BadParameter(f"{rewriter} cannot rewrite: give a model with a chat template.")
     watched = WatchedRewriter(texts, style=plain.style.name, window=plain.window, clock=clock)
-    studio = Studio(engine, texts, watched, time_share=found.text.time_share, clock=clock)
+    studio = CombinedEngine(engine, texts, watched, time_share=found.text.time_share, clock=clock)
     studio.warm_up()
     return studio
 
@@ -312,7 +312,7 @@ def main(
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         image, language, kind = find_models(model, rewriter, dtype, Path(scratch))
-        studio = open_studio(image, language, device, dtype, CLOCKS[clock])
+        studio = open_engine(image, language, device, dtype, CLOCKS[clock])
         info = studio.info
         document = head("colocation", Path(model).name, info)
         arguments = [Path(word).name for word in sys.argv[1:]]

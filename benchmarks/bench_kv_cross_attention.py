@@ -37,8 +37,8 @@ from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import (
     AnyConditioning,
     Conditioner,
+    ConditioningRow,
     PagedConditioner,
-    ToldRow,
     image_specs,
     make_conditioner,
 )
@@ -124,7 +124,7 @@ def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, ro
     held: list[AnyConditioning] = []
     for name, way in ways.items():
         told = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
-        arms[name] = partial(way.contexts, [ToldRow(one, False) for one in told])
+        arms[name] = partial(way.contexts, [ConditioningRow(one, False) for one in told])
         held += told
     seconds = in_turn(arms, rounds)
     for one in held:
@@ -141,7 +141,7 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
     inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)
     del inputs["contexts"]
     held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
-    rows_of = [[ToldRow(one, False)] * rows for one in held]
+    rows_of = [[ConditioningRow(one, False)] * rows for one in held]
     parts = [(slice(0, rows), way.contexts(rows_of[0])), (slice(rows, 2 * rows), way.contexts(rows_of[1]))]
     whole = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
 

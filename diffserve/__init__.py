@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Queued,
         RewriteOptions,
     )
-    from diffserve.engine import Engine, Rewriter, Studio, TextEngine
+    from diffserve.engine import CombinedEngine, Engine, Rewriter, TextEngine
     from diffserve.settings.config import EngineConfig, Settings, TextSettings
     from diffserve.settings.layers import load_settings
 
@@ -54,6 +54,7 @@ __all__ = [
     "Accepted",
     "Cancelled",
     "ChatMessage",
+    "CombinedEngine",
     "DiffserveError",
     "DiffusionParams",
     "Engine",
@@ -78,7 +79,6 @@ __all__ = [
     "Rewriter",
     "SamplingParams",
     "Settings",
-    "Studio",
     "TextDelta",
     "TextEngine",
     "TextFinished",

@@ -1,9 +1,9 @@
 """Have a wish rewritten into a prompt, paint it, and check that the picture shows it."""
 
-from diffserve import Studio, load_settings
+from diffserve import CombinedEngine, load_settings
 from diffserve.experiments import match_prompts
 
-studio = Studio.from_settings(load_settings())
+studio = CombinedEngine.from_settings(load_settings())
 rewriter = studio.rewriter
 assert rewriter is not None, "the language model ships with the package"
 prompt = rewriter.rewrite("pls draw me 2 doggos chillin on teh beach")[0].prompt

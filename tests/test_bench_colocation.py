@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.bench_colocation import Window, compare
 from tests.benches import run_bench
-from tests.engine.studio.talker import save_talker
+from tests.engine.combined.talker import save_talker
 
 
 def rounds(*, token_s: float, tpot_s: float, num_rows: int) -> list[dict[str, Window]]:

@@ -36,25 +36,26 @@ ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
 }
 
 
-class AboutRequest(Protocol):
-    """An event."""
+class RequestEvent(Protocol):
+    """Protocol of an event that belongs to one request."""
 
     @property
     def request_id(self) -> str:
-        """Whose."""
+        """Return the id of the request."""
 
 
-E = TypeVar("E", bound=AboutRequest)
+E = TypeVar("E", bound=RequestEvent)
 Order = TypeVar("Order")
 
 
-class Shell(ABC, Generic[Order, E]):
-    """Takes orders, ticks, tells. Safe to call from any thread; nothing runs unless somebody ticks.
+class TickLoop(ABC, Generic[Order, E]):
+    """Base class of engines: accepts requests, runs ticks and delivers each event exactly once.
 
-    A server calls ``submit``, ``cancel`` and, in a loop, ``tick``; whoever generates or streams ticks in its own
-    thread. Every event is delivered exactly once: to whoever follows the request, else by the next ``tick``.
+    Thread-safe; nothing runs until a caller ticks. A server calls ``submit``, ``cancel`` and, in a loop, ``tick``;
+    ``generate`` and ``stream`` tick in the calling thread. An event goes to the mailbox of its request's follower,
+    otherwise it is returned by the next ``tick``.
 
-    terminal  types of the events that are the last of a request
+    ``terminal``: types of the events that end a request.
     """
 
     terminal: ClassVar[tuple[type, ...]]
@@ -67,24 +68,23 @@ class Shell(ABC, Generic[Order, E]):
         self._is_draining = False
 
     def submit(self, order: Order) -> str:
-        """Queue ``order`` and return its request's id.
+        """Queue ``order`` and return the id of its request.
 
-        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining);
-        then nothing is left behind.
+        Raises: InvalidRequest, QueueFull or EngineUnavailable (draining); nothing stays queued then.
         """
         return self._enter(order, is_followed=False)
 
     @abstractmethod
     def _enter(self, order: Order, *, is_followed: bool) -> str:
-        """Take ``order``, with a mailbox where it ``is_followed``; the request's id. Raises where it is refused."""
+        """Accept ``order`` and return its request id; create a mailbox if ``is_followed``."""
 
     @abstractmethod
     def _tick_once(self) -> None:
-        """One iteration; what happens is posted. The lock of ticks is held."""
+        """Run one iteration and post its events; the tick lock is held."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> bool:
-        """Give a request up; what it holds is free before anybody goes on. False when it is not live (any more)."""
+        """Cancel a request and free its resources before the next step; return False if it is not live."""
 
     @property
     @abstractmethod
@@ -107,13 +107,13 @@ class Shell(ABC, Generic[Order, E]):
         return list(self.events())
 
     def _deliver(self, events: Iterable[E]) -> None:
-        """Into the mailbox of whoever follows the request, else out with the next tick."""
+        """Put events into the mailbox of their request, or into the outbox if it has no follower."""
         with self._lock:
             for event in events:
                 self._mailboxes.get(event.request_id, self._outbox).append(event)
 
     def _take_mail(self) -> list[E]:
-        """Events that nobody follows."""
+        """Return and clear the events of requests without a follower."""
         with self._lock:
             events = list(self._outbox)
             self._outbox.clear()
@@ -124,7 +124,7 @@ class Shell(ABC, Generic[Order, E]):
             raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
 
     def _answer(self, orders: Iterable[Order]) -> list[list[E]]:
-        """Enter, wait, and all events of each; more than may wait at once enter in turn."""
+        """Submit all orders, wait, and return the events of each; excess orders wait for room in the queue."""
         entered: list[str] = []
         try:
             for order in orders:
@@ -134,7 +134,7 @@ class Shell(ABC, Generic[Order, E]):
             self._abandon(entered)
 
     def _watch(self, order: Order) -> Generator[E]:
-        """Enter, and the events up to the terminal one. Closing the iterator cancels the request."""
+        """Submit ``order`` and yield its events; closing the iterator cancels the request."""
         request_id = self._enter(order, is_followed=True)
         try:
             yield from self._follow(request_id)
@@ -149,7 +149,7 @@ class Shell(ABC, Generic[Order, E]):
                 self._advance()
 
     def _follow(self, request_id: str) -> Iterator[E]:
-        """Events of one request as they come, ticking when there are none."""
+        """Yield the events of one request, running ticks while its mailbox is empty."""
         mailbox = self._mailboxes[request_id]
         while True:
             if not mailbox:
@@ -163,7 +163,7 @@ class Shell(ABC, Generic[Order, E]):
                 return
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
-        """Nobody follows these any more: what is still live is cancelled, and the news of it dropped."""
+        """Cancel the requests that are still live and drop their mailboxes."""
         for request_id in request_ids:
             if self.cancel(request_id):
                 self._advance()
@@ -174,7 +174,7 @@ class Shell(ABC, Generic[Order, E]):
             self._tick_once()
 
 
-def raise_if_failed(event: AboutRequest) -> None:
+def raise_if_failed(event: RequestEvent) -> None:
     """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
     if isinstance(event, Cancelled):
         raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")

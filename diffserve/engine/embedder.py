@@ -22,20 +22,20 @@ from torch.nn import functional as F
 
 from diffserve.api.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
 from diffserve.api.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.records import FailureReason
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.text.encoding import TextEncoder
-from diffserve.runtime.text.window_batches import MOST_WINDOWS
+from diffserve.runtime.text.paged_encoder import MOST_WINDOWS
 
 MAX_WAITING: Final = 256
 EQUAL_TURN: Final = 8
 
 
 class EmbeddedWindow(NamedTuple):
-    """A window of input ``place``: its ids, marks and padding included, and how many of them are the text's."""
+    """Token ids of one window of input ``place``, and the number of its text tokens."""
 
     place: int
     ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class EmbeddedWindow(NamedTuple):
 
 @dataclass(eq=False)
 class LiveEmbedding:
-    """A request on its way. ``sums``: by input, the sum of its windows' vectors so far, each by its tokens."""
+    """Embedding request in progress; ``sums`` holds per input the token-weighted sum of window vectors."""
 
     request: EmbeddingRequest
     until_s: float
@@ -54,14 +54,14 @@ class LiveEmbedding:
     num_tokens: int = 0
 
     def take(self, encoder: TextEncoder) -> EmbeddedWindow | None:
-        """The next window; ``None`` where there is none left. InvalidRequest names the input that cannot be read."""
+        """Return the next window or None; raise InvalidRequest naming the input that cannot be read."""
         while not self.pieces and self.next_input < self.request.num_inputs:
-            place, given = self.next_input, self.request.inputs[self.next_input]
+            place, text = self.next_input, self.request.inputs[self.next_input]
             try:
-                windows = encoder.windows_of(given)
+                windows = encoder.windows_of(text)
             except InvalidRequest as error:
-                said = f"input[{place}]: {error.message}"
-                raise InvalidRequest(said, param="input", code=error.code) from None
+                message = f"input[{place}]: {error.message}"
+                raise InvalidRequest(message, param="input", code=error.code) from None
             self.pieces.extend(EmbeddedWindow(place, ids, count) for ids, count in windows)
             self.num_tokens += sum(count for _, count in windows)
             self.next_input += 1
@@ -69,12 +69,12 @@ class LiveEmbedding:
 
     @property
     def is_done(self) -> bool:
-        """Whether every window has become a vector."""
+        """Return whether all windows are embedded."""
         return not self.pieces and self.next_input == self.request.num_inputs
 
 
 class Embedder:
-    """``submit`` and ``cancel`` from any thread, ``tick`` in the one that ticks ``images``. ``clock`` in seconds."""
+    """Queue of embedding requests; ``submit`` and ``cancel`` are thread-safe, ``tick`` runs in the engine thread."""
 
     def __init__(self, images: ImageEngines, clock: Callable[[], float]) -> None:
         self._images = images
@@ -86,14 +86,14 @@ class Embedder:
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        """Return whether a tick would make progress; False while all required models load."""
         now_s = self._clock()
         with self._lock:
             waiting = list(self._live.values())
-        return any(one.until_s <= now_s or not self._images.is_loading(one.request.model) for one in waiting)
+        return any(live.until_s <= now_s or not self._images.is_loading(live.request.model) for live in waiting)
 
     def submit(self, request: EmbeddingRequest) -> None:
-        """Queue it, and have its model loaded. Raises ModelNotFound, QueueFull, and what loading raised."""
+        """Queue ``request`` and request its model; raise ModelNotFound, QueueFull or a loading error."""
         self._images.want(request.model)
         with self._lock:
             if len(self._live) >= MAX_WAITING:
@@ -102,99 +102,99 @@ class Embedder:
             self._live[request.request_id] = LiveEmbedding(request, until_s)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; False where it is not here."""
+        """Remove a request; return False if it is unknown."""
         with self._lock:
             return self._live.pop(request_id, None) is not None
 
     def fail_all(self) -> None:
-        """Forget everybody, who have been told."""
+        """Remove all requests; the caller has reported their failure."""
         with self._lock:
             self._live.clear()
 
     def tick(self) -> tuple[list[EmbeddingEvent], bool]:
-        """Encode some windows of one model; what happened, and whether anybody got on."""
+        """Encode windows of one model; return the events and whether there was progress."""
         events = self._expire()
         with self._lock:
             waiting = list(self._live.values())
         is_equal = self._num_calls % EQUAL_TURN == EQUAL_TURN - 1
         if not is_equal:
             waiting.sort(key=_is_batch)
-        for one in waiting:
+        for live in waiting:
             try:
-                engine = self._images.want(one.request.model)
+                engine = self._images.want(live.request.model)
             except DiffserveError as error:
-                events += self._fail([one], error)
+                events += self._fail([live], error)
                 continue
             if engine is not None:
-                mine = [other for other in waiting if other.request.model == one.request.model]
+                same_model = [candidate for candidate in waiting if candidate.request.model == live.request.model]
                 self._num_calls += 1
-                return self._serve(engine, mine, events, is_equal=is_equal)
+                return self._serve(engine, same_model, events, is_equal=is_equal)
         return events, bool(events)
 
     def _serve(
         self, engine: Engine, live: list[LiveEmbedding], events: list[EmbeddingEvent], *, is_equal: bool
     ) -> tuple[list[EmbeddingEvent], bool]:
-        chosen: list[tuple[LiveEmbedding, EmbeddedWindow]] = []
+        batch: list[tuple[LiveEmbedding, EmbeddedWindow]] = []
         conditioner = engine.runners.conditioner
-        for one in self._turns(live, is_equal=is_equal):
+        for owner in self._turns(live, is_equal=is_equal):
             try:
-                piece = one.take(conditioner.model.text.encoders[-1])
+                piece = owner.take(conditioner.model.text.encoders[-1])
             except Exception as error:
-                live.remove(one)
-                chosen = [(other, taken) for other, taken in chosen if other is not one]
-                events += self._fail([one], error)
+                live.remove(owner)
+                batch = [(other, taken) for other, taken in batch if other is not owner]
+                events += self._fail([owner], error)
                 continue
             if piece is not None:
-                chosen.append((one, piece))
-            if len(chosen) == self._most_windows:
+                batch.append((owner, piece))
+            if len(batch) == self._most_windows:
                 break
         try:
-            vectors = conditioner.embed([piece.ids for _, piece in chosen])
+            vectors = conditioner.embed([piece.ids for _, piece in batch])
         except PoolBusy:  # pages are short: fewer at a time, and later
-            for one, piece in reversed(chosen):
-                one.pieces.appendleft(piece)
+            for owner, piece in reversed(batch):
+                owner.pieces.appendleft(piece)
             self._most_windows = max(1, self._most_windows // 2)
             return events, bool(events)
         except Exception as error:
-            return [*events, *self._fail(list(dict.fromkeys(one for one, _ in chosen)), error)], True
+            return [*events, *self._fail(list(dict.fromkeys(owner for owner, _ in batch)), error)], True
         self._most_windows = min(MOST_WINDOWS, 2 * self._most_windows)
-        for (one, piece), vector in zip(chosen, vectors, strict=True):
+        for (owner, piece), vector in zip(batch, vectors, strict=True):
             share = max(1, piece.num_tokens) * F.normalize(vector.float(), dim=0).cpu()
-            one.sums[piece.place] = share if piece.place not in one.sums else one.sums[piece.place] + share
-        self._turn(one for one, _ in chosen)
+            owner.sums[piece.place] = share if piece.place not in owner.sums else owner.sums[piece.place] + share
+        self._turn(owner for owner, _ in batch)
         return [*events, *self._finish(engine, live)], True
 
     @staticmethod
     def _turns(live: list[LiveEmbedding], *, is_equal: bool) -> Iterator[LiveEmbedding]:
-        """Everybody in turn for as long as there is anything left: batch work ``is_equal``, or comes after the rest."""
-        before = [one for one in live if is_equal or not _is_batch(one)]
-        for each in (before, [one for one in live if one not in before]):
+        """Yield requests round-robin while they have windows; batch work is last unless ``is_equal``."""
+        before = [owner for owner in live if is_equal or not _is_batch(owner)]
+        for each in (before, [owner for owner in live if owner not in before]):
             left = deque(each)
             while left:
-                one = left.popleft()
-                yield one
-                if not one.is_done and one in live:
-                    left.append(one)
+                owner = left.popleft()
+                yield owner
+                if not owner.is_done and owner in live:
+                    left.append(owner)
 
     def _turn(self, served: Iterable[LiveEmbedding]) -> None:
-        """Who was served comes last."""
+        """Move served requests to the end of the queue."""
         with self._lock:
-            for one in served:
-                if self._live.pop(one.request.request_id, None) is not None:
-                    self._live[one.request.request_id] = one
+            for owner in served:
+                if self._live.pop(owner.request.request_id, None) is not None:
+                    self._live[owner.request.request_id] = owner
 
     def _finish(self, engine: Engine, live: list[LiveEmbedding]) -> list[EmbeddingEvent]:
-        done = [one for one in live if one.is_done and self.cancel(one.request.request_id)]
+        done = [owner for owner in live if owner.is_done and self.cancel(owner.request.request_id)]
         events: list[EmbeddingEvent] = []
-        for one in done:
-            vectors = torch.stack([F.normalize(one.sums[place], dim=0) for place in range(one.request.num_inputs)])
+        for owner in done:
+            vectors = torch.stack([F.normalize(owner.sums[place], dim=0) for place in range(owner.request.num_inputs)])
             events.append(
                 Embedded(
-                    request_id=one.request.request_id,
+                    request_id=owner.request.request_id,
                     model=engine.info.model_id,
                     dimensions=vectors.shape[1],
                     data=vectors.numpy().astype("<f4").tobytes(),
-                    num_tokens=one.num_tokens,
+                    num_tokens=owner.num_tokens,
                 )
             )
         return events
@@ -202,15 +202,15 @@ class Embedder:
     def _expire(self) -> list[EmbeddingEvent]:
         now_s = self._clock()
         with self._lock:
-            late = [one for one in self._live.values() if one.until_s <= now_s]
-        said = "the deadline passed before the texts were embedded."
-        return self._fail(late, DeadlineExceeded(said, param="deadline_s"))
+            late = [live for live in self._live.values() if live.until_s <= now_s]
+        message = "the deadline passed before the texts were embedded."
+        return self._fail(late, DeadlineExceeded(message, param="deadline_s"))
 
-    def _fail(self, lost: list[LiveEmbedding], error: Exception) -> list[EmbeddingEvent]:
+    def _fail(self, failed: list[LiveEmbedding], error: Exception) -> list[EmbeddingEvent]:
         reason: FailureReason = failure_of(error, "embedding these texts")
-        gone = [one.request.request_id for one in lost if self.cancel(one.request.request_id)]
+        gone = [live.request.request_id for live in failed if self.cancel(live.request.request_id)]
         return [reason.of(request_id) for request_id in gone]
 
 
-def _is_batch(one: LiveEmbedding) -> bool:
-    return one.request.priority == "batch"
+def _is_batch(live: LiveEmbedding) -> bool:
+    return live.request.priority == "batch"

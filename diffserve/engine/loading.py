@@ -70,7 +70,7 @@ def load_parts(
     languages = load_languages(text, str(model.device), cache, config.offload)
     model = with_digests(model) if others and config.stage == "all" else model
     served = [survey_or_problem(other, config, cache, clock) for other in others]
-    surveys = [one.survey for one in served if one.survey]
+    surveys = [model_entry.survey for model_entry in served if model_entry.survey]
     pool = shared_pool(model, languages, config, text, surveys) if languages or surveys else None
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
     has_loader = bool(served) or unload_after_s > 0.0
@@ -119,9 +119,9 @@ def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Sur
     choice = choose_for(profile.path, profile.device, profile.dtype, config.offload, cache)
     needs = needs_of(profile.path, dtype=choice.dtype, config=config, profile=profile, rows=(LEAST_ROWS,))
     model, is_paged = needs.model, config.cross_attention == "paged"
-    told = {"device": str(choice.device), "dtype": choice.dtype, "choice_reason": choice.reason}
+    placement = {"device": str(choice.device), "dtype": choice.dtype, "choice_reason": choice.reason}
     return Survey(
-        info=msgspec.structs.replace(model.info, **told),
+        info=msgspec.structs.replace(model.info, **placement),
         needs_bytes=needs.peak_bytes - needs.page_pool_bytes,
         specs=tuple(itertools.chain(*image_tenants(model, is_exact=True))) if is_paged else (),
         window_tokens=model.text.window_tokens,
@@ -133,13 +133,13 @@ def survey_or_problem(
 ) -> Served:
     """A model that may be asked for; what its files cannot be read for is said, and told to who asks."""
     try:
-        found = survey(profile, config, cache)
+        model_survey = survey(profile, config, cache)
     except DiffserveError as error:
         logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
-        told = ModelLoadError(error.message.replace(profile.path, profile.model_id))
-        return Served(profile, error=told, failed_s=clock())
-    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, said_bytes(found.needs_bytes))
-    return Served(profile, survey=found, info=found.info)
+        load_error = ModelLoadError(error.message.replace(profile.path, profile.model_id))
+        return Served(profile, error=load_error, failed_s=clock())
+    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, said_bytes(model_survey.needs_bytes))
+    return Served(profile, survey=model_survey, info=model_survey.info)
 
 
 def load_languages(
@@ -159,10 +159,10 @@ def load_languages(
         return []
     model_id = EMBEDDED_ID if text.model == EMBEDDED else None
     load = partial(load_language_model, dtype=text.dtype, device=device, offload=offload, cache=cache)
-    found = [load(directory, model_id=model_id)]
+    models = [load(directory, model_id=model_id)]
     if text.draft_model:
-        found.append(load(find_rewriter(text.draft_model)))
-    return found
+        models.append(load(find_rewriter(text.draft_model)))
+    return models
 
 
 def shared_pool(

@@ -40,7 +40,7 @@ from diffserve.processes.child_signals import leave_stopping_to_parent
 from diffserve.runtime import faults
 
 if TYPE_CHECKING:
-    from diffserve.engine.studio import Studio
+    from diffserve.engine.combined_engine import CombinedEngine
     from diffserve.runtime.device_health import DeviceProbe
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class EngineProcess:
-    """A studio behind a socket. ``run`` blocks; the process leaves when the other side does."""
+    """A engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
 
     def __init__(self, end: ipc.EngineEnd) -> None:
         self._end = end
         self._inbox: queue.SimpleQueue[ipc.Command] = queue.SimpleQueue()
-        self._studio: Studio | None = None
+        self._engine: CombinedEngine | None = None
         self._stats: EngineStats | None = None
         self._pulse = Pulse(least_s=1.0)  # replaced by what Load says
         self._counted_s = self._tidied_s = 0.0
@@ -94,34 +94,34 @@ class EngineProcess:
         self._pulse = Pulse(load.hang_after_s)
         unet_paths.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
         try:
-            studio = self._studio = open_studio(load, self._pulse)
-            probe = open_probe(studio)
+            engine = self._engine = open_engine(load, self._pulse)
+            probe = open_probe(engine)
         except (Exception, DeviceLost) as error:
             self._end.send(_load_failed(error))
             return 1
-        self._end.send(ipc.Ready(info=studio.info, language=studio.text_info, models=studio.images.served))
+        self._end.send(ipc.Ready(info=engine.info, language=engine.text_info, models=engine.images.served))
         try:
-            self._serve(studio, probe)
+            self._serve(engine, probe)
         except DeviceLost as error:
             logger.error("the device is lost", exc_info=error)
             self._end.send(ipc.Lost(reason=str(error)))
             os._exit(EXIT_DEVICE_LOST)
 
-    def _serve(self, studio: Studio, probe: DeviceProbe) -> NoReturn:
+    def _serve(self, engine: CombinedEngine, probe: DeviceProbe) -> NoReturn:
         """Tick for ever. After a failure that nobody expected nothing is told before the device has been tried."""
         while True:
-            if not studio.has_work:
-                studio.check_integrity()
-            self._count(studio)
-            self._take_commands(studio)
-            with self._pulse.ticking(scale_of(studio)):
-                events = studio.tick()
+            if not engine.has_work:
+                engine.check_integrity()
+            self._count(engine)
+            self._take_commands(engine)
+            with self._pulse.ticking(scale_of(engine)):
+                events = engine.tick()
             if any(isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED for event in events):
                 probe.check()
             for event in events:
                 self._end.send(event)
-            if studio.images.num_changes != self._num_changes:
-                probe = self._tell_models(studio, probe)
+            if engine.images.num_changes != self._num_changes:
+                probe = self._tell_models(engine, probe)
 
     def _listen(self) -> None:
         """Read commands until the other side is gone, then leave without a word: nobody is there to hear it."""
@@ -142,7 +142,7 @@ class EngineProcess:
         os._exit(0)
 
     def _pong(self, number: int) -> ipc.Pong:
-        pulse, num_live = self._pulse, 0 if self._studio is None else self._studio.num_live
+        pulse, num_live = self._pulse, 0 if self._engine is None else self._engine.num_live
         return ipc.Pong(
             number=number,
             num_requests=num_live + self._num_arrived - self._num_taken,  # with those that wait for the tick to end
@@ -151,64 +151,66 @@ class EngineProcess:
             patience_s=pulse.patience_s,
         )
 
-    def _count(self, studio: Studio) -> None:
+    def _count(self, engine: CombinedEngine) -> None:
         """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
         from growing by its gaps.
         """
         now_s = time.monotonic()
-        if now_s - self._counted_s >= COUNT_EVERY_S or not studio.has_work:
-            self._stats, self._counted_s = studio.stats(), now_s
+        if now_s - self._counted_s >= COUNT_EVERY_S or not engine.has_work:
+            self._stats, self._counted_s = engine.stats(), now_s
         if now_s - self._tidied_s >= TIDY_EVERY_S:
             from diffserve.runtime.memory import give_heap_back
 
             give_heap_back()
             self._tidied_s = now_s
 
-    def _tell_models(self, studio: Studio, probe: DeviceProbe) -> DeviceProbe:
+    def _tell_models(self, engine: CombinedEngine, probe: DeviceProbe) -> DeviceProbe:
         """Say that models have come or gone; what tells whether the device still computes, by one that is there."""
-        self._num_changes = studio.images.num_changes
-        self._end.send(ipc.NewModels(models=studio.images.served))
-        return type(probe)(studio.images.loaded[0].model) if probe.is_gone and studio.images.loaded else probe
+        self._num_changes = engine.images.num_changes
+        self._end.send(ipc.NewModels(models=engine.images.served))
+        return type(probe)(engine.images.loaded[0].model) if probe.is_gone and engine.images.loaded else probe
 
-    def _take_commands(self, studio: Studio) -> None:
+    def _take_commands(self, engine: CombinedEngine) -> None:
         """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
         active_s = time.monotonic()
         is_studied = False
-        while not studio.has_work or not self._inbox.empty():
+        while not engine.has_work or not self._inbox.empty():
             quiet_in_s = max(0.0, active_s + QUIET_S - time.monotonic())
             if self._inbox.empty() and not is_studied and not quiet_in_s:
-                is_studied = not self._study(studio)
+                is_studied = not self._study(engine)
                 continue
-            waits_s = [studio.images.rest_s, None if is_studied else quiet_in_s]
+            waits_s = [engine.images.rest_s, None if is_studied else quiet_in_s]
             try:
-                command = self._inbox.get(timeout=min((one for one in waits_s if one is not None), default=None))
+                command = self._inbox.get(
+                    timeout=min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+                )
             except queue.Empty:  # a model has been idle for long enough, or it is time to measure
                 continue
             active_s, is_studied = time.monotonic(), False
             match command:
                 case ipc.Submit():
-                    self._submit(studio, command.request)
+                    self._submit(engine, command.request)
                 case ipc.Cancel():
-                    studio.cancel(command.request_id)
+                    engine.cancel(command.request_id)
                 case ipc.Interrupt():
-                    studio.interrupt(command.request_id)
+                    engine.interrupt(command.request_id)
                 case ipc.LookAgain():
-                    studio.images.look_again(command.name)
+                    engine.images.look_again(command.name)
                 case ipc.ReadTrace():
-                    ticks = [tick for engine in studio.images.loaded for tick in engine.trace]
+                    ticks = [tick for image_engine in engine.images.loaded for tick in image_engine.trace]
                     calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]
                     self._end.send(ipc.Trace(number=command.number, unet_calls=calls))
                 case _:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
-    def _study(self, studio: Studio) -> bool:
+    def _study(self, engine: CombinedEngine) -> bool:
         """Use an idle moment for a measurement, which ends when a command arrives; False where there is nothing."""
         with self._pulse.ticking():
-            return studio.study(lambda: not self._inbox.empty())
+            return engine.study(lambda: not self._inbox.empty())
 
-    def _submit(self, studio: Studio, request: ipc.AnyRequest) -> None:
+    def _submit(self, engine: CombinedEngine, request: ipc.AnyRequest) -> None:
         try:
-            studio.submit(request)
+            engine.submit(request)
         except Exception as error:
             refusal = error
             self._num_taken += 1
@@ -239,36 +241,38 @@ def import_libraries() -> None:
     import diffserve.engine.loading  # noqa: F401  # with all that it stands on
 
 
-def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:
-    """The studio that ``load`` describes, warm, and proven by a trial picture of one step, which ``pulse`` times."""
-    from diffserve.engine.studio import Studio
+def open_engine(load: ipc.Load, pulse: Pulse) -> CombinedEngine:
+    """The engine that ``load`` describes, warm, and proven by a trial picture of one step, which ``pulse`` times."""
+    from diffserve.engine.combined_engine import CombinedEngine
 
-    studio = Studio.load(load.model, load.engine, load.text, load.models, unload_after_s=load.unload_after_s)
-    studio.warm_up()
+    engine = CombinedEngine.load(load.model, load.engine, load.text, load.models, unload_after_s=load.unload_after_s)
+    engine.warm_up()
     with pulse.trial():
-        studio.try_out(trial(studio.info))
-    return studio
+        engine.try_out(trial(engine.info))
+    return engine
 
 
-def open_probe(studio: Studio) -> DeviceProbe:
+def open_probe(engine: CombinedEngine) -> DeviceProbe:
     """What tells whether the device still computes; the faults of tests come after it has been seen to."""
     from diffserve.runtime.device_health import DeviceProbe
 
-    probe = DeviceProbe(studio.engine.model)
-    faults.install(studio.engine.model.unet)
+    probe = DeviceProbe(engine.engine.model)
+    faults.install(engine.engine.model.unet)
     return probe
 
 
-def scale_of(studio: Studio) -> float:
+def scale_of(engine: CombinedEngine) -> float:
     """How much longer a tick may take than one of the first model at its native size: attention grows with the square
     of the pixels, and a call with the network.
     """
-    first = studio.info
+    first = engine.info
     width_px, height_px = first.good_sizes[0]
     return max(
         (
-            (engine.most_pixels / (width_px * height_px)) ** 2 * engine.info.num_parameters / first.num_parameters
-            for engine in studio.images.loaded
+            (image_engine.most_pixels / (width_px * height_px)) ** 2
+            * image_engine.info.num_parameters
+            / first.num_parameters
+            for image_engine in engine.images.loaded
         ),
         default=1.0,
     )

@@ -12,14 +12,14 @@ from diffserve.api.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):
-    """Why something was given up: a stable ``code``, a sentence, and the request field to blame, if one is."""
+    """Cause of a failure: a stable ``code``, a message, and the request field at fault if there is one."""
 
     code: str
     message: str
     param: str | None = None
 
     def of(self, request_id: str) -> Failed:
-        """The terminal event that says so."""
+        """Return the failure event for ``request_id``."""
         return Failed(request_id=request_id, code=self.code, message=self.message, param=self.param)
 
 
@@ -47,7 +47,7 @@ class Stage(enum.Enum):
 
 
 class Live:
-    """A request from submit to its terminal event. ``submitted_s`` is a reading of the engine's clock."""
+    """Request from submission to its terminal event; ``submitted_s`` is a reading of the engine's clock."""
 
     __slots__ = ()
 
@@ -57,24 +57,24 @@ class Live:
 
     @property
     def request_id(self) -> str:
-        """The id the caller knows it by."""
+        """Return the request id that the caller uses."""
         name: str = self.request.request_id
         return name
 
     @property
     def is_over(self) -> bool:
-        """Whether all that it asks for is finished, failed or cancelled."""
+        """Return whether all tasks are finished, failed or cancelled."""
         return all(task.stage is Stage.DONE for task in self.tasks)
 
     @property
     def has_started(self) -> bool:
-        """Whether it waits no more."""
+        """Return whether the request has left the waiting queue."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class TickBudget:
-    """What one tick may take; None: no limit beside the engine's own.
+    """Limits of one tick; None means only the engine's own limits apply.
 
     max_tokens  tokens in the call of the network
     time_s      seconds that the call should take, by what earlier calls took; see ``TextEngine.max_tokens``
@@ -94,15 +94,15 @@ NO_LIMIT: Final = TickBudget()
 
 
 def shares(seconds: float, weights: Mapping[T, float]) -> dict[T, float]:
-    """``seconds`` shared out by ``weights``, equally where these are all 0; they add up."""
+    """Divide ``seconds`` in proportion to ``weights``, equally if all are 0."""
     total = sum(weights.values())
     if total <= 0.0:
         return dict.fromkeys(weights, seconds / max(1, len(weights)))
-    return {one: seconds * weight / total for one, weight in weights.items()}
+    return {key: seconds * weight / total for key, weight in weights.items()}
 
 
 class Scheduler(ABC, Generic[L, E]):
-    """Who runs next. Single-threaded: the tick calls it.
+    """Base class of the request schedulers; single-threaded, called by the tick.
 
     live       requests accepted and not yet over, by id
     num_ticks  plans made
@@ -117,27 +117,27 @@ class Scheduler(ABC, Generic[L, E]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would do something."""
+        """Return whether a tick would do something."""
         return bool(self.live)
 
     @abstractmethod
     def add(self, live: L) -> None:
-        """Let a checked request wait."""
+        """Queue a validated request."""
 
     @abstractmethod
     def give_up(self, live: L, failure: FailureReason) -> list[E]:
-        """A request has failed; its neighbours go on."""
+        """Fail one request; others continue."""
 
     @abstractmethod
     def _drop(self, live: L) -> None:
-        """Forget a request, and free what it holds."""
+        """Remove a request and free its resources."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError or PoolIntegrityError when something or somebody has been lost."""
+        """Raise AssertionError or PoolIntegrityError if a page or request is lost."""
 
     def cancel(self, request_id: str) -> list[E | Cancelled]:
-        """Forget a request at once; what it held is free when this returns. Empty when it is not live."""
+        """Remove a request and free its resources at once; return an empty list if it is not live."""
         live = self.live.get(request_id)
         if live is None:
             return []
@@ -145,7 +145,7 @@ class Scheduler(ABC, Generic[L, E]):
         return [Cancelled(request_id=request_id)]
 
     def expire(self, now_s: float) -> list[E]:
-        """Give up the requests whose deadline has passed."""
+        """Fail the requests whose deadline has passed."""
         events: list[E] = []
         for live in list(self.live.values()):
             deadline_s = live.request.deadline_s

@@ -24,7 +24,7 @@ from diffserve.api.rewrite_types import (
 )
 from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
 from diffserve.api.types import Cancelled, Failed, RewriteOptions
-from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.delivery import TickLoop, raise_if_failed
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
@@ -35,7 +35,7 @@ from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
 
 
-class Rewriter(Shell[RewriteRequest, RewriteEvent]):
+class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``.
 
     style        the name of the style used where a request names none
@@ -91,16 +91,16 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         return bool(self._jobs or self._outbox)
 
     def cancel(self, request_id: str) -> bool:
-        """Give a rewrite up; a later ``feed`` tells so. False when it is not (or no longer) live."""
+        """Cancel a rewrite; a later ``feed`` reports it. Return False if it is not live."""
         job = self._jobs.get(request_id)
         return job is not None and any([self.texts.cancel(text_id) for text_id in job.questions])
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
-        """What ``events`` of the text engine mean for rewrites, and those that are about other texts."""
+        """Return rewrite events for ``events`` of the text engine, and the events of other texts."""
         with self._lock:
             self._sort(events)
-            others, self._others = self._others, []
-            return self._take_mail(), others
+            other_events, self._others = self._others, []
+            return self._take_mail(), other_events
 
     # Convenient ways ----------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         return caption_constraint(self.texts.model.tokenizer, self.texts.model.end_ids)
 
     def submit_for(self, request: RewriteRequest, window: TextWindow) -> str:
-        """As ``submit``, for an image model that reads ``window``."""
+        """Submit ``request`` for an image model that reads ``window``."""
         return self._enter(request, is_followed=False, window=window)
 
     def _enter(self, request: RewriteRequest, *, is_followed: bool, window: TextWindow | None = None) -> str:
@@ -143,9 +143,9 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         style = self.style if request.options.style is None else self._load_style(request.options.style)
         questions = list(self._asker.questions(request, style, window))
         constraint = self._constraint_of(style)
-        most = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
+        max_entropy = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
         first_of = {question.request.request_id: question.first_index for question in questions}
-        job = RewriteJob(request, Judge(style, window, most), self.texts.info.model_id, first_of)
+        job = RewriteJob(request, Judge(style, window, max_entropy), self.texts.info.model_id, first_of)
         with self._lock:
             if request.request_id in self._jobs:
                 raise InvalidRequest(f"request_id {request.request_id!r} is already in use.", param="request_id")
@@ -188,9 +188,9 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
             if isinstance(event, TEXT_TERMINAL):
                 del self._job_of_text[event.request_id]
             if job is not None:
-                self._deliver(self._told(job, event))
+                self._deliver(self._rewrite_events(job, event))
 
-    def _told(self, job: RewriteJob, event: TextEvent) -> Iterator[RewriteEvent]:
+    def _rewrite_events(self, job: RewriteJob, event: TextEvent) -> Iterator[RewriteEvent]:
         match event:
             case TextDelta():
                 yield from job.show(event)

@@ -48,10 +48,10 @@ def load_filter(name: str, model: str) -> Any:
     module, _, factory = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        made: Callable[[], Any] = getattr(import_module(module), factory)
+        create_filter: Callable[[], Any] = getattr(import_module(module), factory)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"safety_filter {name!r} cannot be imported: {error}.", param="safety_filter") from None
-    return made()
+    return create_filter()
 
 
 def _answer(connection: socket.socket, safety_filter: Any) -> None:

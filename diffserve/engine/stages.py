@@ -20,7 +20,7 @@ from diffserve.api.errors import DeadlineExceeded, QueueFull
 from diffserve.api.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import Failed, GenerationRequest, LatentArray, Picture
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import kept_outside_mask
@@ -28,7 +28,7 @@ from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
-from diffserve.runtime.text.handover import to_value
+from diffserve.runtime.text.transferred_encodings import to_value
 
 HOLLOW: Final = {
     "all": frozenset[str](),
@@ -44,7 +44,7 @@ R = TypeVar("R", GenerationRequest, DecodeRequest)
 
 @dataclass(eq=False)
 class StageRequest(Generic[R]):
-    """A request, when it came, until when it is wanted, and what is being read for it beside the ticks."""
+    """Queued request with its arrival time, deadline and pending adapter load."""
 
     request: R
     since_s: float
@@ -53,7 +53,7 @@ class StageRequest(Generic[R]):
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Interactive requests come first, then in turn."""
+        """Return the sort key: interactive requests first, then by arrival."""
         return self.request.priority == "batch", self.since_s
 
 
@@ -65,20 +65,20 @@ class StageQueue(ABC, Generic[R]):
 
     doing: str
 
-    def __init__(self, images: ImageEngines, most: int, clock: Callable[[], float]) -> None:
+    def __init__(self, images: ImageEngines, max_waiting: int, clock: Callable[[], float]) -> None:
         self._images = images
-        self._most = most
+        self._most = max_waiting
         self._clock = clock
         self._lock = RLock()
         self._waiting: dict[str, StageRequest[R]] = {}
 
     @property
     def has_work(self) -> bool:
-        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        """Return whether a tick would make progress; False while all required models load."""
         with self._lock:
             waiting = list(self._waiting.values())
         now_s = self._clock()
-        return any(one.until_s <= now_s or not self._images.is_loading(one.request.model) for one in waiting)
+        return any(queued.until_s <= now_s or not self._images.is_loading(queued.request.model) for queued in waiting)
 
     def submit(self, request: R) -> None:
         """Queue it, and have its model loaded. Raises QueueFull, and what :meth:`check` raises."""
@@ -87,39 +87,39 @@ class StageQueue(ABC, Generic[R]):
             if len(self._waiting) >= self._most:
                 raise QueueFull(f"{len(self._waiting)} requests wait for {self.doing}; try again later.")
             now_s = self._clock()
-            one = StageRequest(request, now_s, now_s + (request.deadline_s or math.inf))
-            self._waiting[request.request_id] = one
-        self._begin(one)
+            queued = StageRequest(request, now_s, now_s + (request.deadline_s or math.inf))
+            self._waiting[request.request_id] = queued
+        self._begin(queued)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request; False where it is not here."""
+        """Remove a request; return False if it is unknown."""
         with self._lock:
             return self._waiting.pop(request_id, None) is not None
 
     def fail_all(self) -> None:
-        """Forget everybody, who have been told."""
+        """Remove all requests; the caller has reported their failure."""
         with self._lock:
             self._waiting.clear()
 
     def tick(self) -> list[Any]:
-        """Do the next request; what happened."""
+        """Process the next request and return the events."""
         now_s = self._clock()
         with self._lock:
-            waiting = sorted(self._waiting.values(), key=lambda one: one.place)
+            waiting = sorted(self._waiting.values(), key=lambda queued: queued.place)
         late = DeadlineExceeded("the deadline passed before the picture was finished.", param="deadline_s")
-        gone = [one for one in waiting if one.until_s <= now_s and self.cancel(one.request.request_id)]
-        events: list[Any] = [self._failed(one, late) for one in gone]
-        for one in waiting:
-            if one.until_s <= now_s or (one.reading is not None and not one.reading.done()):
+        gone = [queued for queued in waiting if queued.until_s <= now_s and self.cancel(queued.request.request_id)]
+        events: list[Any] = [self._failed(queued, late) for queued in gone]
+        for queued in waiting:
+            if queued.until_s <= now_s or (queued.reading is not None and not queued.reading.done()):
                 continue
             try:
-                engine = self._images.want(one.request.model)
-                done = None if engine is None else self._do(engine, one, now_s)
+                engine = self._images.want(queued.request.model)
+                done = None if engine is None else self._do(engine, queued, now_s)
             except PoolBusy:  # texts of the language model have the pages
                 break
             except Exception as error:
-                done = self._failed(one, error)
-            if done is not None and self.cancel(one.request.request_id):
+                done = self._failed(queued, error)
+            if done is not None and self.cancel(queued.request.request_id):
                 return [*events, done]
         return events
 
@@ -127,15 +127,15 @@ class StageQueue(ABC, Generic[R]):
         """Raise what is known to be wrong with ``request``."""
         self._images.want(request.model)
 
-    def _begin(self, one: StageRequest[R]) -> None:  # nobody has to
-        """Read what ``one`` needs, beside the ticks."""
+    def _begin(self, queued: StageRequest[R]) -> None:  # nobody has to
+        """Start background loading for a request; the default loads nothing."""
 
     @abstractmethod
-    def _do(self, engine: Engine, one: StageRequest[R], started_s: float) -> Any:
-        """The event that ends ``one``. Raises PoolBusy where it has to wait."""
+    def _do(self, engine: Engine, queued: StageRequest[R], started_s: float) -> Any:
+        """Return the event that ends the request; raise PoolBusy if it must wait."""
 
-    def _failed(self, one: StageRequest[R], error: Exception) -> Failed:
-        return failure_of(error, self.doing).of(one.request.request_id)
+    def _failed(self, queued: StageRequest[R], error: Exception) -> Failed:
+        return failure_of(error, self.doing).of(queued.request.request_id)
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
@@ -157,15 +157,15 @@ class EncodingStage(StageQueue[GenerationRequest]):
         """See ``ImageEngines``."""
         return self._images.family_of(request)
 
-    def _begin(self, one: StageRequest[GenerationRequest]) -> None:
-        engine = self._images.want(one.request.model)
-        settings = None if engine is None else engine.admitted(one.request).settings
+    def _begin(self, queued: StageRequest[GenerationRequest]) -> None:
+        engine = self._images.want(queued.request.model)
+        settings = None if engine is None else engine.admitted(queued.request).settings
         if engine is not None and settings is not None and settings.loras:
-            one.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
+            queued.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
 
-    def _do(self, engine: Engine, one: StageRequest[GenerationRequest], started_s: float) -> TextsEncoded:
-        request, settings = one.request, engine.admitted(one.request).settings
-        loras = engine.runners.loras.take(settings.loras, one.reading) if settings.loras else None
+    def _do(self, engine: Engine, queued: StageRequest[GenerationRequest], started_s: float) -> TextsEncoded:
+        request, settings = queued.request, engine.admitted(queued.request).settings
+        loras = engine.runners.loras.take(settings.loras, queued.reading) if settings.loras else None
         encodings = encode(engine, request, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
         return TextsEncoded(
@@ -173,7 +173,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
             prompt=request.prompt,
             encodings=encodings,
             encode_s=ended_s - started_s,
-            waited_s=ended_s - one.since_s,
+            waited_s=ended_s - queued.since_s,
         )
 
 
@@ -182,11 +182,11 @@ def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> 
     settings, runner = engine.admitted(request).settings, engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.hand_over(*texts, reading)
-    whole = [text or "" for text in texts]
+    prompts = [text or "" for text in texts]
     if settings.controlnets:  # which are told embeddings
-        base |= engine.model.text.hand_over(whole, reading)
+        base |= engine.model.text.hand_over(prompts, reading)
     if settings.similarity_threshold is not None:
-        base |= engine.model.text.hand_over(whole[:1], AS_TRAINED)
+        base |= engine.model.text.hand_over(prompts[:1], AS_TRAINED)
     refiner = {}
     if settings.switch_row is not None and runner.refiner is not None:
         refiner = runner.refiner.conditioner.hand_over(*texts, TextReading(clip_skip=settings.clip_skip))
@@ -199,8 +199,8 @@ class DecodingStage(StageQueue[DecodeRequest]):
 
     doing = "decoding this picture"
 
-    def _do(self, engine: Engine, one: StageRequest[DecodeRequest], started_s: float) -> PictureDecoded:
-        request = one.request
+    def _do(self, engine: Engine, queued: StageRequest[DecodeRequest], started_s: float) -> PictureDecoded:
+        request = queued.request
         with torch.inference_mode():
             latents = torch.from_numpy(request.latents.array.copy()).to(engine.model.device)
             decoded = engine.runners.decoder.pictures(latents[None]).picture(0)
@@ -210,7 +210,7 @@ class DecodingStage(StageQueue[DecodeRequest]):
             request_id=request.request_id,
             picture=picture,
             decode_s=ended_s - started_s,
-            waited_s=ended_s - one.since_s,
+            waited_s=ended_s - queued.since_s,
         )
 
 

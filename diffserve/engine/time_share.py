@@ -56,12 +56,12 @@ class TimeShare:
 
     @property
     def is_texts_turn(self) -> bool:
-        """Whether a call of the language model comes before the next step of the images."""
+        """Return whether a language-model call comes before the next image step."""
         return not self._is_saving
 
     @property
     def lets_in(self) -> bool:
-        """Whether texts that have not begun may begin with the next call."""
+        """Return whether new texts may start with the next call."""
         return self._credit_s >= LET_IN * self._burst_s
 
     @property
@@ -74,7 +74,7 @@ class TimeShare:
         return ShareStats(share=self.share, image_s=self.image_s, text_s=self.text_s)
 
     def painted(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
-        """A step of the images took ``wall_s``.
+        """Record an image step of ``wall_s`` seconds.
 
         has_moved  whether any image got on; those that wait for pages get on when texts do, which is then their turn
         is_shared  whether texts were waiting for their turn
@@ -91,7 +91,7 @@ class TimeShare:
             self.image_s += wall_s
 
     def wrote(self, wall_s: float, *, has_moved: bool) -> None:
-        """A call of the language model took ``wall_s`` while images waited for their turn.
+        """Record a language-model call of ``wall_s`` seconds while images waited.
 
         has_moved  whether any text got on; those that wait for pages, or to be let in, get on when images do
         """

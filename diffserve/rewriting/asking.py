@@ -13,7 +13,7 @@ from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.rewriting.style import Style
 from diffserve.rewriting.window import TextWindow
-from diffserve.runtime.language.chat import fold_system
+from diffserve.runtime.language.model import fold_system
 
 Turn = dict[str, str]
 

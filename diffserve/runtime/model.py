@@ -57,8 +57,8 @@ from diffserve.runtime.quantization import (
 )
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
-from diffserve.runtime.text.handover import NOTHING
 from diffserve.runtime.text.learnt_words import teach
+from diffserve.runtime.text.transferred_encodings import NOTHING
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner

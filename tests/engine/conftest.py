@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diffserve.engine import Engine
-from diffserve.engine.engine import TRACE_TICKS
+from diffserve.engine.base_engine import TRACE_TICKS
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.transfer import Fetched
 from diffserve.settings.config import EngineConfig

@@ -17,8 +17,8 @@ from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings, TensorValue
 from diffserve.api.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.process import open_probe, trial
-from diffserve.engine.studio import Studio
 from diffserve.models.controlnets import Control
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
@@ -33,15 +33,15 @@ from tests.hardware import needs_int8
 STAGES: Final = ("encode", "denoise", "decode")
 LONG: Final = ", ".join(["the red fox and a cat"] * 20)
 
-Stages = dict[str, Studio]
+Stages = dict[str, CombinedEngine]
 
 
-def load(kind: str, model: Path, folder: Path, stage: str, **config: Any) -> Studio:
+def load(kind: str, model: Path, folder: Path, stage: str, **config: Any) -> CombinedEngine:
     settings = load_settings(model=str(model), env={})
     folders = {"lora_dir": str(folder / "loras"), "controlnet_dir": str(folder / "controlnets")}
     refiner = str(model) if kind == "sdxl" else ""
     profile = replace(settings.model, dtype="float32", device=DEVICE, probe=False, refiner=refiner, **folders)
-    studio = Studio.load(profile, replace(settings.engine, stage=stage, cache_dir="", **config), TextSettings())
+    studio = CombinedEngine.load(profile, replace(settings.engine, stage=stage, cache_dir="", **config), TextSettings())
     studio.warm_up()
     studio.try_out(trial(studio.info))
     open_probe(studio)
@@ -68,7 +68,7 @@ def stages(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return of
 
 
-def told(studio: Studio, request: ipc.AnyRequest) -> list[Any]:
+def told(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]:
     """The events of ``request``, which has travelled to ``studio`` as they have from it."""
     (body,) = ipc.bodies(ipc.frame(ipc.Submit(request=request)))
     command = ipc.decode_command(body)

@@ -18,7 +18,7 @@ from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
 from diffserve.runtime import accelerators, choose_device
 from diffserve.runtime.accelerators import compute_capability, float64_device, has_float64
-from diffserve.runtime.decoding.uniforms import invert
+from diffserve.runtime.decoding.sampling_state import invert
 from diffserve.runtime.memory import free_bytes, give_memory_back
 from diffserve.runtime.philox import Draw, normals
 from diffserve.runtime.precision import hardware_name

@@ -9,7 +9,7 @@ import torch
 
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
-from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
+from diffserve.runtime.text.paged_encoder import PagedTextEncoder, segments, text_spec
 from tests.device import tolerance
 from tests.runtime.conftest import LoadTiny
 

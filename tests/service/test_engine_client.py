@@ -22,7 +22,7 @@ from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
 from diffserve.settings.layers import load_settings
-from tests.engine.studio.talker import save_talker
+from tests.engine.combined.talker import save_talker
 from tests.service.server import GENERATIONS, SOON_S, START_S, error_of
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import KeptLatents, LatentCache
 from diffserve.engine.image.preparer import kin_of

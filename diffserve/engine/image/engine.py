@@ -28,8 +28,8 @@ from diffserve.api.types import (
     UNetPath,
 )
 from diffserve.disk_cache import DiskCache
+from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
 from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import TRACE_TICKS, CoreEngine
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
@@ -46,7 +46,7 @@ MOST_CREDIT_S = 1.0
 BATCH_WAIT_S = 1e-3
 
 
-class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
+class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
     """Paints requests in mixed batches. Safe to call from any thread; nothing runs unless somebody ticks.
 
     ``generate`` and ``stream`` tick in the calling thread. A server calls :meth:`submit`, :meth:`cancel` and, in a
@@ -307,7 +307,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         texts = f"{live.request.prompt}\n{live.request.negative_prompt}"
         return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
 
-    def _is_at_hand(self, live: LiveRequest) -> bool:
+    def _is_ready(self, live: LiveRequest) -> bool:
         """Adapters and ControlNets are read beside the ticks; what goes wrong is told when the image is prepared."""
         if all(one is None or one.done() for one in (live.reading, live.mapping)):
             return True
@@ -324,7 +324,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             seconds_left=None if live.seconds_left is None else round(live.seconds_left, 4),
         )
 
-    def _foresee(self, live: LiveRequest) -> None:
+    def _check_deadline(self, live: LiveRequest) -> None:
         """Note when ``live`` would be done. Raises DeadlineUnreachable where that is too late."""
         is_free = live.request.deadline_s is None or not live.request.refuses_late
         deadline_s = math.inf if is_free else live.request.deadline_s or 0.0

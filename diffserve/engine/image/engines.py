@@ -38,7 +38,7 @@ from diffserve.api.errors import (
     QueueFull,
 )
 from diffserve.api.types import Cancelled, Event, GenerationRequest, ModelInfo, ModelProfile, Queued, ServedModel
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.room import said_bytes
 from diffserve.engine.image.task import TickTrace

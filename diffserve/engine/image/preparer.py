@@ -26,7 +26,7 @@ from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
 from diffserve.runtime.text.encoding import Conditioning, TextReading
-from diffserve.runtime.text.handover import to_tensor
+from diffserve.runtime.text.transferred_encodings import to_tensor
 from diffserve.runtime.transfer import send
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.compiled_groups import is_deterministic

@@ -27,7 +27,7 @@ from diffserve.runtime.accelerators import Stopwatch, TimeSpan
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import RowLoRAs
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.text.conditioning import Conditioner, ToldRow
+from diffserve.runtime.text.conditioning import Conditioner, ConditioningRow
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.transfer import send
 from diffserve.runtime.unet.controlnet import Residuals, residual_shapes
@@ -333,7 +333,7 @@ def stack_conditioning(
     """Stack what each row, an image and whether it is its unconditional one, is told; ``spare`` as ``RowLoRAs`` has
     it.
     """
-    told = [ToldRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
+    told = [ConditioningRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
     loras = [task.held.loras for task, _ in rows if task.held.loras is not None]
     return Stack(
         conditioner.contexts(told),

@@ -24,7 +24,7 @@ from diffserve.engine.text.task import LiveText, Sequence, TextTask
 from diffserve.runtime.decoding import AnyConstraint, BeamSearch, SamplingState, TextStream
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import LanguageModel
-from diffserve.runtime.language.chat import render
+from diffserve.runtime.language.model import render
 
 MAX_FRESH_SEED = 2**32
 MOST_CHARS_PER_TOKEN = 256
@@ -53,15 +53,15 @@ class TextAdmission:
         return live
 
     def _prompt_ids(self, request: TextRequest) -> list[int]:
-        most = self.model.info.context_tokens
+        context_tokens = self.model.info.context_tokens
         param = "messages" if request.messages else "prompt"
         num_chars = len(request.prompt) + sum(len(message.content) for message in request.messages)
-        if num_chars > most * MOST_CHARS_PER_TOKEN:
-            raise too_long(f"{num_chars} characters", most, param)
+        if num_chars > context_tokens * MOST_CHARS_PER_TOKEN:
+            raise too_long(f"{num_chars} characters", context_tokens, param)
         ids = list(request.token_ids) or self._tokenise(request)
         check(bool(ids), "the prompt has no tokens; give at least one.", param, "empty_prompt")
-        if len(ids) >= most:
-            raise too_long(f"{len(ids)} tokens", most, param)
+        if len(ids) >= context_tokens:
+            raise too_long(f"{len(ids)} tokens", context_tokens, param)
         size = self.model.info.vocab_size
         check(max(ids) < size, f"token id {max(ids)} is not in the model's vocabulary of {size}.", "prompt")
         return ids
@@ -122,14 +122,14 @@ class TextAdmission:
     def _has_any(self, stop: tuple[str, ...], token_ids: Tokens[int]) -> bool:
         """Whether one of the texts ``stop`` is in what some tokens say."""
         text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return any(one in text for one in stop)
+        return any(stop_text in text for stop_text in stop)
 
 
-def too_long(what: str, most: int, param: str = "prompt") -> InvalidRequest:
+def too_long(what: str, context_tokens: int, param: str = "prompt") -> InvalidRequest:
     """The error for a prompt that leaves no room for an answer."""
     return InvalidRequest(
-        f"the prompt has {what}; with at least one token of answer the model's context of {most} tokens takes at most "
-        f"{most - 1}.",
+        f"the prompt has {what}; with at least one token of answer the model's context of {context_tokens} tokens "
+        f"takes at most {context_tokens - 1}.",
         param=param,
         code="context_length_exceeded",
     )

@@ -79,7 +79,7 @@ class DraftPolicy:
         return kind == "off" or (kind != "draft" and task.num_misses >= PATIENCE and (tick + 1) % LOOK_EVERY > 0)
 
     def learn(self, task: TextTask, num_drafted: int, num_right: int) -> None:
-        """Longer drafts while they are right, shorter ones while they are wrong."""
+        """Lengthen drafts while they are accepted, shorten them otherwise."""
         task.live.draft_tokens += num_drafted
         task.live.accepted_tokens += num_right
         self.num_drafted += num_drafted
@@ -92,11 +92,11 @@ class DraftPolicy:
     def _look(self, piece: ScheduledTokens, lookup: PromptLookup) -> int:
         row = piece.sequence.row
         if row.constraint is None:
-            found = lookup.propose(row.token_ids)
+            draft = lookup.propose(row.token_ids)
         else:
-            found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
-        piece.task.num_misses = 0 if found else piece.task.num_misses + 1
-        return self._take(piece, row.crop(found))
+            draft = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
+        piece.task.num_misses = 0 if draft else piece.task.num_misses + 1
+        return self._take(piece, row.crop(draft))
 
     def _take(self, piece: ScheduledTokens, draft: list[int]) -> int:
         if not draft or not self.pages.reserve(piece.sequence, piece.end + len(draft)):
@@ -105,7 +105,7 @@ class DraftPolicy:
         return len(draft)
 
     def _ask(self, piece: ScheduledTokens, limit: int, num_left: int) -> int:
-        """Let the draft model propose. It may first have to read what was said: that counts as well."""
+        """Schedule a draft-model proposal; tokens the draft model must read first count against the budget."""
         sequence = piece.sequence
         room = sequence.row.params.max_tokens - sequence.row.num_output_tokens - 1
         count = min(limit, room, self._context_tokens - piece.end)

@@ -23,8 +23,8 @@ from diffserve.api.text_types import (
     TextRequest,
     TextStats,
 )
+from diffserve.engine.base_engine import BaseEngine, failure_of
 from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import CoreEngine, failure_of
 from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
@@ -52,7 +52,7 @@ class Unread(NamedTuple):
     started_s: float
 
 
-class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
+class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
     """Continues texts in mixed batches; the life of a request is as with ``Engine``.
 
     pool         where the pages of the model and of its draft model are
@@ -152,7 +152,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
                 num_waiting=len(scheduler.waiting),
                 prompt_tokens=scheduler.num_prompt_tokens,
                 cached_tokens=scheduler.num_cached_tokens,
-                output_tokens=scheduler.progress.num_said,
+                output_tokens=scheduler.progress.num_output_tokens,
                 computed_tokens=self._num_computed,
                 draft_tokens=drafts.num_drafted,
                 accepted_tokens=drafts.num_right,
@@ -181,7 +181,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         if isinstance(request, str):
             request = TextRequest(prompt=request, deltas=False)
         requests = [request] if isinstance(request, TextRequest) else list(request)
-        ends = [history[-1] for history in self._answer([(one, constraint) for one in requests])]
+        ends = [history[-1] for history in self._answer([(text_request, constraint) for text_request in requests])]
         for end in ends:
             raise_if_failed(end)
         return [end for end in ends if isinstance(end, TextFinished)]
@@ -224,7 +224,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         for live, failure in refused:
             self._deliver(self.scheduler.give_up(live, failure))
 
-    def _is_at_hand(self, live: LiveText) -> bool:
+    def _is_ready(self, live: LiveText) -> bool:
         """Schemas are compiled beside the ticks; one that cannot be followed ends its request at once."""
         compiling = live.compiling
         if compiling is None:
@@ -237,23 +237,23 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             self._refused.append((live, failure_of(error, "compiling this schema")))
         return True
 
-    def _foresee(self, live: LiveText) -> None:
+    def _check_deadline(self, live: LiveText) -> None:
         """When an answer ends nobody knows, so what counts is when its prompt can be read, those before it first."""
         deadline_s, (fixed_s, per_token_s) = live.request.deadline_s, self.cost.line
         if deadline_s is None or not per_token_s:
             return
-        others = [
-            task for one in (*self._inbox.values(), *dict(self.scheduler.live).values()) for task in one.tasks[:1]
+        first_tasks = [
+            task for other in (*self._inbox.values(), *dict(self.scheduler.live).values()) for task in other.tasks[:1]
         ]
-        ahead = sum(pending_tokens(task) for task in others if self.scheduler.is_before(task, live))
-        own = pending_tokens(live.tasks[0])
+        ahead = sum(pending_tokens(task) for task in first_tasks if self.scheduler.is_before(task, live))
+        num_prompt_tokens = pending_tokens(live.tasks[0])
 
         def seconds(num_tokens: int) -> float:
             num_calls = math.ceil(num_tokens / self.config.max_batch_tokens)
             return num_calls * fixed_s + num_tokens * per_token_s
 
-        if seconds(ahead + own) > deadline_s:
-            raise DeadlineUnreachable.of(deadline_s, seconds(ahead + own), seconds(own))
+        if seconds(ahead + num_prompt_tokens) > deadline_s:
+            raise DeadlineUnreachable.of(deadline_s, seconds(ahead + num_prompt_tokens), seconds(num_prompt_tokens))
 
     def _accepted(self, live: LiveText, num_ahead: int) -> TextEvent:
         return TextAccepted(
@@ -353,10 +353,10 @@ def draft_tenant(tenant: str) -> str:
 
 def check_draft(model: LanguageModel, draft_model: LanguageModel) -> None:
     """Raises ConfigError unless a token of the draft model means the same to the model."""
-    own, other = model.info, draft_model.info
-    if own.vocab_size != other.vocab_size or model.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
+    info, draft_info = model.info, draft_model.info
+    if info.vocab_size != draft_info.vocab_size or model.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
         raise ConfigError(
-            f"the draft model {other.model_id!r} has another vocabulary ({other.vocab_size} tokens) than "
-            f"{own.model_id!r} ({own.vocab_size}): give one of the same family, or none.",
+            f"the draft model {draft_info.model_id!r} has another vocabulary ({draft_info.vocab_size} tokens) than "
+            f"{info.model_id!r} ({info.vocab_size}): give one of the same family, or none.",
             param="draft_model",
         )

@@ -23,16 +23,16 @@ from diffserve.runtime.language import LanguageModel
 
 
 class TextOutputs:
-    """Moves texts on and writes their events. ``num_said`` and ``entropy_sum`` count over all texts since birth."""
+    """Advances texts and writes their events. ``num_output_tokens`` and ``entropy_sum`` count over all texts."""
 
     def __init__(self, pages: SequencePages, drafts: DraftPolicy, model: LanguageModel) -> None:
         self.pages = pages
         self.drafts = drafts
         self.model = model
-        self.num_said = 0
+        self.num_output_tokens = 0
         self.entropy_sum = 0.0
 
-    def computed(self, piece: ScheduledTokens, now_s: float) -> None:
+    def mark_computed(self, piece: ScheduledTokens, now_s: float) -> None:
         """The piece's keys and values are written; those of a draft are not believed yet."""
         piece.sequence.num_computed = piece.end
         live = piece.task.live
@@ -41,7 +41,7 @@ class TextOutputs:
         if not piece.is_last:
             self.pages.settle(piece.sequence)
 
-    def said(self, task: TextTask, outcome: TextOutcome, now_s: float) -> Iterator[TextEvent]:
+    def apply_choices(self, task: TextTask, outcome: TextOutcome, now_s: float) -> Iterator[TextEvent]:
         """Take what the model said for ``task``; its stage is DONE when that was all."""
         live = task.live
         live.first_token_s = now_s if live.first_token_s is None else live.first_token_s
@@ -49,7 +49,7 @@ class TextOutputs:
         if task.search is not None:
             yield from self._searched(task, outcome)
             return
-        choices = outcome.said[task]
+        choices = outcome.choices[task]
         task.sequences[0].unread = None
         pieces, reason = self._take(task, choices)
         if outcome.drafted.get(task):
@@ -90,7 +90,7 @@ class TextOutputs:
         for index, choice in enumerate(choices):
             row.append(choice.token_id)
             task.choices.append(choice)
-            self.num_said += 1
+            self.num_output_tokens += 1
             self.entropy_sum += choice.entropy
             if choice.token_id not in row.stop_ids:
                 pieces.append(task.stream.push(choice.token_id))
@@ -109,21 +109,21 @@ class TextOutputs:
         if not task.search.is_done:
             return
         task.stage = Stage.DONE
-        for index, found in enumerate(task.search.best(task.live.request.num_texts)):
-            yield from self._hypothesis(task, index, found)
+        for index, hypothesis in enumerate(task.search.best(task.live.request.num_texts)):
+            yield from self._hypothesis(task, index, hypothesis)
 
-    def _hypothesis(self, task: TextTask, index: int, found: Hypothesis) -> Iterator[TextEvent]:
+    def _hypothesis(self, task: TextTask, index: int, hypothesis: Hypothesis) -> Iterator[TextEvent]:
         live, row = task.live, task.sequences[0].row
         stream = TextStream(self.model.tokenizer, stop=live.request.params.stop, context_ids=live.prompt_ids)
-        ends = found.token_ids[-1] in row.stop_ids
-        pieces = [stream.push(token_id) for token_id in (found.token_ids[:-1] if ends else found.token_ids)]
+        ends = hypothesis.token_ids[-1] in row.stop_ids
+        pieces = [stream.push(token_id) for token_id in (hypothesis.token_ids[:-1] if ends else hypothesis.token_ids)]
         pieces.append(stream.finish())
         reason: FinishReason = "stop" if ends or stream.stopped_by is not None else "length"
-        live.results.append(self._result(task, index, found.choices, stream, reason, found.score))
-        self.num_said += len(found.choices)
-        self.entropy_sum += sum(choice.entropy for choice in found.choices)
+        live.results.append(self._result(task, index, hypothesis.choices, stream, reason, hypothesis.score))
+        self.num_output_tokens += len(hypothesis.choices)
+        self.entropy_sum += sum(choice.entropy for choice in hypothesis.choices)
         if live.request.deltas:
-            yield self._delta(live, index, "".join(pieces), found.choices, reason)
+            yield self._delta(live, index, "".join(pieces), hypothesis.choices, reason)
 
     def _delta(
         self, live: LiveText, index: int, text: str, choices: Sequence[Choice], reason: FinishReason | None

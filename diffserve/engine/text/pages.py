@@ -36,13 +36,13 @@ class SequencePages:
         """Leading tokens that ``open`` would find now."""
         return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
 
-    def shared_tokens(self, one: list[int], other: list[int]) -> int:
+    def shared_tokens(self, token_ids: list[int], other_ids: list[int]) -> int:
         """Tokens on the leading full logical pages that two sequences have in common and that the first may take
         over.
         """
         count, step = 0, self._page_tokens
-        most = min(len(one) - 1, len(other))
-        while count + step <= most and one[count : count + step] == other[count : count + step]:
+        limit = min(len(token_ids) - 1, len(other_ids))
+        while count + step <= limit and token_ids[count : count + step] == other_ids[count : count + step]:
             count += step
         return count
 
@@ -138,10 +138,10 @@ class SequencePages:
         self.pool.check_integrity()
         stats = self.pool.stats().tenants
         holders = [sequence for task in tasks for sequence in task.sequences]
-        held = {self.tenant: other_pages + _num_pages(sequence.table for sequence in holders)}
+        expected_pages = {self.tenant: other_pages + _num_pages(sequence.table for sequence in holders)}
         if self.draft_tenant is not None:
-            held[self.draft_tenant] = _num_pages(sequence.draft_table for sequence in holders)
-        for tenant, count in held.items():
+            expected_pages[self.draft_tenant] = _num_pages(sequence.draft_table for sequence in holders)
+        for tenant, count in expected_pages.items():
             assert count == stats[tenant].held_pages, f"tenant {tenant!r} holds pages that nobody owns"
         for task in tasks:
             has_pages = task.sequences[0].table is not None

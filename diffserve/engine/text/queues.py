@@ -1,19 +1,62 @@
-"""RunningQueue: the texts that run, and who gives way when one of them cannot grow.
+"""Turns: in which order the texts of several clients get on, and what waits for whom. No torch.
 
-First all pages of the draft model go, then those of the text that came last: it waits to be computed anew. A text
-never takes pages from one that came before it, so the oldest always finishes; and never from one that has a piece in
-the tick that is being planned, or a token that nobody has read yet.
+A request is told its turn once, when it comes, so that nobody who waits is ever overtaken by more and more::
+
+    starts   where its client's last request ends, or at ``now``, whichever is later
+    ends     so many tokens further as it may take, by its client's share
+    turn     where it starts; of batch work ``BATCH_LATER`` tokens further
+
+``now`` is the start of the latest request that has begun (start-time fair queueing, Goyal et al. 1996). So the first
+request of a client comes before the second of another, however many that has; and batch work is passed by those alone
+who begin within so many tokens after it: it ages, and never starves.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Container, Iterator
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.task import Sequence, TextTask
+from diffserve.engine.text.task import LiveText, Sequence, TextTask
+
+BATCH_LATER: Final = 16_384.0
+
+MOST_REMEMBERED: Final = 1024
+
+
+class Turns:
+    """End of the last request of each client, by priority."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._ends: dict[tuple[str, str], float] = {}
+
+    def join(self, live: LiveText) -> None:
+        """Assign the turn of ``live``."""
+        request = live.request
+        width = request.params.num_beams if request.params.num_beams > 1 else request.num_texts
+        tokens = len(live.prompt_ids) + width * request.params.max_tokens
+        live.starts, live.turn = self.of(live)
+        self._ends[live.line] = live.starts + tokens / request.share
+        if len(self._ends) > MOST_REMEMBERED:
+            self._ends = {line: end for line, end in self._ends.items() if end > self.now}
+
+    def of(self, live: LiveText) -> tuple[float, float]:
+        """Return the start and the turn that ``live`` would get now."""
+        starts = max(self.now, self._ends.get(live.line, 0.0))
+        return starts, starts + BATCH_LATER * (live.request.priority == "batch")
+
+    def advance(self, live: LiveText) -> None:
+        """Advance the clock when ``live`` begins."""
+        self.now = max(self.now, live.starts)
+
+    def reset(self) -> None:
+        """Clear the state when no request is live."""
+        self.now = 0.0
+        self._ends.clear()
+
 
 Planned = Container[TextTask]
 
@@ -37,17 +80,17 @@ class TaskQueue(Collection[TextTask]):
         return iter(tuple(self._tasks))
 
     def add(self, task: TextTask) -> None:
-        """``task`` is in this queue."""
+        """Add ``task`` and set its stage."""
         task.stage = self.stage
         self._tasks[task] = None
 
     def remove(self, task: TextTask) -> None:
-        """``task`` leaves; nothing happens when it was not here."""
+        """Remove ``task`` if present."""
         self._tasks.pop(task, None)
 
 
 class RunningQueue(TaskQueue):
-    """Those that have pages. ``num_preempted`` counts since birth."""
+    """Texts that hold pages; ``num_preempted`` counts preemptions."""
 
     stage = Stage.RUNNING
 
@@ -68,7 +111,7 @@ class RunningQueue(TaskQueue):
         return True
 
     def open(self, task: TextTask, sequence: Sequence, planned: Planned) -> bool:
-        """The same for pages of a sequence that has none."""
+        """Open pages of a sequence, preempting later texts that are not in ``planned``."""
         while not self.pages.open(sequence, task.live.request.cache_salt):
             if not self._reclaim(task, planned):
                 return False
@@ -104,12 +147,12 @@ MAX_LOOKED_AT = 32
 
 
 class WaitingQueue(TaskQueue):
-    """Those that have none; a preemption does not change who came first."""
+    """Texts without pages; a preemption keeps the order of arrival."""
 
     stage = Stage.WAITING
 
     def candidates(self, running: Collection[TextTask]) -> Iterator[TextTask]:
-        """Those to be let in now, the next first; without those whose prompt somebody is just computing."""
+        """Yield texts to admit, except those whose prompt another text is computing."""
         for task in heapq.nsmallest(MAX_LOOKED_AT, self._tasks, key=lambda task: task.order):
             if not self._is_being_computed(task, running):
                 yield task
@@ -127,8 +170,10 @@ class WaitingQueue(TaskQueue):
         need = sum(self.pages.num_pages(sequence.num_tokens) for sequence in task.sequences)
         if need <= available:
             return True
-        found = sum(self.pages.num_pages(self.pages.num_cached(sequence, salt)) for sequence in task.sequences)
-        return need - found <= available
+        num_cached_pages = sum(
+            self.pages.num_pages(self.pages.num_cached(sequence, salt)) for sequence in task.sequences
+        )
+        return need - num_cached_pages <= available
 
     def _is_being_computed(self, task: TextTask, running: Collection[TextTask]) -> bool:
         """Whether a text that runs is about to file logical pages that ``task`` would otherwise compute once more."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest, NumericalError
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, choose_soon, draft_next
 from diffserve.runtime.device_health import raise_if_sticky
@@ -41,17 +41,17 @@ class TextRunner:
 
     def read(self, outcome: TextOutcome) -> None:
         """Wait for what is ``unread`` of ``outcome``, and say it."""
-        for tasks, chosen in outcome.unread:
+        for tasks, unread_tokens in outcome.unread:
             try:
-                found = chosen.read()
+                choices = unread_tokens.read()
             except Exception as error:
                 outcome.failures.update(dict.fromkeys(tasks, failure_of(error, "computing this text")))
                 continue
-            for task, choice in zip(tasks, found, strict=True):
+            for task, choice in zip(tasks, choices, strict=True):
                 if isinstance(choice, Exception):
                     outcome.failures[task] = failure_of(_blamed(task, choice), "computing this text")
                 else:
-                    outcome.said[task] = [choice]
+                    outcome.choices[task] = [choice]
         outcome.unread = []
 
     def _compute(
@@ -82,20 +82,20 @@ class TextRunner:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:
             return
-        own = logits if batch.lines is None else logits.index_select(0, _places(batch.lines, logits))
+        row_logits = logits if batch.lines is None else logits.index_select(0, _places(batch.lines, logits))
         try:
             if not any(batch.drafts):
-                outcome.unread.append((batch.tasks, choose_soon(own, batch.rows)))
+                outcome.unread.append((batch.tasks, choose_soon(row_logits, batch.rows)))
                 return
-            said = accept(own, batch.rows, batch.drafts, batch.draft_probs)
+            accepted = accept(row_logits, batch.rows, batch.drafts, batch.draft_probs)
         except Exception as error:
             outcome.failures.update(dict.fromkeys(batch.tasks, failure_of(error, "computing this text")))
             return
-        for task, draft, found in zip(batch.tasks, batch.drafts, said, strict=True):
-            if isinstance(found, Exception):
-                outcome.failures[task] = failure_of(_blamed(task, found, draft), "computing this text")
+        for task, draft, choices in zip(batch.tasks, batch.drafts, accepted, strict=True):
+            if isinstance(choices, Exception):
+                outcome.failures[task] = failure_of(_blamed(task, choices, draft), "computing this text")
             else:
-                outcome.said[task] = found
+                outcome.choices[task] = choices
                 outcome.drafted[task] = len(draft)
 
     # Drafts --------------------------------------------------------------------------------------------------------
@@ -198,17 +198,19 @@ class TextBatch:
             assert table is not None
             num_logits = len(piece.draft) + 1 if piece.is_last else 0
             chunks.append(TokenChunk(table, piece.start, piece.token_ids, num_logits, piece.sequence.unread))
-            own = range(num_lines, num_lines + num_logits)
+            piece_lines = range(num_lines, num_lines + num_logits)
             num_lines += num_logits
             if piece.task.search is not None:
-                searches.setdefault(piece.task, []).extend(own)
+                searches.setdefault(piece.task, []).extend(piece_lines)
             elif num_logits:
                 followers = piece.task.live.followers if piece.task.text_index == 0 else ()
                 for task in (piece.task, *followers):
                     tasks.append(task)
                     members.append((task.sequences[0].row, piece.draft, draft_probs.get(piece)))
-                    lines += own
+                    lines += piece_lines
         rows, drafts, probs = zip(*members, strict=True) if members else ((), (), ())
         is_all = lines == list(range(num_lines))
-        stepping = {task: found for task, found in searches.items() if len(found) == len(task.sequences)}
+        stepping = {
+            task: search_lines for task, search_lines in searches.items() if len(search_lines) == len(task.sequences)
+        }
         return cls(tuple(chunks), tuple(tasks), rows, drafts, probs, None if is_all else tuple(lines), stepping)

@@ -22,9 +22,8 @@ from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.engine.text.drafts import DraftPolicy
 from diffserve.engine.text.outputs import TextOutputs
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.queues import RunningQueue, WaitingQueue
+from diffserve.engine.text.queues import RunningQueue, Turns, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
-from diffserve.engine.text.turns import Turns
 from diffserve.runtime.language import LanguageModel
 
 KEPT_PART = 8
@@ -69,7 +68,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         """Let a checked request into the waiting room."""
         live.arrival = next(self._arrivals)
         if not self.live:
-            self._turns.rest()
+            self._turns.reset()
         self._turns.join(live)
         self.live[live.request_id] = live
         self.waiting.add(live.tasks[0])
@@ -86,8 +85,8 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         self.num_ticks += 1
         pieces: dict[TextTask, list[ScheduledTokens]] = {}
         wants_prefill = bool(self.waiting) or any(not task.is_decoding for task in self.running)
-        kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
-        left = kept + self._plan_decoding(max_tokens - kept, pieces)
+        num_reserved = max_tokens // PREFILL_SHARE if wants_prefill else 0
+        left = num_reserved + self._plan_decoding(max_tokens - num_reserved, pieces)
         left = self._plan_prefill(left, pieces)
         if admits:
             left = self._plan_newcomers(left, pieces)
@@ -113,7 +112,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         Everybody's or nobody's: one that must be read makes the rest wait as well. While pages are scarce all are read,
         because who gives way must have nothing unread.
         """
-        if len(outcome.unread) != 1 or outcome.said or outcome.forks or outcome.failures:
+        if len(outcome.unread) != 1 or outcome.choices or outcome.forks or outcome.failures:
             return False
         ((tasks, _),) = outcome.unread
         is_roomy = self.pages.pool.num_available >= self.pages.num_pages(1) * self.num_running
@@ -123,11 +122,11 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def go_unread(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> bool:
         """Move everybody on by one token that is still on the device; False when nobody is left who wants it."""
         self._computed(plan, now_s)
-        ((tasks, chosen),) = outcome.unread
-        wanted = [(task, line) for line, task in enumerate(tasks) if task.stage is Stage.RUNNING]
-        for task, line in wanted:
-            task.sequences[0].unread = chosen.tokens[line : line + 1]
-        return bool(wanted)
+        ((tasks, token_choices),) = outcome.unread
+        running = [(task, line) for line, task in enumerate(tasks) if task.stage is Stage.RUNNING]
+        for task, line in running:
+            task.sequences[0].unread = token_choices.tokens[line : line + 1]
+        return bool(running)
 
     def apply_read(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         """What was left of ``apply``, now that the tokens are read; those of texts that are over are thrown away."""
@@ -143,14 +142,14 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def _computed(self, plan: TextPlan, now_s: float) -> None:
         for piece in plan.pieces:
             if piece.task.stage is Stage.RUNNING:
-                self.progress.computed(piece, now_s)
+                self.progress.mark_computed(piece, now_s)
 
     def _say(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         events: list[TextEvent] = []
-        for task in [*outcome.said, *outcome.forks]:
+        for task in [*outcome.choices, *outcome.forks]:
             if task.stage is Stage.RUNNING:
                 task.last_tick = self.num_ticks
-                events += self.progress.said(task, outcome, now_s)
+                events += self.progress.apply_choices(task, outcome, now_s)
                 events += self._leave_if_done(task, now_s)
         return events
 
@@ -213,11 +212,11 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         """Sequences that may join those that run, were they of ``task``: batch work leaves some of ``max_sequences`` to
         others; who has none running may have some beyond them, and what is ``reserved`` for one who has.
         """
-        most, held = self.config.max_sequences, Counter(one.live.line for one in self.running)
-        room = most - self.num_running - reserved
-        if not held[task.live.line]:
-            return room + most // KEPT_PART
-        return room - most // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
+        max_sequences, running_by_line = self.config.max_sequences, Counter(other.live.line for other in self.running)
+        room = max_sequences - self.num_running - reserved
+        if not running_by_line[task.live.line]:
+            return room + max_sequences // KEPT_PART
+        return room - max_sequences // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
 
     def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """A piece of what ``task`` has pending, of at most ``max_tokens`` tokens; returns how many that are.
@@ -249,7 +248,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             return False
         self.waiting.remove(task)
         self.running.add(task)
-        self._turns.begun(task.live)
+        self._turns.advance(task.live)
         if task.live.cached_tokens is None:
             task.live.cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed
@@ -260,10 +259,10 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def _start_followers(self, task: TextTask, outcome: TextOutcome) -> None:
         """The prompt is computed: the other texts of the request go on from its pages."""
-        if task not in outcome.said or len(task.choices):
+        if task not in outcome.choices or len(task.choices):
             return
         for follower in task.live.followers:
-            if follower in outcome.said:
+            if follower in outcome.choices:
                 self.pages.follow(follower.sequences[0], task.sequences[0])
                 self.running.add(follower)
 

@@ -44,12 +44,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output, the unread one included."""
+        """Return the tokens of prompt and output, including the unread one."""
         return len(self.row.token_ids) + (self.unread is not None)
 
     @property
     def num_pending(self) -> int:
-        """Tokens still to be computed before the next one can be chosen: 1 while decoding, 0 when there is no next."""
+        """Return the tokens to compute before the next choice: 1 while decoding, 0 if there is no next token."""
         if self.unread is not None and self.row.num_output_tokens + 1 >= self.row.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
@@ -79,12 +79,12 @@ class TextTask:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Its turn, which decides who goes first and who gives way."""
+        """Return the scheduling order: earlier tasks run first and are preempted last."""
         return self.live.turn, self.live.arrival, self.text_index
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one more token of each sequence is all that the next choice needs."""
+        """Return whether each sequence needs exactly one more token for the next choice."""
         return all(sequence.num_pending == 1 for sequence in self.sequences)
 
 
@@ -116,22 +116,22 @@ class LiveText(Live):
 
     @property
     def line(self) -> tuple[str, Priority]:
-        """Where it queues: a client has a line for each priority."""
+        """Return the queue of the request: one for each client and priority."""
         return self.request.client, self.request.priority
 
     @property
     def followers(self) -> list[TextTask]:
-        """Texts that wait for the prompt to be computed."""
+        """Return the texts that wait for the prompt to be computed."""
         return [task for task in self.tasks if task.stage is Stage.FOLLOWING]
 
     def constrain(self, constraint: AnyConstraint) -> None:
-        """Hold every text to ``constraint``; before anything is said."""
+        """Apply ``constraint`` to every text before its first token."""
         for task in self.tasks:
             task.sequences[0].row.constrain(constraint)
 
     @property
     def has_started(self) -> bool:
-        """Whether it has left the waiting room."""
+        """Return whether the request has left the waiting queue."""
         return self.started_s is not None
 
 
@@ -151,19 +151,19 @@ class ScheduledTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the call."""
+        """Return the number of tokens in the call."""
         return self.end - self.start + max(len(self.draft), self.num_draft)
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing of the row is left to compute, so that a token can be chosen."""
+        """Return whether the row is complete after this piece, so that a token can be chosen."""
         return self.end == self.sequence.num_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """What the network is given; 0 stands for a token that nobody has read yet."""
-        known = self.sequence.row.token_ids[self.start : self.end]
-        return [*known, *[0] * (self.end - self.start - len(known)), *self.draft]
+        """Return the input token ids; 0 stands for a token that is not read yet."""
+        token_ids = self.sequence.row.token_ids[self.start : self.end]
+        return [*token_ids, *[0] * (self.end - self.start - len(token_ids)), *self.draft]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class TextPlan:
 
     @property
     def tasks(self) -> tuple[TextTask, ...]:
-        """Everybody this tick touches, once."""
+        """Return the tasks of this tick without duplicates."""
         return tuple(dict.fromkeys(piece.task for piece in self.pieces))
 
 
@@ -193,7 +193,7 @@ class TextOutcome:
     unread   texts whose next token is chosen on the device, one each, and what will be told of it: for ``said``
     """
 
-    said: dict[TextTask, list[Choice]] = field(default_factory=dict)
+    choices: dict[TextTask, list[Choice]] = field(default_factory=dict)
     drafted: dict[TextTask, int] = field(default_factory=dict)
     forks: dict[TextTask, Fork] = field(default_factory=dict)
     failures: dict[TextTask, FailureReason] = field(default_factory=dict)

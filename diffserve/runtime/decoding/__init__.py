@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from diffserve.runtime.decoding.beam_search import BeamSearch, Fork, Hypothesis
-from diffserve.runtime.decoding.choices import Choice, Chosen
-from diffserve.runtime.decoding.constraint import AnyConstraint, TokenConstraint
-from diffserve.runtime.decoding.grammar import Phrase, allowed_sentences, allowed_words, one_of
+from diffserve.runtime.decoding.constraint import (
+    AnyConstraint,
+    Phrase,
+    TokenConstraint,
+    allowed_sentences,
+    allowed_words,
+    one_of,
+)
 from diffserve.runtime.decoding.json_constraint import JsonConstraints, JsonSpelling
 from diffserve.runtime.decoding.prompt_lookup import PromptLookup
-from diffserve.runtime.decoding.sampling import accept, choose, choose_soon, draft_next
+from diffserve.runtime.decoding.sampling import Choice, Chosen, accept, choose, choose_soon, draft_next
 from diffserve.runtime.decoding.sampling_state import FinishReason, SamplingState
 from diffserve.runtime.decoding.text_stream import TextStream
 

@@ -51,17 +51,17 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         return scores
     parts = [row.counts.tensors() for row in rows if row.counts is not None]
     tokens, counts = (torch.cat(column) for column in zip(*parts, strict=True))  # (n,) of all rows
-    known = tokens < scores.shape[-1]  # a model can read more tokens than it can say
+    in_vocabulary = tokens < scores.shape[-1]  # a model can read more tokens than it can say
     lengths = torch.tensor([len(ids) for ids, _ in parts])
     params = [rows[line].params for line in lines]
     columns = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-    settings = torch.cat([torch.tensor(columns).T.repeat_interleave(lengths, 1), counts[None]])[:, known]
-    places = torch.stack([torch.tensor(lines).repeat_interleave(lengths), tokens])[:, known]
+    settings = torch.cat([torch.tensor(columns).T.repeat_interleave(lengths, 1), counts[None]])[:, in_vocabulary]
+    places = torch.stack([torch.tensor(lines).repeat_interleave(lengths), tokens])[:, in_vocabulary]
     factor, frequency, presence, count = send(settings, scores.device)
     where = tuple(send(places, scores.device))
-    found = scores[where]
-    found = torch.where(found < 0, found * factor, found / factor)
-    return scores.index_put(where, found - frequency * count - presence * (count > 0))
+    penalized = scores[where]
+    penalized = torch.where(penalized < 0, penalized * factor, penalized / factor)
+    return scores.index_put(where, penalized - frequency * count - presence * (count > 0))
 
 
 def _hide_stops(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
@@ -103,27 +103,29 @@ def distribution(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """``scores`` (n, V) divided by the temperature, with -inf where a filter took a token out."""
     vocab_size = scores.shape[-1]
-    most = max((p.top_k for p in params if p.top_k < vocab_size), default=0)
+    max_top_k = max((p.top_k for p in params if p.top_k < vocab_size), default=0)
     filters: list[tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Tensor], Tensor]]] = [
         (lambda p: p.temperature != 1.0, torch.div),
-        (lambda p: 0 < p.top_k < vocab_size, partial(_top_k, most=most)),
+        (lambda p: 0 < p.top_k < vocab_size, partial(_top_k, max_top_k=max_top_k)),
         (lambda p: p.top_p < 1.0, _top_p),
         (lambda p: p.min_p > 0.0, _min_p),
     ]
-    asked = [[line for line, own in enumerate(params) if wants(own)] for wants, _ in filters]
-    if not any(asked):
+    lines_by_filter = [
+        [line for line, row_params in enumerate(params) if applies(row_params)] for applies, _ in filters
+    ]
+    if not any(lines_by_filter):
         return scores
     settings = torch.tensor([(p.temperature, min(p.top_k, vocab_size), 1.0 - p.top_p, p.min_p) for p in params])
     columns = send(settings.to(scores.dtype).T.contiguous(), scores.device)[..., None]  # (4, n, 1)
-    for lines, column, (_, change) in zip(asked, columns, filters, strict=True):
+    for lines, column, (_, change) in zip(lines_by_filter, columns, filters, strict=True):
         if lines:
             scores = _change(scores, lines, change, column)
     return scores
 
 
-def _top_k(scores: Tensor, counts: Tensor, most: int) -> Tensor:
+def _top_k(scores: Tensor, counts: Tensor, max_top_k: int) -> Tensor:
     """Without the tokens that score less than the k-th; ties with it stay. ``most``: the largest of ``counts``."""
-    best = scores.topk(most, dim=-1).values  # (n, most)
+    best = scores.topk(max_top_k, dim=-1).values  # (n, most)
     threshold = best.gather(-1, counts.long() - 1)
     return scores.masked_fill(scores < threshold, -math.inf)
 
@@ -136,15 +138,15 @@ def _top_p(scores: Tensor, tails: Tensor) -> Tensor:
     """
     if scores.shape[-1] < 8 * NUCLEUS_TOKENS:
         return _sorted_top_p(scores, tails)
-    found, enough = _nucleus(scores, tails)
+    nucleus, enough = _nucleus(scores, tails)
     if scores.device.type == "cpu":
-        return found if bool(enough.all()) else _with_sorted(found, enough, scores, tails)
-    return torch.where(enough[:, None], found, _sorted_top_p(scores, tails))
+        return nucleus if bool(enough.all()) else _with_sorted(nucleus, enough, scores, tails)
+    return torch.where(enough[:, None], nucleus, _sorted_top_p(scores, tails))
 
 
-def _with_sorted(found: Tensor, enough: Tensor, scores: Tensor, tails: Tensor) -> Tensor:
-    found[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
-    return found
+def _with_sorted(nucleus: Tensor, enough: Tensor, scores: Tensor, tails: Tensor) -> Tensor:
+    nucleus[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
+    return nucleus
 
 
 def _sorted_top_p(scores: Tensor, tails: Tensor) -> Tensor:
@@ -160,11 +162,11 @@ def _nucleus(scores: Tensor, tails: Tensor) -> tuple[Tensor, Tensor]:
     """From the best token down, and for which rows (n,) the best ``NUCLEUS_TOKENS`` were enough."""
     best, tokens = scores.topk(NUCLEUS_TOKENS, dim=-1)
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
-    held = probs.cumsum(-1)
-    kept = held - probs < 1.0 - tails  # what the better ones hold is not yet enough
-    kept[:, 0] = True
-    found = torch.full_like(scores, -math.inf).scatter(-1, tokens, best.masked_fill(~kept, -math.inf))
-    return found, held[:, -1] >= 1.0 - tails[:, 0]
+    cumulative = probs.cumsum(-1)
+    in_nucleus = cumulative - probs < 1.0 - tails  # what the better ones hold is not yet enough
+    in_nucleus[:, 0] = True
+    filtered_scores = torch.full_like(scores, -math.inf).scatter(-1, tokens, best.masked_fill(~in_nucleus, -math.inf))
+    return filtered_scores, cumulative[:, -1] >= 1.0 - tails[:, 0]
 
 
 def _min_p(scores: Tensor, shares: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust
-from diffserve.runtime.decoding.choices import Choice, bits, entropy_of, fractions
+from diffserve.runtime.decoding.sampling import Choice, bits, entropy_of, fractions
 from diffserve.runtime.decoding.sampling_state import SamplingState
 from diffserve.runtime.transfer import fetch, send
 
@@ -99,10 +99,10 @@ class BeamSearch:
         """
         if logits.shape[0] != len(self.rows) or self.is_done:
             raise ValueError(f"{len(self.rows)} beams, done: {self.is_done}, take no logits {tuple(logits.shape)}.")
-        found = self._best(logits.float().log_softmax(-1))
-        self._finish(found)
-        fork = self._go_on(found)
-        self.is_done = not self._may_improve() or bool(found.ended.all())
+        candidates = self._best(logits.float().log_softmax(-1))
+        self._finish(candidates)
+        fork = self._go_on(candidates)
+        self.is_done = not self._may_improve() or bool(candidates.ended.all())
         return fork
 
     def best(self, count: int) -> list[Hypothesis]:
@@ -127,16 +127,16 @@ class BeamSearch:
         tokens = top.indices[0] % vocab_size
         entropies = entropy_of(logprobs)
         reals = [top.values[0], logprobs[lines, tokens], entropies[lines], entropies.sum().expand(self._num_kept)]
-        told = fetch(torch.stack([top.indices[0], *map(bits, reals)])).read()
-        scores, own, spread, total = fractions(told[1:])
+        facts_on_host = fetch(torch.stack([top.indices[0], *map(bits, reals)])).read()
+        scores, logprob, spread, total = fractions(facts_on_host[1:])
         if not bool(total.isfinite().all()):
             raise NumericalError("the language model gave logits that are not finite; try another dtype.")
-        places = [divmod(index, vocab_size) for index in told[0].tolist()]
+        places = [divmod(index, vocab_size) for index in facts_on_host[0].tolist()]
         parents = [min(parent, len(self.rows) - 1) for parent, _ in places]
         token_ids = [token_id for _, token_id in places]
-        facts = zip(parents, token_ids, own.tolist(), spread.tolist(), strict=True)
+        facts = zip(parents, token_ids, logprob.tolist(), spread.tolist(), strict=True)
         choices = [(*self._choices[parent], Choice(*fact)) for parent, *fact in facts]
-        ended = torch.tensor([self._ends(said) for said in choices])
+        ended = torch.tensor([self._ends(sequence) for sequence in choices])
         return _Candidates(scores, parents, choices, ended)
 
     def _ends(self, choices: tuple[Choice, ...]) -> bool:
@@ -144,25 +144,25 @@ class BeamSearch:
             return True
         return self._is_stopped is not None and self._is_stopped([choice.token_id for choice in choices])
 
-    def _finish(self, found: _Candidates) -> None:
+    def _finish(self, candidates: _Candidates) -> None:
         """Keep the best finished texts; of the new ones only those among the first ``num_beams`` candidates count."""
-        counts = found.ended & (torch.arange(self._num_kept) < self._num_beams)
-        new = found.scores / ((self.num_steps + 1) ** self._params.length_penalty) + (~counts) * HOPELESS
+        counts = candidates.ended & (torch.arange(self._num_kept) < self._num_beams)
+        new = candidates.scores / ((self.num_steps + 1) ** self._params.length_penalty) + (~counts) * HOPELESS
         merged = torch.cat([self._finished_scores, new])[None]
-        newcomers = zip(found.choices, counts.tolist(), strict=True)
-        everybody = [*self._finished, *(said if ended else None for said, ended in newcomers)]
+        newcomers = zip(candidates.choices, counts.tolist(), strict=True)
+        sequences = [*self._finished, *(sequence if ended else None for sequence, ended in newcomers)]
         top = merged.topk(self._num_beams)
         self._finished_scores = top.values[0]
-        self._finished = [everybody[index] for index in top.indices[0].tolist()]
+        self._finished = [sequences[index] for index in top.indices[0].tolist()]
 
-    def _go_on(self, found: _Candidates) -> Fork:
+    def _go_on(self, candidates: _Candidates) -> Fork:
         """The best candidates that have not ended become the beams."""
-        top = (found.scores + found.ended * HOPELESS)[None].topk(self._num_beams)
+        top = (candidates.scores + candidates.ended * HOPELESS)[None].topk(self._num_beams)
         self._scores = top.values[0]
-        chosen = top.indices[0].tolist()
-        self._choices = [found.choices[index] for index in chosen]
-        parents = tuple(found.parents[index] for index in chosen)
-        token_ids = tuple(said[-1].token_id for said in self._choices)
+        best_indices = top.indices[0].tolist()
+        self._choices = [candidates.choices[index] for index in best_indices]
+        parents = tuple(candidates.parents[index] for index in best_indices)
+        token_ids = tuple(sequence[-1].token_id for sequence in self._choices)
         self.rows = [self.rows[parent].fork() for parent in parents]
         for row, token_id in zip(self.rows, token_ids, strict=True):
             row.append(token_id)

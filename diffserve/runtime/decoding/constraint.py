@@ -72,11 +72,11 @@ class Constraint(ABC, Generic[StateT]):
         """At most ``limit`` tokens to which there is no alternative worth trying: a draft that is mostly accepted."""
 
     def moves(self, state: StateT) -> Mapping[int, StateT] | None:
-        """Allowed token id -> next state, where they are few enough to be listed; else None. Not to be changed."""
+        """Return the next state by allowed token id, or None if there are too many to list."""
         return None
 
     def usual(self, state: StateT) -> int | None:
-        """What is known to follow mostly, if anything is."""
+        """Return the usual next token, if known."""
         return None
 
     def ending(self, state: StateT, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
@@ -84,7 +84,7 @@ class Constraint(ABC, Generic[StateT]):
         return mask
 
     def problem(self, state: StateT) -> str:
-        """Why nothing may follow although nothing wrong was said; empty where that is not so."""
+        """Return why nothing may follow although all tokens were allowed, or an empty string."""
         return ""
 
 
@@ -151,10 +151,10 @@ class TokenConstraint(Constraint[int]):
         """Allowed token id -> next state; empty when nothing may follow. Not to be changed."""
         if state == DEAD:
             return {}
-        known = self._moves[state]
-        if known is None:
-            known = self._moves[state] = self._find_moves(self._sets[state])
-        return known
+        moves = self._moves[state]
+        if moves is None:
+            moves = self._moves[state] = self._find_moves(self._sets[state])
+        return moves
 
     def may_end(self, state: int) -> bool:
         """Whether a text may end here."""
@@ -203,11 +203,11 @@ class TokenConstraint(Constraint[int]):
 
     def usual(self, state: int) -> int | None:
         """What followed in most of the texts that were practised, if anything did."""
-        known = self._habits.get(state)
-        if not known:
+        counts = self._habits.get(state)
+        if not counts:
             return None
-        ((token_id, count),) = known.most_common(1)
-        return token_id if count >= USUAL_SHARE * known.total() else None
+        ((token_id, count),) = counts.most_common(1)
+        return token_id if count >= USUAL_SHARE * counts.total() else None
 
     def _plant(self, source: int, token_ids: Sequence[int], target: int) -> None:
         if not token_ids:
@@ -230,7 +230,7 @@ class TokenConstraint(Constraint[int]):
         for place in places:
             for token_id, targets in self._steps[place].items():
                 reached.setdefault(token_id, set()).update(targets)
-        moves = {token_id: self._state_of(frozenset(found)) for token_id, found in reached.items()}
+        moves = {token_id: self._state_of(frozenset(targets)) for token_id, targets in reached.items()}
         if not self._ends.isdisjoint(places):
             moves.update(dict.fromkeys(self.end_ids, self._state_of(frozenset())))
         return moves
@@ -241,3 +241,84 @@ class TokenConstraint(Constraint[int]):
             self._sets.append(places)
             self._moves.append(None)
         return state
+
+
+TRIED_ANCHORS: Final = 8
+
+
+class Phrase(NamedTuple):
+    """``text``, a few words or a mark, leads a sentence from node ``source`` to node ``target``."""
+
+    source: str
+    text: str
+    target: str
+
+
+def allowed_words(
+    tokenizer: Any, words: Iterable[str], *, attached: Iterable[str] = (), end_ids: Collection[int]
+) -> TokenConstraint:
+    """Only texts made of ``words`` with single spaces between them; ``attached`` follow a word without a space.
+
+    tokenizer  any transformers tokenizer
+    words      words, or several words that belong together ("next to")
+    attached   such as ``,`` and ``'s``: after any word, never first
+    end_ids    the tokens that end a text
+
+    Raises ConfigError naming a word that the tokenizer cannot spell.
+    """
+    unique_words = list(dict.fromkeys(words))
+    if not unique_words:
+        raise ConfigError("the list of allowed words is empty: give at least one word.")
+    first = [_spell(tokenizer, word) for word in unique_words]
+    later = [_spell_after(tokenizer, unique_words, f" {word}") for word in unique_words]
+    marks = [_spell_after(tokenizer, unique_words, mark) for mark in dict.fromkeys(attached)]
+    return TokenConstraint(first, later + marks, end_ids=end_ids)
+
+
+def one_of(tokenizer: Any, texts: Iterable[str], *, end_ids: Collection[int]) -> TokenConstraint:
+    """Exactly one of ``texts``, as the tokenizer spells it. Raises ConfigError as :func:`allowed_words` does."""
+    return TokenConstraint([_spell(tokenizer, text) for text in texts], end_ids=end_ids)
+
+
+def allowed_sentences(
+    tokenizer: Any, phrases: Iterable[Phrase], *, start: str, ends: Collection[str], end_ids: Collection[int]
+) -> TokenConstraint:
+    """Only sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
+
+    A phrase that begins with a letter or a digit is parted from the one before it by a space, any other is not. Raises
+    ConfigError as :func:`allowed_words` and ``TokenConstraint.of_graph`` do.
+    """
+    phrase_list = list(phrases)
+    anchors = list(dict.fromkeys(phrase.text for phrase in phrase_list if phrase.source == start))
+    arcs = []
+    for source, text, target in phrase_list:
+        if source == start:
+            ids = _spell(tokenizer, text)
+        else:
+            ids = _spell_after(tokenizer, anchors, f" {text}" if text[:1].isalnum() else text)
+        arcs.append(Arc(source, ids, target))
+    return TokenConstraint.of_graph(arcs, start=start, ends=ends, end_ids=end_ids)
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    return ids
+
+
+def _spell(tokenizer: Any, text: str) -> list[int]:
+    return _checked(tokenizer, text, _token_ids(tokenizer, text))
+
+
+def _spell_after(tokenizer: Any, anchors: Sequence[str], text: str) -> list[int]:
+    """How ``text`` is spelled after a word: what it adds to the first of ``anchors`` that it leaves as it was."""
+    for anchor in anchors[:TRIED_ANCHORS]:
+        alone, together = _token_ids(tokenizer, anchor), _token_ids(tokenizer, anchor + text)
+        if together[: len(alone)] == alone and len(together) > len(alone):
+            return _checked(tokenizer, text, together[len(alone) :])
+    raise ConfigError(f"the tokenizer joins {text!r} to the word before it: leave it out of the allowed words.")
+
+
+def _checked(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
+    if not text.strip() or not ids or tokenizer.unk_token_id in ids:
+        raise ConfigError(f"the tokenizer cannot spell {text!r}: leave it out of the allowed words.")
+    return ids

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest
@@ -94,8 +94,8 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         """(vocab_size,) bool on the CPU; an end token is allowed where all that was begun is closed."""
         allowed = np.zeros(vocab_size, dtype=np.uint8)
         if state is not None:
-            told = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
-            allowed[: len(told)] = told[:vocab_size]
+            parser_mask = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
+            allowed[: len(parser_mask)] = parser_mask[:vocab_size]
             allowed[self._ends[self._ends < vocab_size]] = state.is_accepting()
         return torch.from_numpy(allowed.view(np.bool_))
 
@@ -162,15 +162,15 @@ class JsonSpelling:
 
 
 class JsonConstraints:
-    """Constraints by schema, compiled in a thread beside the ticks; the ``KEPT_SCHEMAS`` used last are kept.
+    """Constraints by schema, compiled in a background thread; the last ``KEPT_SCHEMAS`` used are cached.
 
-    Safe to call from any thread.
+    Thread-safe.
     """
 
     def __init__(self, spelling: JsonSpelling) -> None:
         self._spelling = spelling
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[AnyConstraint]] = OrderedDict()
+        self._kept: LRUCache[str, Future[AnyConstraint]] = LRUCache(KEPT_SCHEMAS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="json-schemas")
 
     def __len__(self) -> int:
@@ -179,14 +179,11 @@ class JsonConstraints:
     def begin(self, schema: str) -> Future[AnyConstraint]:
         """The constraint of ``schema``, when it is there; InvalidRequest comes from its ``result``."""
         with self._lock:
-            known = self._kept.get(schema)
-            if known is None:
-                known = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema, self._spelling.of_byte)
-                self._kept[schema] = known
-            self._kept.move_to_end(schema)
-            while len(self._kept) > KEPT_SCHEMAS:
-                self._kept.popitem(last=False)
-            return known
+            future = self._kept.get(schema)
+            if future is None:
+                future = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema, self._spelling.of_byte)
+                self._kept[schema] = future
+            return future
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
@@ -223,15 +220,15 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
 def _letters() -> dict[str, int]:
     """The letter of each byte in GPT-2's vocabulary: printable ones stand for themselves, the others for 256 and on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(unprintable)}
 
 
 def _is_right(tokenizer: Any, spelled: Sequence[bytes]) -> bool:
     """Whether the tokens of a text say what the tokenizer reads back from them."""
     ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-    told: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return max(ids) < len(spelled) and b"".join(spelled[token_id] for token_id in ids).strip() == told.strip().encode()
+    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return max(ids) < len(spelled) and b"".join(spelled[token_id] for token_id in ids).strip() == text.strip().encode()
 
 
 class _Vocabulary:
@@ -241,19 +238,21 @@ class _Vocabulary:
         self.eos_token_id = end_id
         self.bos_token_id = None
         self.tokens = spelled
-        self.special_token_ids = [token_id for token_id, said in enumerate(spelled) if not said]
+        self.special_token_ids = [token_id for token_id, token_bytes in enumerate(spelled) if not token_bytes]
         self._tokenizer = tokenizer
         self._begun = self._ids(BEGINNING)
-        self.of_byte = {said[0]: token_id for token_id, said in enumerate(spelled) if len(said) == 1}
+        self.of_byte = {
+            token_bytes[0]: token_id for token_id, token_bytes in enumerate(spelled) if len(token_bytes) == 1
+        }
 
     def __call__(self, text: str) -> list[int]:
         """``text`` as it is spelled within a text, byte by byte where that cannot be told; llguidance believes it."""
         if not isinstance(text, str):
             raise TypeError("texts only")
         ids = self._ids(BEGINNING + text)
-        begun, said = ids[: len(self._begun)], ids[len(self._begun) :]
-        is_right = begun == self._begun and b"".join(self.tokens[token_id] for token_id in said) == text.encode()
-        return said if is_right else [self.of_byte[byte] for byte in text.encode()]
+        prefix, suffix = ids[: len(self._begun)], ids[len(self._begun) :]
+        is_right = prefix == self._begun and b"".join(self.tokens[token_id] for token_id in suffix) == text.encode()
+        return suffix if is_right else [self.of_byte[byte] for byte in text.encode()]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -69,11 +69,10 @@ class PromptLookup:
         return []
 
     def propose_allowed(self, token_ids: Sequence[int], constraint: AnyConstraint, state: Any) -> list[int]:
-        """The same for a text that is in ``state`` of ``constraint``: only what may be said, as far as that is known.
+        """Return a draft of tokens that ``constraint`` allows in ``state``.
 
-        The last ``max_ngram`` tokens are looked for, else fewer, down to the last one alone. On 200 held-out wishes,
-        were the embedded rewriter always right, a call would say 1.85 tokens and check 1.5: 1.4 and 0.6 without what
-        is usual, 1.2 and 0.4 with what is forced alone.
+        The last ``max_ngram`` tokens are matched first, then shorter endings down to one token. Measured on 200
+        held-out prompts: 1.85 tokens per call and 1.5 checked ones, if the rewriter always accepts.
         """
         if constraint.moves(state) is None:  # too many to vote on
             return constraint.forced(state, self.num_draft_tokens) or self.propose(token_ids)
@@ -94,10 +93,10 @@ class PromptLookup:
         ballots: list[list[int]] = []
         for ngram in range(2, self.max_ngram + 2):
             ballots.append(ends)
-            wanted = text[-ngram] if ngram <= len(text) else None
-            ends = [at for at in ends if at - ngram + 1 >= 0 and text[at - ngram + 1] == wanted]
+            expected = text[-ngram] if ngram <= len(text) else None
+            ends = [at for at in ends if at - ngram + 1 >= 0 and text[at - ngram + 1] == expected]
         for places in reversed(ballots):
-            votes = Counter(said for at in reversed(places) if (said := text[at + 1]) in allowed)
+            votes = Counter(candidate for at in reversed(places) if (candidate := text[at + 1]) in allowed)
             if votes:
                 token_id, count = votes.most_common(1)[0]
                 return token_id if count >= LEAST_SHARE * votes.total() else None
@@ -105,23 +104,23 @@ class PromptLookup:
 
     def _find(self, text: bytes, ngram: int, count: int) -> int | None:
         """Where the last ``ngram`` tokens stood before: the index of the token after them."""
-        wanted = text[-ngram * ITEM_BYTES :]
-        latest = _rfind(text, wanted, max(count - self.num_draft_tokens, 0))
-        start = _find(text, wanted, count - 1) if latest is None else latest
+        pattern = text[-ngram * ITEM_BYTES :]
+        latest = _rfind(text, pattern, max(count - self.num_draft_tokens, 0))
+        start = _find(text, pattern, count - 1) if latest is None else latest
         return None if start is None else start + ngram
 
 
-def _find(text: bytes, wanted: bytes, end: int) -> int | None:
+def _find(text: bytes, pattern: bytes, end: int) -> int | None:
     """Index of the first token at which ``wanted`` stands, before token ``end``."""
-    at = text.find(wanted, 0, end * ITEM_BYTES)
+    at = text.find(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
-        at = text.find(wanted, at + 1, end * ITEM_BYTES)
+        at = text.find(pattern, at + 1, end * ITEM_BYTES)
     return at // ITEM_BYTES if at >= 0 else None
 
 
-def _rfind(text: bytes, wanted: bytes, end: int) -> int | None:
+def _rfind(text: bytes, pattern: bytes, end: int) -> int | None:
     """Index of the last token at which ``wanted`` stands, before token ``end``."""
-    at = text.rfind(wanted, 0, end * ITEM_BYTES)
+    at = text.rfind(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
-        at = text.rfind(wanted, 0, at + len(wanted) - 1)
+        at = text.rfind(pattern, 0, at + len(pattern) - 1)
     return at // ITEM_BYTES if at >= 0 else None

@@ -1,22 +1,16 @@
-"""From logits to tokens, for a batch in which every row has its own parameters.
+"""What was chosen, and what the model thought of it: worked out on the device, and read when it has come.
 
-``choose`` takes one line of logits for each row. ``accept`` takes more: a row that brought a draft of k tokens has
-k + 1 lines, those after each token of the draft, and is told how many were right, and the token after them. Choosing
-moves no row on: ``SamplingState.append`` does.
-
-Drafts leave the output's distribution as it is. Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023 (algorithm
-2): a token x drafted from q is accepted with probability min(1, p(x) / q(x)), where p is what the model itself would
-draw from; the first one refused is replaced by a draw from max(p - q, 0), normalised. A draft that was looked up has
-all of q on one token d. Then the rule reads: accept d with probability p(d), else draw from p without d. That is the
-same as drawing from p and seeing whether d came, which is how it is done here: it takes one random number for each
-token, so text and seed belong together, whether there was a draft or not.
+Everything that is told of a tick's tokens travels in one transfer, as whole numbers; fractions travel as their bits.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +18,97 @@ from torch import Tensor
 
 from diffserve.api.errors import ConfigError, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust, distribution
-from diffserve.runtime.decoding.choices import Choice, Chosen, describe
-from diffserve.runtime.decoding.sampling_state import SamplingState
-from diffserve.runtime.decoding.uniforms import Uniforms, draw, invert
-from diffserve.runtime.transfer import fetch, send
+from diffserve.runtime.decoding.sampling_state import SamplingState, Uniforms, draw, invert
+from diffserve.runtime.transfer import Fetched, fetch, send
+
+LEAST_LOGPROB: Final = -1e30
+"""Stands for -inf where it is multiplied by a probability of 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One chosen token. All numbers are of the model's own distribution, before temperature, penalties and filters.
+
+    logprob  natural logarithm of the token's probability
+    entropy  of the whole distribution, in nats: 0 when certain, log(V) when clueless
+    top      (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; empty unless asked for
+    """
+
+    token_id: int
+    logprob: float
+    entropy: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Tokens that are chosen on the device, and what is to be told of them.
+
+    tokens  (n,) int64, on the device: the network can go on from them before anybody has read them
+    """
+
+    tokens: Tensor
+    _facts: Fetched  # (n, 4 + 2 * widest) int64
+    _num_top: tuple[int, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether reading would not block."""
+        return self._facts.is_here
+
+    def read(self) -> list[Choice | NumericalError]:
+        """A Choice for each token, or what is wrong with its line; waited for where they are not here yet."""
+        facts = self._facts.read()
+        integers = facts.tolist()
+        floats = fractions(facts).tolist()
+        widest = (facts.shape[1] - 4) // 2
+        choices = []
+        for ids, shares, count in zip(integers, floats, self._num_top, strict=True):
+            top = tuple(zip(ids[4 : 4 + widest], shares[4 + widest :], strict=True))[:count]
+            choices.append(_checked(Choice(ids[0], shares[2], shares[3], top), bool(ids[1])))
+        return choices
+
+
+def describe(logits: Tensor, scores: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Chosen:
+    """What is to be told of ``tokens`` (n,), int64 on the device of ``logits`` (n, V) float32.
+
+    scores   (n, V) what the tokens were chosen by: the choice of a token that may not be said is an error
+    num_top  how many of the most likely tokens each line reports
+    """
+    token_column = tokens[:, None]
+    logprobs = logits.log_softmax(-1)
+    possible = scores.gather(-1, token_column) > -torch.inf
+    token_logprobs = logprobs.gather(-1, token_column)
+    facts = [token_column, possible.long(), bits(token_logprobs), bits(entropy_of(logprobs)[:, None])]
+    widest = min(max(num_top, default=0), logprobs.shape[-1])
+    if widest:
+        best = logprobs.topk(widest, dim=-1)
+        facts += [best.indices, bits(best.values)]
+    return Chosen(tokens, fetch(torch.cat(facts, 1)), tuple(num_top))
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """(n,) entropies in nats of distributions given as logprobs (n, V); not finite when the logits were not."""
+    return -(logprobs.exp() * logprobs.clamp_min(LEAST_LOGPROB)).sum(-1)
+
+
+def bits(numbers: Tensor) -> Tensor:
+    """float32 as int64 of the same bits, to travel beside whole numbers; ``fractions`` is the way back."""
+    return numbers.view(torch.int32).long()
+
+
+def fractions(integers: Tensor) -> Tensor:
+    """Convert the int64 bit patterns ``integers`` back to float32."""
+    return integers.int().view(torch.float32)
+
+
+def _checked(choice: Choice, possible: bool) -> Choice | NumericalError:
+    if not math.isfinite(choice.entropy):
+        return NumericalError("the language model gave logits that are not finite; try another dtype.")
+    if not possible:
+        return NumericalError("no token may be said here: the model gives every allowed one the probability 0.")
+    return choice
+
 
 Draft = Sequence[int]
 
@@ -42,7 +123,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | Numer
 
 
 def choose_soon(logits: Tensor, rows: Sequence[SamplingState]) -> Chosen:
-    """The same, of which nobody waits for the device; the rows' random numbers are used up."""
+    """Choose the next token of each row on the device, without waiting; random numbers are consumed."""
     batch = SamplingBatch(logits, rows, [()] * len(rows))
     tokens = batch.own_tokens()
     for row in rows:
@@ -69,14 +150,14 @@ def accept(
     same tokens, for the same seed. Raises ValueError when shapes do not fit.
     """
     if len(drafts) == len(rows) and not any(drafts):
-        return [_whole([choice]) for choice in choose(logits, rows)]
+        return [_choices_or_error([choice]) for choice in choose(logits, rows)]
     batch = SamplingBatch(logits, rows, drafts)
-    said = batch.say(draft_probs or [None] * len(rows))
-    kept = [line for span, tokens in zip(batch.spans, said, strict=True) for line in span[: len(tokens)]]
-    tokens = send(torch.tensor([token_id for row_tokens in said for token_id in row_tokens]), logits.device)
-    num_top = [batch.positions[line].params.logprobs or 0 for line in kept]
-    choices = iter(describe(_some(batch.logits, kept), _some(batch.scores, kept), tokens, num_top).read())
-    return [_whole(list(islice(choices, len(row_tokens)))) for row_tokens in said]
+    accepted = batch.say(draft_probs or [None] * len(rows))
+    lines = [line for span, tokens in zip(batch.spans, accepted, strict=True) for line in span[: len(tokens)]]
+    tokens = send(torch.tensor([token_id for row_tokens in accepted for token_id in row_tokens]), logits.device)
+    num_top = [batch.positions[line].params.logprobs or 0 for line in lines]
+    choices = iter(describe(_some(batch.logits, lines), _some(batch.scores, lines), tokens, num_top).read())
+    return [_choices_or_error(list(islice(choices, len(row_tokens)))) for row_tokens in accepted]
 
 
 def draft_next(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int], Tensor]:
@@ -86,14 +167,14 @@ def draft_next(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int]
     distributions to ``draft_probs`` of ``accept``; a greedy row's is all on the most likely token.
     """
     batch = SamplingBatch(logits, rows, [()] * len(rows))
-    tokens = [said[0] for said in batch.say([None] * len(rows))]
+    tokens = [row_tokens[0] for row_tokens in batch.say([None] * len(rows))]
     probs = F.one_hot(batch.scores.argmax(-1), logits.shape[-1]).float()  # (B, V)
     if batch.places is not None:
         probs.index_copy_(0, batch.places, batch.probs)
     return tokens, probs
 
 
-def _whole(choices: list[Choice | NumericalError]) -> list[Choice] | NumericalError:
+def _choices_or_error(choices: list[Choice | NumericalError]) -> list[Choice] | NumericalError:
     errors = [choice for choice in choices if isinstance(choice, NumericalError)]
     return errors[0] if errors else [choice for choice in choices if isinstance(choice, Choice)]
 
@@ -131,15 +212,15 @@ class SamplingBatch:
     def say(self, draft_probs: Sequence[Tensor | None]) -> list[list[int]]:
         """The tokens that each row says; see :func:`accept`."""
         tokens = fetch(self.own_tokens()).read().tolist()
-        said: list[list[int]] = []
+        accepted: list[list[int]] = []
         for row, draft, span, q in zip(self.rows, self.drafts, self.spans, draft_probs, strict=True):
             if q is not None and draft and not row.params.is_greedy:
-                said.append(self._resampled(row, draft, span, q))
+                accepted.append(self._resampled(row, draft, span, q))
                 continue
-            said.append(matching(tokens[span.start : span.stop], draft, row.stop_ids))
+            accepted.append(matching(tokens[span.start : span.stop], draft, row.stop_ids))
             if not row.params.is_greedy:
-                row.uniforms.take(len(said[-1]))
-        return said
+                row.uniforms.take(len(accepted[-1]))
+        return accepted
 
     def own_tokens(self) -> Tensor:
         """(N,) what the row would say at each line, with the numbers it would use, which are not used up yet."""
@@ -188,12 +269,12 @@ def matching(tokens: Sequence[int], draft: Sequence[int], stop_ids: Collection[i
 
     Its tokens up to and with the first that is not the draft's, or that ends the text.
     """
-    said: list[int] = []
+    accepted: list[int] = []
     for index, token_id in enumerate(tokens):
-        said.append(token_id)
+        accepted.append(token_id)
         if index == len(draft) or token_id != draft[index] or token_id in stop_ids:
             break
-    return said
+    return accepted
 
 
 def accept_or_resample(
@@ -203,8 +284,8 @@ def accept_or_resample(
     for index, token_id in enumerate(draft):
         p, q = probs[index], draft_probs[index].to(probs)
         if uniforms.take(1)[0] * float(q[token_id]) >= float(p[token_id]):
-            rest = (p - q).clamp_min(0)  # (V,); all zero only when p and q differ by rounding alone
-            return [*draft[:index], *draw((rest if bool(rest.any()) else p)[None], uniforms.take(1))]
+            residual = (p - q).clamp_min(0)  # (V,); all zero only when p and q differ by rounding alone
+            return [*draft[:index], *draw((residual if bool(residual.any()) else p)[None], uniforms.take(1))]
         if token_id in stop_ids:
             return list(draft[: index + 1])
     return [*draft, *draw(probs[-1:], uniforms.take(1))]

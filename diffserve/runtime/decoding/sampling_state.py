@@ -1,18 +1,79 @@
-"""SamplingState: one sequence, as far as choosing its tokens is concerned."""
+"""Random numbers of one sequence, and tokens drawn with them.
+
+Each sequence has a generator of its own and uses one number for each token it says, so its draws do not depend on
+neighbours, on its place in the batch, or on whether a draft was right.
+"""
 
 from __future__ import annotations
 
+import secrets
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, Self
+from functools import cached_property
+from itertools import islice
+from typing import Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.sampling_params import SamplingParams
+from diffserve.runtime.accelerators import float64_device
 from diffserve.runtime.decoding.constraint import AnyConstraint
-from diffserve.runtime.decoding.uniforms import Uniforms
+from diffserve.runtime.transfer import send
+
+BLOCK: Final = 32
+
+
+class Uniforms:
+    """An endless row of numbers from [0, 1) in double precision; the same ``seed`` gives the same row.
+
+    ``seed`` None takes one from the system.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self._waiting: deque[float] = deque()
+
+    def peek(self, count: int) -> list[float]:
+        """The next ``count`` numbers, which stay in the row."""
+        while len(self._waiting) < count:
+            self._waiting.extend(torch.rand(BLOCK, generator=self._generator, dtype=torch.float64).tolist())
+        return list(islice(self._waiting, count))
+
+    def take(self, count: int) -> list[float]:
+        """The next ``count`` numbers, which are used up."""
+        numbers = self.peek(count)
+        for _ in range(count):
+            self._waiting.popleft()
+        return numbers
+
+    @cached_property
+    def _generator(self) -> torch.Generator:  # made when first needed: greedy rows need none
+        return torch.Generator("cpu").manual_seed(self.seed)
+
+
+def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
+    """Draw tokens with ``invert`` and wait for the result."""
+    tokens: list[int] = invert(weights, numbers).tolist()
+    return tokens
+
+
+def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Draw one token id (n,) for each line of ``weights`` (n, V), not negative, by inverse transform sampling.
+
+    Line i's token is the first whose cumulative weight exceeds ``numbers[i]`` times the line's sum, so a token of
+    weight zero is never drawn. A device without float64 has the CPU draw, so that the tokens are the same everywhere.
+    """
+    place = float64_device(weights.device)
+    cumulative = weights.to(place).cumsum(-1, dtype=torch.float64)  # (n, V)
+    total = cumulative[:, -1:]
+    level = send(torch.tensor(numbers, dtype=torch.float64), place)[:, None] * total
+    below = torch.nextafter(total, torch.zeros_like(total))
+    indices = torch.searchsorted(cumulative, torch.minimum(level, below), right=True)  # (n, 1)
+    return indices[:, 0].clamp_(max=weights.shape[-1] - 1).to(weights.device)
+
 
 FinishReason = Literal["stop", "length"]
 
@@ -94,12 +155,12 @@ class SamplingState:
 
     @property
     def output_ids(self) -> list[int]:
-        """What was said so far, a stop token included."""
+        """Return the output tokens so far, including a stop token."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were said so far."""
+        """Return the number of output tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -113,16 +174,16 @@ class SamplingState:
 
     @property
     def hides_stops(self) -> bool:
-        """Whether it is too early for a stop token."""
+        """Return whether stop tokens are still masked by ``min_tokens``."""
         return self.num_output_tokens < self.params.min_tokens and bool(self.stop_ids)
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether what was said changes which tokens are likely, beside what the model says."""
+        """Return whether earlier tokens change the sampling distribution beyond the logits."""
         return self.params.has_penalties or self.constraint is not None or self.hides_stops
 
     def append(self, token_id: int) -> None:
-        """Take ``token_id`` as said. Nothing else moves the row on: choosing alone does not."""
+        """Append ``token_id`` and advance the state; choosing alone does not."""
         self.token_ids.append(token_id)
         if self.counts:
             self.counts.add(token_id)
@@ -130,7 +191,7 @@ class SamplingState:
             self.state = self.constraint.advance(self.state, token_id)
 
     def fork(self) -> Self:
-        """A row that goes its own way from here. The random numbers stay common: draw for one of the two."""
+        """Return an independent copy that shares the random numbers: draw for only one of the two."""
         twin = object.__new__(type(self))
         for name in ("params", "num_prompt_tokens", "stop_ids", "constraint", "state", "uniforms"):
             setattr(twin, name, getattr(self, name))
@@ -153,7 +214,7 @@ class SamplingState:
     def crop(self, draft: Sequence[int]) -> list[int]:
         """What of ``draft`` is worth checking: not past a stop token, the constraint, or ``max_tokens``."""
         room = self.params.max_tokens - self.num_output_tokens - 1  # a checked draft gives one token more
-        kept = list(draft[: max(room, 0)])
-        stop = next((index for index, token_id in enumerate(kept) if token_id in self.stop_ids), len(kept))
-        kept = kept[: stop + 1]
-        return kept[: self.constraint.num_allowed(self.state, kept)] if self.constraint else kept
+        cropped = list(draft[: max(room, 0)])
+        stop = next((index for index, token_id in enumerate(cropped) if token_id in self.stop_ids), len(cropped))
+        cropped = cropped[: stop + 1]
+        return cropped[: self.constraint.num_allowed(self.state, cropped)] if self.constraint else cropped

@@ -75,13 +75,12 @@ A stranger's sixteen tokens need eight pages: six are free, and the later logica
 
 from __future__ import annotations
 
-from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.batch import Gathered, PagedBatch
 from diffserve.runtime.kv.errors import PageTableError, PoolBusy, PoolIntegrityError, PoolTooSmall
+from diffserve.runtime.kv.layout import KVSpec, LayerPlace, LayerSpec, LayerView, PagePlan
+from diffserve.runtime.kv.ledger import salt_of
 from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.kv.pool import PagePool
-from diffserve.runtime.kv.prefix_index import salt_of
-from diffserve.runtime.kv.spec import KVSpec, LayerPlace, LayerSpec, PagePlan
 from diffserve.runtime.kv.tenant import PoolStats, TenantStats
 
 __all__ = [

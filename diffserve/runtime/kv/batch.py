@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.errors import PageTableError
+from diffserve.runtime.kv.layout import LayerView
 from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.transfer import send, send_together
 
@@ -65,18 +65,18 @@ class PagedBatch:
         written = pages[self._new_rows(), logical_pages] if positions else pages.new_zeros((0, pages.shape[2]))
         self._device = views[0].keys.device
         at = torch.tensor(positions, dtype=torch.int64)
-        told = (written.T, at % page_tokens, pages.permute(2, 0, 1), at)
-        brought = send_together(told, self._device)
-        self._written_pages, self._written_slots, self.pages, self.positions = brought  # (num_groups, N), (N,)
+        host_tensors = (written.T, at % page_tokens, pages.permute(2, 0, 1), at)
+        device_tensors = send_together(host_tensors, self._device)
+        self._written_pages, self._written_slots, self.pages, self.positions = device_tensors  # (num_groups, N), (N,)
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """See the class."""
+        """Return int64 (N,), the row of each new token."""
         return self._index(self._new_rows())
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """See the class."""
+        """Return int64 (B,), the length of each row."""
         return self._index(self._lengths)
 
     @torch.no_grad()

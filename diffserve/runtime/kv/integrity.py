@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from diffserve.runtime.kv.errors import PoolIntegrityError
-from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.ledger import LogicalPage, PageLedger
 from diffserve.runtime.kv.page_table import PageTable
-from diffserve.runtime.kv.prefix_index import LogicalPage
 
 
 def check_integrity(ledger: PageLedger, tables: Iterable[PageTable]) -> None:
@@ -46,10 +45,10 @@ def _pages_in_one_place(
     places = Counter(ledger.free)
     for logical in (*holders, *idle):
         places.update(logical.pages)
-    twice = sorted(page for page, count in places.items() if count > 1)
-    lost = sorted(set(range(ledger.num_pages)) - set(places))
-    alien = sorted(set(places) - set(range(ledger.num_pages)))
-    for what, pages in (("in two places", twice), ("nowhere", lost), ("outside the pool", alien)):
+    duplicates = sorted(page for page, count in places.items() if count > 1)
+    missing = sorted(set(range(ledger.num_pages)) - set(places))
+    out_of_range = sorted(set(places) - set(range(ledger.num_pages)))
+    for what, pages in (("in two places", duplicates), ("nowhere", missing), ("outside the pool", out_of_range)):
         if pages:
             yield f"pages {pages} are {what}"
 
@@ -75,11 +74,11 @@ def _index_consistent(ledger: PageLedger, idle: Iterable[LogicalPage]) -> Iterat
 
 def _tenants_counted(ledger: PageLedger, holders: Iterable[LogicalPage], idle: Iterable[LogicalPage]) -> Iterator[str]:
     for name, counted, logical_pages in (("held", ledger.held, holders), ("idle", ledger.idle, idle)):
-        found: Counter[str] = Counter()
+        recount: Counter[str] = Counter()
         for logical in logical_pages:
-            found[logical.tenant] += len(logical.pages)
-        if +found != +counted:
-            yield f"{name} pages by tenant are {dict(found)} and counted as {dict(counted)}"
+            recount[logical.tenant] += len(logical.pages)
+        if +recount != +counted:
+            yield f"{name} pages by tenant are {dict(recount)} and counted as {dict(counted)}"
 
 
 def _table_consistent(table: PageTable) -> Iterator[str]:

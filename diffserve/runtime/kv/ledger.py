@@ -1,21 +1,115 @@
-"""Who has which page: the books of the pool. No torch, no bytes.
+"""Logical pages found by what they hold, and the order in which forgotten ones go. No torch.
 
-Every page is in exactly one of three places::
+The key of a logical page is a hash chain::
 
-              allocate                 unlock (last holder)
-      free ----------------> held ------------------------------> idle      filed in the prefix index
-        ^                     | ^                                  |  |
-        |   unlock, not filed | '------------ lock ----------------'  |
-        '---------------------'                                       |
-        '------------------------ evict (least recently used) --------'
+    root   = H(tenant digest, epoch, salt)
+    key[0] = H(root,   tokens  0..15)
+    key[1] = H(key[0], tokens 16..31)        so equal keys mean equal tokens all the way back to the first
+
+A logical page that nobody holds stays in the index, idle, until its pages are wanted: least recently used first, and of
+one sequence the last logical page first, so that what is left is always a usable prefix.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from diffserve.runtime.kv.errors import PoolBusy, PoolTooSmall
-from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex
+
+KEY_BYTES = 32
+
+
+@dataclass(eq=False, slots=True)
+class LogicalPage:
+    """Storage of ``page_tokens`` tokens of one sequence in all layers of a tenant.
+
+    num_holders: open tables whose sequence runs through this logical page.
+    key: what it is filed under; None while it is still written. A filed logical page is never written.
+    is_full: whether that key stands for all of its tokens, not only for the first ones (the end of a whole sequence).
+    """
+
+    tenant: str
+    pages: tuple[int, ...]
+    num_holders: int = 1
+    key: bytes | None = None
+    is_full: bool = False
+
+
+def salt_of(*parts: bytes) -> bytes:
+    """One salt from whatever must divide the cache: the API key's secret, the adapter's digest, prompt weights.
+
+    Different lists of parts give different salts; no parts, or only empty ones, give ``b""``, the shared cache.
+    """
+    if not any(parts):
+        return b""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def root_key(tenant_digest: bytes, epoch: int, salt: bytes) -> bytes:
+    """Where the chain of a tenant and a salt begins. ``epoch`` rises when everything filed before must not be found."""
+    return salt_of(tenant_digest, epoch.to_bytes(8, "little"), salt)
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a logical page holding ``token_ids``, after the logical page of key ``parent``."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+class PrefixIndex:
+    """Map from key to logical page, with idle pages in order of last use."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, LogicalPage] = {}
+        self._idle: OrderedDict[bytes, LogicalPage] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[tuple[bytes, LogicalPage]]:
+        return iter(self._by_key.items())
+
+    @property
+    def idle(self) -> tuple[LogicalPage, ...]:
+        """Return registered logical pages without holders, the next to evict first."""
+        return tuple(self._idle.values())
+
+    def find(self, key: bytes) -> LogicalPage | None:
+        """Return the logical page registered under ``key``, or None."""
+        return self._by_key.get(key)
+
+    def file(self, key: bytes, logical: LogicalPage, *, is_full: bool = True) -> None:
+        """File ``logical``, which is held, under ``key``, which must be free; an older key of it is free then."""
+        self.withdraw(logical)
+        self._by_key[key] = logical
+        logical.key, logical.is_full = key, is_full
+
+    def withdraw(self, logical: LogicalPage) -> None:
+        """Take ``logical`` out: it is found no more, and may be written by a sole holder."""
+        if logical.key is not None:
+            self._idle.pop(logical.key, None)
+            del self._by_key[logical.key]
+            logical.key = None
+
+    def mark_idle(self, logical: LogicalPage) -> None:
+        """Mark a registered logical page without holders as most recently used idle page."""
+        if logical.key is not None:
+            self._idle[logical.key] = logical
+
+    def mark_held(self, logical: LogicalPage) -> None:
+        """Remove a registered logical page from the idle list because it has a holder again."""
+        if logical.key is not None:
+            del self._idle[logical.key]
+
+    def oldest_idle(self) -> LogicalPage | None:
+        """Return the next idle logical page to evict, or None."""
+        return next(iter(self._idle.values()), None)
 
 
 class PageLedger:
@@ -34,15 +128,15 @@ class PageLedger:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and idle ones by eviction."""
+        """Return the number of pages that are free or can be evicted."""
         return len(self.free) + self.idle.total()
 
-    def require(self, num_pages: int, *, spoken_for: int = 0) -> None:
-        """Make sure that ``num_pages`` can be had now when ``spoken_for`` of the available ones are not to be touched.
+    def require(self, num_pages: int, *, num_reserved: int = 0) -> None:
+        """Check that ``num_pages`` are available in addition to ``num_reserved`` pages that must not be used.
 
         Raises PoolBusy otherwise.
         """
-        available = self.num_available - spoken_for
+        available = self.num_available - num_reserved
         if num_pages > available:
             raise PoolBusy(
                 f"{num_pages} pages are needed and {available} of {self.num_pages} can be had now: wait until a "
@@ -71,14 +165,14 @@ class PageLedger:
         return [LogicalPage(tenant, tuple(pages[at : at + num_groups])) for at in range(0, need, num_groups)]
 
     def lock(self, logical: LogicalPage) -> None:
-        """One holder more."""
+        """Add one holder."""
         if logical.num_holders == 0:
-            self.index.wake(logical)
+            self.index.mark_held(logical)
             self._move(logical, self.idle, self.held)
         logical.num_holders += 1
 
     def unlock(self, logical: LogicalPage) -> None:
-        """One holder less; with the last one a filed logical page becomes idle and any other is free."""
+        """Remove one holder; without holders a registered page becomes idle, any other is freed."""
         logical.num_holders -= 1
         if logical.num_holders:
             return
@@ -86,7 +180,7 @@ class PageLedger:
             self.held[logical.tenant] -= len(logical.pages)
             self._free(logical)
         else:
-            self.index.rest(logical)
+            self.index.mark_idle(logical)
             self._move(logical, self.held, self.idle)
 
     def forget(self, tenant: str) -> int:

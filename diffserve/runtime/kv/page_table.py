@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from diffserve.runtime.kv.arena import Arena
 from diffserve.runtime.kv.errors import PageTableError
-from diffserve.runtime.kv.ledger import PageLedger
-from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex, next_key
-from diffserve.runtime.kv.spec import KVSpec, PagePlan
+from diffserve.runtime.kv.layout import Arena, KVSpec, PagePlan
+from diffserve.runtime.kv.ledger import LogicalPage, PageLedger, PrefixIndex, next_key
 
 
 class PageTable:

@@ -8,11 +8,11 @@ from typing import Self
 import torch
 
 from diffserve.api.errors import ConfigError
-from diffserve.runtime.kv.arena import Arena, LayerView
 from diffserve.runtime.kv.batch import PagedBatch
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
-from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.layout import Arena, KVSpec, LayerView, PagePlan
+from diffserve.runtime.kv.ledger import LogicalPage, PageLedger
 from diffserve.runtime.kv.page_table import (
     Match,
     PageTable,
@@ -22,8 +22,6 @@ from diffserve.runtime.kv.page_table import (
     make_writable,
     num_logical_wanted,
 )
-from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.spec import KVSpec, PagePlan
 from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
@@ -69,17 +67,17 @@ class PagePool:
     # Tenants
 
     def register(self, spec: KVSpec) -> PagePlan:
-        """Let ``spec.tenant`` use the pool; the same spec again changes nothing.
+        """Register the tenant of ``spec``; repeating the same spec changes nothing.
 
         Raises ValueError when a layer does not fit a page, or when the name is taken by another spec.
         """
-        known = self._tenants.get(spec.tenant)
-        if known is None:
+        owner = self._tenants.get(spec.tenant)
+        if owner is None:
             plan = PagePlan(spec, self.page_bytes)
-            known = self._tenants[spec.tenant] = Tenant(plan, self.arena.views(plan))
-        elif known.plan.spec != spec:
+            owner = self._tenants[spec.tenant] = Tenant(plan, self.arena.views(plan))
+        elif owner.plan.spec != spec:
             raise ValueError(f"tenant {spec.tenant!r} is registered with another spec: retire it first.")
-        return known.plan
+        return owner.plan
 
     def retire(self, tenant: str) -> None:
         """Forget ``tenant`` and its pages. Raises PageTableError while it has open tables."""
@@ -98,22 +96,22 @@ class PagePool:
         return self._ledger.forget(tenant)
 
     def plan(self, tenant: str) -> PagePlan:
-        """How the tenant's logical pages are folded into pages."""
+        """Return how the tenant's logical pages map to pages."""
         return self._tenant(tenant).plan
 
     # Admission
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and idle ones by eviction."""
+        """Return the number of pages that are free or can be evicted."""
         return self._ledger.num_available
 
     def num_pages_for(self, tenant: str, num_tokens: int) -> int:
-        """Pages that a sequence of ``num_tokens`` tokens takes, sharing nothing."""
+        """Return the pages of a sequence of ``num_tokens`` tokens without sharing."""
         return self._tenant(tenant).plan.num_pages(num_tokens)
 
     def can_hold(self, num_pages: int) -> bool:
-        """Whether ``num_pages`` more pages can be had now. Raises PoolTooSmall when they never can."""
+        """Return whether ``num_pages`` are available; raise PoolTooSmall if they never can be."""
         self._ledger.require_ever(num_pages)
         return num_pages <= self.num_available
 
@@ -122,7 +120,7 @@ class PagePool:
     def num_cached(
         self, tenant: str, token_ids: Sequence[int], salt: bytes = b"", *, most_cached: int | None = None
     ) -> int:
-        """Leading tokens that ``open`` would find now; nothing is locked, touched or counted."""
+        """Return the leading tokens that ``open`` would find, without locking or counting."""
         return self._match(self._tenant(tenant), token_ids, salt, most_cached).num_tokens
 
     def open(
@@ -174,8 +172,8 @@ class PagePool:
         if first >= num_tokens:
             return
         self._ledger.require_ever(table.plan.num_pages(num_tokens))
-        wanted = num_logical_wanted(table.plan, table.logical_pages, first, num_tokens, joining=False)
-        fresh = self._ledger.allocate(table.tenant, wanted, table.plan.num_groups)
+        num_new = num_logical_wanted(table.plan, table.logical_pages, first, num_tokens, joining=False)
+        fresh = self._ledger.allocate(table.tenant, num_new, table.plan.num_groups)
         make_writable(self._ledger, self.arena, table, first, num_tokens, fresh)
         table.num_tokens = max(table.num_tokens, num_tokens)
 
@@ -263,13 +261,13 @@ class PagePool:
         return PagedBatch(self._tenant(tables[0].tenant).views, tables, begins, ends)
 
     def keys_values(self, tenant: str, layer: int) -> LayerView:
-        """Views of one layer over all pages, (num_pages, page_tokens, heads, head_dim), for paged attention kernels."""
+        """Return views of one layer over all pages, for paged attention kernels."""
         return self._tenant(tenant).views[layer]
 
     # Care
 
     def stats(self) -> PoolStats:
-        """Pages and hits, in all and by tenant."""
+        """Return page and hit counts, total and by tenant."""
         ledger = self._ledger
         return PoolStats(
             num_pages=self.num_pages,
@@ -297,9 +295,9 @@ class PagePool:
 
     def _require(self, plan: PagePlan, match: Match, num_tokens: int) -> None:
         self._ledger.require_ever(plan.num_pages(num_tokens))
-        wanted = num_logical_wanted(plan, match.logical_pages, match.num_tokens, num_tokens, joining=True)
-        woken = sum(len(logical.pages) for logical in match.logical_pages if not logical.num_holders)
-        self._ledger.require(wanted * plan.num_groups, spoken_for=woken)
+        num_new = num_logical_wanted(plan, match.logical_pages, match.num_tokens, num_tokens, joining=True)
+        num_reactivated = sum(len(logical.pages) for logical in match.logical_pages if not logical.num_holders)
+        self._ledger.require(num_new * plan.num_groups, num_reserved=num_reactivated)
 
     def _hold(self, table: PageTable, match: Match) -> PageTable:
         table.logical_pages, table.keys, table.num_tokens = match

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffserve.runtime.kv.arena import LayerView
-from diffserve.runtime.kv.ledger import PageLedger
-from diffserve.runtime.kv.prefix_index import root_key
-from diffserve.runtime.kv.spec import PagePlan
+from diffserve.runtime.kv.layout import LayerView, PagePlan
+from diffserve.runtime.kv.ledger import PageLedger, root_key
 
 
 @dataclass(frozen=True)

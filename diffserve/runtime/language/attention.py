@@ -19,8 +19,7 @@ from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
 from diffserve.runtime.language.context_chunks import ChunkedRows
-from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange, is_long
-from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, Workspace, arrange, is_long
 from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"
@@ -103,23 +102,23 @@ class PagedCall:
         row = token = 0
         for group in arranged:
             pages = self.batch.pages[:, row : row + len(group)]
-            own = [spans[index] for index in group]
-            num_tokens = sum(span.num_new for span in own)
-            make = partial(RowGroup, own, token, pages, self.batch.positions, plan.spec.page_tokens)
-            is_chunked = is_long(own[0], pages.device)
-            chunked = ChunkedRows(own, pages, plan.spec.page_tokens, token_bytes) if is_chunked else None
+            group_spans = [spans[index] for index in group]
+            num_tokens = sum(span.num_new for span in group_spans)
+            make = partial(RowGroup, group_spans, token, pages, self.batch.positions, plan.spec.page_tokens)
+            is_chunked = is_long(group_spans[0], pages.device)
+            chunked = ChunkedRows(group_spans, pages, plan.spec.page_tokens, token_bytes) if is_chunked else None
             self._groups.append(_Group(slice(token, token + num_tokens), make, chunked))
             row, token = row + len(group), token + num_tokens
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See ``LayerCall``: keys and values are written to the pages first."""
+        """Write keys and values to the pages, then attend; see ``LayerCall``."""
         num_tokens = self._groups[-1].tokens.stop
         self.batch.write(layer, key[:num_tokens], value[:num_tokens])
         outputs = []
         for part in self._groups:
             if part.chunked is not None and scoring.window is None and scoring.softcap is None:
-                own = query[part.tokens]
-                outputs.append(part.chunked.attend(own, self._views[layer], self._workspace, scoring.scale))
+                group_query = query[part.tokens]
+                outputs.append(part.chunked.attend(group_query, self._views[layer], self._workspace, scoring.scale))
                 continue
             group = part.rows
             if group.is_fresh:
@@ -136,13 +135,13 @@ class PagedCall:
         """Keys and values (B, key heads, T, D), zero beyond each row's length."""
         view = self._views[layer]
         pages = group.pages[view.group]
-        found = []
+        gathered = []
         for name, source in (("keys", view.keys), ("values", view.values)):
             tokens = self._workspace.gather(name, source, pages).flatten(0, 1)  # (B * P * page_tokens, heads, D)
             if group.padding.numel():
                 tokens.index_fill_(0, group.padding, 0)  # pages hold what was last written, NaN included
-            found.append(tokens.view(*group.pages_shape, *tokens.shape[1:])[:, : group.num_keys].transpose(1, 2))
-        return found[0], found[1]
+            gathered.append(tokens.view(*group.pages_shape, *tokens.shape[1:])[:, : group.num_keys].transpose(1, 2))
+        return gathered[0], gathered[1]
 
 
 def _attend(group: RowGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:

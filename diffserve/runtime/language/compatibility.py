@@ -55,7 +55,7 @@ def longest_text(config: Any) -> int | None:
     if LONGROPE not in types:
         return int(config.max_position_embeddings)
     name = "original_max_position_embeddings"
-    limits = [one[name] for one in _rope_dicts(parameters) if one.get(name)] or [getattr(config, name, None)]
+    limits = [rope[name] for rope in _rope_dicts(parameters) if rope.get(name)] or [getattr(config, name, None)]
     return min(int(limit or config.max_position_embeddings) for limit in limits)
 
 
@@ -72,7 +72,7 @@ def _rope_dicts(parameters: Any) -> list[dict[str, Any]]:
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    return {str(one.get("rope_type", "default")) for one in _rope_dicts(parameters)}
+    return {str(rope.get("rope_type", "default")) for rope in _rope_dicts(parameters)}
 
 
 class ShapeProbe:
@@ -94,9 +94,9 @@ def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerSh
     """The attention layers, asked by running one token. Raises ModelLoadError when they are not as pages need them."""
     probe = ShapeProbe()
     name = type(network).__name__
-    one = torch.zeros(1, dtype=torch.long, device=device)
+    token = torch.zeros(1, dtype=torch.long, device=device)
     try:
-        run_network(network, one, one, one, paged=probe)
+        run_network(network, token, token, token, paged=probe)
     except Exception as error:  # a class that does not know the interface may fail in any way
         raise ModelLoadError(f"{where}: {name} does not run over pages ({error}).") from error
     text = network.config.get_text_config(decoder=True)

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.runtime.kv import LayerView
-from diffserve.runtime.language.row_groups import Span
-from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.language.row_groups import Span, Workspace
 from diffserve.runtime.transfer import send_together
 
 logger = logging.getLogger(__name__)
@@ -52,13 +51,13 @@ class ChunkedRows:
         chunk_pages = max(1, CHUNK_TOKENS // page_tokens)
         tokens = self._chunk_tokens = chunk_pages * page_tokens
         counts = [-(-span.length // tokens) for span in spans]
-        most = max(counts)
-        self._shape = (len(spans), most)
+        max_chunks = max(counts)
+        self._shape = (len(spans), max_chunks)
         owners = [row for row, count in enumerate(counts) for _ in range(count)]
-        cells = [row * most + at for row, count in enumerate(counts) for at in range(count)]
+        cells = [row * max_chunks + at for row, count in enumerate(counts) for at in range(count)]
         firsts = list(accumulate(counts, initial=0))
-        places = [firsts[row] + min(at, count - 1) for row, count in enumerate(counts) for at in range(most)]
-        weighs = [at < count for count in counts for at in range(most)]  # cells without a chunk show another of the row
+        places = [firsts[row] + min(at, count - 1) for row, count in enumerate(counts) for at in range(max_chunks)]
+        weighs = [at < count for count in counts for at in range(max_chunks)]  # other cells repeat a chunk
         ends = {firsts[row + 1] - 1: span.length for row, span in enumerate(spans)}
         at_a_time = max(1, ROUND_BYTES.get(pages.device.type, ROUND_ELSEWHERE) // (tokens * token_bytes))
         self._rounds = [range(first, min(first + at_a_time, len(cells))) for first in range(0, len(cells), at_a_time)]
@@ -71,12 +70,16 @@ class ChunkedRows:
             ]
             for part in self._rounds
         ]
-        told = [torch.tensor(part, dtype=torch.int64) for part in (owners, cells, places, weighs, *padding)]
-        self._owners, cells_there, self._places, weighs_there, *self._padding = send_together(told, pages.device)
+        host_tensors = [torch.tensor(part, dtype=torch.int64) for part in (owners, cells, places, weighs, *padding)]
+        self._owners, cells_there, self._places, weighs_there, *self._padding = send_together(
+            host_tensors, pages.device
+        )
         self._is_even = len(cells) == len(places)
         self._level = torch.where(weighs_there.view(*self._shape, 1, 1) > 0, 0.0, -torch.inf)
-        whole = F.pad(pages, (0, max(0, most * chunk_pages - pages.shape[2])))[:, :, : most * chunk_pages]
-        self._pages = whole.reshape(len(pages), -1, chunk_pages).index_select(1, cells_there)
+        padded_pages = F.pad(pages, (0, max(0, max_chunks * chunk_pages - pages.shape[2])))[
+            :, :, : max_chunks * chunk_pages
+        ]
+        self._pages = padded_pages.reshape(len(pages), -1, chunk_pages).index_select(1, cells_there)
         self._masks: list[Tensor | None] | None = None
 
     def attend(self, query: Tensor, view: LayerView, workspace: Workspace, scale: float | None) -> Tensor:
@@ -115,8 +118,8 @@ class ChunkedRows:
         if not self._is_even:
             outputs, levels = (part.index_select(0, self._places) for part in (outputs, levels))
         spread = levels.view(*self._shape, *levels.shape[1:]) + self._level
-        found = outputs.view(*self._shape, *outputs.shape[1:])
-        return (spread.softmax(1)[..., None] * found).sum(1)
+        row_outputs = outputs.view(*self._shape, *outputs.shape[1:])
+        return (spread.softmax(1)[..., None] * row_outputs).sum(1)
 
 
 def _beyond(length: int, tokens: int) -> range:
@@ -139,7 +142,7 @@ def attend_weighed(
 def written_out(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain arithmetic, in float32: where torch has nothing fused, and to hold that against."""
+    """Compute attention and level in float32 without fused kernels, as fallback and reference."""
     scores = torch.matmul(query.float(), keys.float().transpose(2, 3)) * (scale or query.shape[-1] ** -0.5)
     scores = scores if mask is None else scores + mask
     level = scores.logsumexp(-1)
@@ -173,12 +176,15 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     mask = torch.zeros((2, 1, 1, 64), dtype=dtype)
     mask[1, ..., 40:] = -torch.inf
     try:
-        found = _fused(query[:, :, :3], keys, values, mask.to(device), None)
+        fused = _fused(query[:, :, :3], keys, values, mask.to(device), None)
     except Exception as error:
         logger.warning("no fused attention over chunks on %s: %s", device, error)
         return False
     expected = written_out(query[:, :, :3], keys, values, mask.to(device), None)
-    off = max(float((one.float() - other.float()).abs().max()) for one, other in zip(found, expected, strict=True))
+    off = max(
+        float((actual.float() - reference.float()).abs().max())
+        for actual, reference in zip(fused, expected, strict=True)
+    )
     if not off <= AGREES.get(dtype, 0.0):
         logger.warning("the fused attention over chunks on %s is off by %.3g in %s and is not used", device, off, dtype)
         return False

@@ -109,9 +109,9 @@ def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
     except Exception as error:  # the same
         raise ModelLoadError(f"{directory} cannot be loaded as a causal language model ({error}).") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
-        found = sorted(str(key) for key in report.get(what) or ())
-        if found:
-            raise ModelLoadError(f"{directory}: {what.replace('_', ' ')} of {type(network).__name__}: {found[:5]}.")
+        problems = sorted(str(key) for key in report.get(what) or ())
+        if problems:
+            raise ModelLoadError(f"{directory}: {what.replace('_', ' ')} of {type(network).__name__}: {problems[:5]}.")
     network.eval().requires_grad_(False)
     return network
 
@@ -144,22 +144,22 @@ def _describe(
 
 
 def _context_tokens(directory: Path, config: Any, tokenizer: Any) -> int:
-    found = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-    if not 0 < int(found) < 10**9:
+    limit = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    if not 0 < int(limit) < 10**9:
         raise ModelLoadError(f"{directory}/config.json has no max_position_embeddings: say how long texts may be.")
     longest = longest_text(config)
     if longest is not None:
         logger.warning(
             "%s: its positions are scaled beyond %d tokens, so texts have at most as many", directory, longest
         )
-    return min(int(found), longest or int(found))
+    return min(int(limit), longest or int(limit))
 
 
 def _end_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     for source in (getattr(network, "generation_config", None), network.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return tuple(int(one) for one in (ids if isinstance(ids, list | tuple) else [ids]))
+            return tuple(int(token_id) for token_id in (ids if isinstance(ids, list | tuple) else [ids]))
     return ()
 
 

@@ -99,10 +99,12 @@ class RowGroup:
         self.pages = [layers.reshape(-1) for layers in pages[:, :, :num_logical_pages].contiguous()]  # (B * P,) each
         self.pages_shape = (self.num_rows, num_logical_pages * page_tokens)
         self.is_ragged = self.num_tokens < self.num_rows * self.num_queries
-        told = [_padding(spans, self.num_keys, self.pages_shape[1])]
+        host_tensors = [_padding(spans, self.num_keys, self.pages_shape[1])]
         if self.is_ragged:
-            told += _query_places(spans, self.num_queries)
-        self.padding, *places = send_together(told, device) if self.is_ragged or told[0].numel() else told
+            host_tensors += _query_places(spans, self.num_queries)
+        self.padding, *places = (
+            send_together(host_tensors, device) if self.is_ragged or host_tensors[0].numel() else host_tensors
+        )
         if self.is_ragged:
             self._query, self._real = places
         self._positions = positions[self.tokens]
@@ -163,3 +165,19 @@ def _query_places(spans: Sequence[Span], num_queries: int) -> list[Tensor]:
         real += [row * num_queries + at for at in range(span.num_new)]
         first += span.num_new
     return [torch.tensor(query), torch.tensor(real)]
+
+
+class Workspace:
+    """Memory that gathered keys and values are copied to; it grows to the largest forward and is used by all layers."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
+        """``source[pages]`` for source (num_pages, page_tokens, heads, head_dim), in a buffer of its own ``name``."""
+        shape = (len(pages), *source.shape[1:])
+        count = len(pages) * source[0].numel()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count or buffer.dtype != source.dtype:
+            buffer = self._buffers[name] = torch.empty(count + count // 4, dtype=source.dtype, device=source.device)
+        return torch.index_select(source, 0, pages, out=buffer[:count].view(shape))

@@ -14,8 +14,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
 from diffserve.runtime.language.attention import PagedCall
 from diffserve.runtime.language.model import LanguageModel, run_network
-from diffserve.runtime.language.row_groups import Span
-from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.language.row_groups import Span, Workspace
 from diffserve.runtime.transfer import send_together
 
 
@@ -76,18 +75,26 @@ class LanguageRunner:
         num_idle = few_lengths(len(token_ids)) - len(token_ids) if self.model.device.type == "cpu" else 0
         ends = dict(zip(call.order, accumulate(len(chunks[index].token_ids) for index in call.order), strict=True))
         unknown = [index for index, chunk in enumerate(chunks) if chunk.last is not None]
-        told = [token_ids + token_ids[-1:] * num_idle, _kept(chunks, ends), [ends[index] - 1 for index in unknown]]
-        ids, kept, places = send_together([torch.tensor(part, dtype=torch.int64) for part in told], self.model.device)
+        host_lists = [
+            token_ids + token_ids[-1:] * num_idle,
+            _logit_rows(chunks, ends),
+            [ends[index] - 1 for index in unknown],
+        ]
+        ids, logit_rows, places = send_together(
+            [torch.tensor(part, dtype=torch.int64) for part in host_lists], self.model.device
+        )
         if unknown:
             ids.index_copy_(0, places, torch.cat([last for chunk in chunks if (last := chunk.last) is not None]))
         positions = F.pad(call.batch.positions, (0, num_idle)) if num_idle else call.batch.positions
-        return run_network(self.model.network, ids, positions, kept, paged=call)
+        return run_network(self.model.network, ids, positions, logit_rows, paged=call)
 
     def _check(self, chunks: Sequence[TokenChunk]) -> None:
-        most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
+        context_tokens, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
         for chunk in chunks:
-            if chunk.end > most:
-                raise InvalidRequest(f"token {chunk.end} does not fit a context of {most} tokens.", param="prompt")
+            if chunk.end > context_tokens:
+                raise InvalidRequest(
+                    f"token {chunk.end} does not fit a context of {context_tokens} tokens.", param="prompt"
+                )
             if not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
                 raise InvalidRequest(
                     f"a token id of {list(chunk.token_ids)[:8]} is not in the vocabulary of {vocab_size}.",
@@ -101,6 +108,6 @@ def few_lengths(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def _kept(chunks: Sequence[TokenChunk], ends: Mapping[int, int]) -> list[int]:
+def _logit_rows(chunks: Sequence[TokenChunk], ends: Mapping[int, int]) -> list[int]:
     """Where the logits of each chunk are to be taken, chunk by chunk, when its new tokens end at ``ends``."""
     return [place for index, chunk in enumerate(chunks) for place in range(ends[index] - chunk.num_logits, ends[index])]

@@ -31,8 +31,8 @@ CPU_ROWS: Final = 16
 def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
     if DTYPE_ALIASES.get(dtype, dtype) not in TEXT_DTYPES:
-        known = ", ".join(TEXT_DTYPES)
-        raise ConfigError(f"dtype is {dtype!r}, which no language model has; choose one of {known}.", param="dtype")
+        supported = ", ".join(TEXT_DTYPES)
+        raise ConfigError(f"dtype is {dtype!r}, which no language model has; choose one of {supported}.", param="dtype")
     if dtype != INT4:
         return choose_device(device, dtype, offload)
     choice = choose_device(device, "bfloat16", offload)

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 AnyConditioning = Conditioning | PagedConditioning
 
 
-class ToldRow(NamedTuple):
-    """A row of a UNet call: its image's conditioning, and which half of it."""
+class ConditioningRow(NamedTuple):
+    """Row of a UNet call: the conditioning of its image, and which half of it."""
 
     conditioning: AnyConditioning
     is_uncond: bool
@@ -89,33 +89,33 @@ class PlainConditioner:
         return self.model.text.hand_over((prompt, negative or ""), reading)
 
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Compute what is new of prompts and negative prompts in few calls, for who will ask before ``let_go``."""
+        """Precompute prompts for requests before ``let_go``; plain embeddings precompute nothing."""
 
     def let_go(self) -> None:
-        """Nobody asks any more for what was made ready."""
+        """Release precomputed prompts; there are none here."""
 
     def study(self) -> bool:
-        """Make one call to find out how texts may be encoded together; False where nothing is to be found out."""
+        """Measure one batch size for joint text encoding; return False, as there is nothing to measure."""
         return False
 
-    def contexts(self, rows: Sequence[ToldRow]) -> Tensor:
-        """What the rows of one call look at, (R, tokens, dim)."""
+    def contexts(self, rows: Sequence[ConditioningRow]) -> Tensor:
+        """Return the contexts (R, tokens, dim) of the rows of one call."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return torch.stack([half for half in halves if isinstance(half, Tensor)])
 
     def of_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The same for embeddings (R, tokens, dim) that belong to no text: themselves."""
+        """Return contexts for embeddings (R, tokens, dim) that belong to no text, unchanged."""
         return embeddings
 
     def check_integrity(self, num_held: int) -> None:
-        """Raises when pages are lost, or when other than ``num_held`` conditionings are open. Here nothing is held."""
+        """Check held pages; plain embeddings hold none, so this does nothing."""
 
 
 class PagedConditioner:
-    """The same with keys and values on the pages of ``pool``.
+    """Conditioner that keeps keys and values on the pages of ``pool``.
 
-    Texts of one and of several windows share calls in the free mode (a fifth less time than two calls, see
-    ``benchmarks/LOG.md``); where bytes are promised they do not, for a longer call may round differently.
+    Texts of different window counts share calls only when bit-exact results are not promised, because a longer call
+    may round differently.
     """
 
     def __init__(
@@ -170,17 +170,17 @@ class PagedConditioner:
         """See ``PlainConditioner``."""
         return self.pages.batches.study()
 
-    def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
+    def contexts(self, rows: Sequence[ConditioningRow]) -> Contexts:
         """Copies out of the pages, ``KeysValues`` of (R, tokens, heads, head_dim)."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return self.pages.gather([half for half in halves if isinstance(half, tuple)])
 
     def of_embeddings(self, embeddings: Tensor) -> Contexts:
-        """Their keys and values, past the pool."""
+        """Compute keys and values of embeddings directly, without the pool."""
         return self.model.unet.cross_attention.keys_values(embeddings.to(self.model.device, self.model.dtype))
 
     def check_integrity(self, num_held: int) -> None:
-        """Raises PoolIntegrityError, or AssertionError when an image's pages outlive it or went before it."""
+        """Raise PoolIntegrityError, or AssertionError if the open conditionings differ from ``num_held``."""
         self.pool.check_integrity()
         assert self.pages.num_open == num_held, f"{self.pages.num_open} conditionings are open for {num_held} images"
 
@@ -194,14 +194,14 @@ def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
     Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters;
     those of a text encoder that several models share are not.
     """
-    beside = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
+    suffix = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
 
     def identity(digest: str) -> bytes:
-        return hashlib.sha256(f"{digest} {beside}".encode()).digest()
+        return hashlib.sha256(f"{digest} {suffix}".encode()).digest()
 
     parts, kind = model.part_digests, "of SDXL" if model.text.is_sdxl else "alone"  # of which another layer is read
-    own = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
-    return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, own)))
+    encoder_digests = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
+    return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, encoder_digests)))
 
 
 def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:

@@ -18,9 +18,9 @@ from diffserve.api.micro_conditioning import NUM_REFINER_IDS, PLAIN
 from diffserve.api.prompt_syntax import parse_prompt
 from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
-from diffserve.runtime.text.handover import Handed, handed, text_name
 from diffserve.runtime.text.learnt_words import LearntWords
 from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens
+from diffserve.runtime.text.transferred_encodings import EncodingTable, handed, text_name
 from diffserve.runtime.transfer import send
 
 CACHED_TEXTS = 128
@@ -138,7 +138,7 @@ class Conditioning:
         return self.cond.shape[0]
 
     def close(self) -> None:
-        """Nothing to give back; see ``PagedConditioning``."""
+        """Do nothing; the counterpart of ``PagedConditioning.close``, which frees pages."""
 
 
 class EncodedText(NamedTuple):
@@ -167,27 +167,31 @@ class TextEncoder(NamedTuple):
 
     def chunks(self, text: str) -> list[Chunk]:
         """The windows ``text`` fills."""
-        whole = self.learnt.num_vectors if self.learnt else {}
-        return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, whole)
+        num_vectors = self.learnt.num_vectors if self.learnt else {}
+        return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, num_vectors)
 
     def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
         """The windows that a text fills as it stands, brackets and all, or that token ids do: the ids of each, marks
         and padding included, and how many of them are the text's. InvalidRequest for what is too long or unknown.
         """
         tokens = self._tokenize(given) if isinstance(given, str) else given
-        most = int(self.network.config.vocab_size) - 1
-        unknown = None if isinstance(given, str) else next((token for token in given if not 0 <= token <= most), None)
+        max_token_id = int(self.network.config.vocab_size) - 1
+        unknown = (
+            None if isinstance(given, str) else next((token for token in given if not 0 <= token <= max_token_id), None)
+        )
         if unknown is not None:
-            said = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {most}."
-            raise InvalidRequest(said, param="input")
-        whole = self.learnt.num_vectors if self.learnt else {}
-        return chunk_tokens(tokens, self.special, self.window_tokens, whole)
+            message = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {max_token_id}."
+            raise InvalidRequest(message, param="input")
+        num_vectors = self.learnt.num_vectors if self.learnt else {}
+        return chunk_tokens(tokens, self.special, self.window_tokens, num_vectors)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         if self.learnt is None:
             return self._tokenize_plain(text)
         pieces = self.learnt.split(text)
-        return [token for one in pieces for token in (self._tokenize_plain(one) if isinstance(one, str) else one)]
+        return [
+            token for piece in pieces for token in (self._tokenize_plain(piece) if isinstance(piece, str) else piece)
+        ]
 
     def _tokenize_plain(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
@@ -219,7 +223,7 @@ class TextEncoderRunner:
         self.device = device
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_sdxl
-        self.handed: Handed | None = None
+        self.handed: EncodingTable | None = None
         self._cache: OrderedDict[tuple[str, bytes], EncodedText] = OrderedDict()
         self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 

@@ -14,12 +14,13 @@ The pooled vector of SDXL's second encoder is small and kept beside the pool, by
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import ConfigError, InvalidRequest
@@ -28,10 +29,9 @@ from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooS
 from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, Window, WindowName, weigh
-from diffserve.runtime.text.handover import handed, pooled_name, window_name
-from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
+from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, PagedTextEncoder, WindowBatches, segments, text_spec
 from diffserve.runtime.text.prompt import Chunk
-from diffserve.runtime.text.window_batches import MOST_WINDOWS, WindowBatches
+from diffserve.runtime.text.transferred_encodings import handed, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
@@ -63,12 +63,17 @@ class ImageSpecs:
         Raises ConfigError for a UNet whose cross-attention cannot be paged.
         """
         dtype, layers = unet.dtype, unet.cross_attention.layers
-        named = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
+        indexed = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
         return cls(
             KVSpec(f"unet:{_short(identity)}", layers, dtype, model_digest=identity, whole_sequences=True),
             tuple(
-                text_spec(encoder.network, tenant=f"text{index}:{_short(own)}", dtype=dtype, identity=own)
-                for index, (encoder, own) in named
+                text_spec(
+                    encoder.network,
+                    tenant=f"text{index}:{_short(encoder_identity)}",
+                    dtype=dtype,
+                    identity=encoder_identity,
+                )
+                for index, (encoder, encoder_identity) in indexed
             ),
         )
 
@@ -133,19 +138,19 @@ class PromptPages:
             PagedTextEncoder(pool, encoder.network, spec, stops_early=text.is_sdxl, is_exact=is_exact)
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
-        self._pooled: OrderedDict[WindowName, Tensor] = OrderedDict()
-        self._hidden: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._pooled: LRUCache[WindowName, Tensor] = LRUCache(POOLED_KEPT)
+        self._hidden: LRUCache[bytes, Tensor] = LRUCache(HIDDEN_KEPT)
         self._ready: dict[WindowName, PageTable] = {}
         machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
         fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
-        most = max(1, min(MOST_WINDOWS, fitting if text.handed is None and not unet.is_hollow else 1))
-        self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=most)
-        least = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
-        if least > pool.num_pages:
+        max_windows = max(1, min(MOST_WINDOWS, fitting if text.handed is None and not unet.is_hollow else 1))
+        self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=max_windows)
+        min_pages = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
+        if min_pages > pool.num_pages:
             raise ConfigError(
                 f"the page pool has {pool.num_pages * pool.page_bytes} bytes, and a prompt with its negative "
-                f"prompt takes {least * pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
+                f"prompt takes {min_pages * pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
                 param="kv_pool_bytes",
             )
 
@@ -204,14 +209,11 @@ class PromptPages:
                     name = window_name(*window.name)
                     if name not in self._hidden:
                         self._hidden[name] = self._contexts([window], 0)[0]
-                    self._hidden.move_to_end(name)
                     table[name] = self._hidden[name]
             for windows in (cond, uncond):
                 pooled = self._pooled_of(windows)
                 if pooled is not None and not windows[0].is_silent:
                     table[pooled_name(*self._name_of_pooled(windows[0]))] = pooled
-        while len(self._hidden) > HIDDEN_KEPT:
-            self._hidden.popitem(last=False)
         return table
 
     def _read(
@@ -222,7 +224,9 @@ class PromptPages:
         cond, uncond = self.windows(prompt, negative)
         if not adapters and clip_skip == 1:
             return cond, uncond
-        changed = [[replace(one, adapters=adapters, clip_skip=clip_skip) for one in part] for part in (cond, uncond)]
+        changed = [
+            [replace(window, adapters=adapters, clip_skip=clip_skip) for window in part] for part in (cond, uncond)
+        ]
         return tuple(changed[0]), tuple(changed[1])
 
     @torch.inference_mode()
@@ -240,13 +244,13 @@ class PromptPages:
             for name, window in missing.items():
                 first = self._num_cached(window)
                 turn.setdefault((window.salt, window.token_ids[: first + page_tokens]), (name, first))
-            alike = defaultdict[tuple[int, bool, bool], list[WindowName]](list)
+            names_by_kind = defaultdict[tuple[int, bool, bool], list[WindowName]](list)
             for name, first in turn.values():
-                alike[first, missing[name].is_weighted, missing[name].is_silent].append(name)
-            for names in alike.values():
+                names_by_kind[first, missing[name].is_weighted, missing[name].is_silent].append(name)
+            for names in names_by_kind.values():
                 for places in self.batches.cut(len(names)):
-                    chosen = [missing.pop(names[place]) for place in places]
-                    self._ready |= zip((window.name for window in chosen), self._open_together(chosen), strict=True)
+                    batch = [missing.pop(names[place]) for place in places]
+                    self._ready |= zip((window.name for window in batch), self._open_together(batch), strict=True)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """(P,) for each of ``windows`` of the last encoder: what it pools of it. What lies behind the page of the end
@@ -257,15 +261,15 @@ class PromptPages:
         by_page = defaultdict[int, list[int]](list)
         for place, end in enumerate(ends):
             by_page[end // page_tokens * page_tokens].append(place)
-        found: dict[int, Tensor] = {}
+        pooled: dict[int, Tensor] = {}
         for first, places in by_page.items():
-            for chosen in self.batches.cut(len(places)):
-                texts = [windows[places[index]][: first + page_tokens] for index in chosen]
+            for indices in self.batches.cut(len(places)):
+                texts = [windows[places[index]][: first + page_tokens] for index in indices]
                 encoded = encoder.encode_together(texts, first=first, cut=self.batches.cut)
-                for index, one in zip(chosen, encoded, strict=True):
+                for index, text in zip(indices, encoded, strict=True):
                     place = places[index]
-                    found[place] = encoder.pooled(one.last[ends[place] - first])
-        return [found[place] for place in range(len(windows))]
+                    pooled[place] = encoder.pooled(text.last[ends[place] - first])
+        return [pooled[place] for place in range(len(windows))]
 
     def let_go(self) -> None:
         """Close what was made ready and nobody asked for; it is idle in the pool."""
@@ -293,12 +297,12 @@ class PromptPages:
         """Keys and values (len(rows), numbers) of random windows, on pages that nobody finds."""
         windows = [self._random_window(row) for row in rows]
         tenant, num_tokens = self.specs.unet.tenant, self.text.window_tokens
-        with ExitStack() as held, torch.inference_mode():
+        with ExitStack() as stack, torch.inference_mode():
             tables = [self.pool.open(tenant, reserve=num_tokens)[0] for _ in rows]
-            held.callback(self._close, tables)
+            stack.callback(self._close, tables)
             self._write(tables, 0, self._contexts(windows, 0))
-            found = self.gather([(table,) for table in tables])
-            return torch.cat([tensor.flatten(1) for pair in found.layers for tensor in pair], dim=1).cpu()
+            gathered = self.gather([(table,) for table in tables])
+            return torch.cat([tensor.flatten(1) for pair in gathered.layers for tensor in pair], dim=1).cpu()
 
     def _random_window(self, row: int) -> Window:
         rng = random.Random(row)
@@ -364,12 +368,12 @@ class PromptPages:
 
     def _open_together(self, windows: Sequence[Window]) -> list[PageTable]:
         """The same for windows of one kind, of which the pool has equally much and that share nothing it lacks."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             tables, cached = [], set()
             for window in windows:
                 ids = window.token_ids
                 table, num_cached = self.pool.open(self.specs.unet.tenant, ids, window.salt, reserve=len(ids))
-                held.callback(self.pool.close, table)
+                stack.callback(self.pool.close, table)
                 tables.append(table)
                 cached.add(num_cached)
             if len(cached) > 1:
@@ -379,7 +383,7 @@ class PromptPages:
                 self._write(tables, first, self._contexts(windows, first))
                 for table, window in zip(tables, windows, strict=True):
                     self.pool.commit(table, window.token_ids)
-            held.pop_all()
+            stack.pop_all()
         return tables
 
     def _contexts(self, windows: Sequence[Window], first: int) -> Tensor:
@@ -400,10 +404,10 @@ class PromptPages:
             for encoder, chunks in zip(self.encoders, read, strict=True)
         ]
         if self.text.is_sdxl:
-            for chunk, one in zip(read[-1], encoded[-1], strict=True):
-                self._keep_pooled(chunk.ids, start, one.last, windows[0].adapters)
+            for chunk, text in zip(read[-1], encoded[-1], strict=True):
+                self._keep_pooled(chunk.ids, start, text.last, windows[0].adapters)
         weighed = [
-            torch.stack([weigh(one.hidden, chunk.weights) for one, chunk in zip(of_all, chunks, strict=True)])
+            torch.stack([weigh(text.hidden, chunk.weights) for text, chunk in zip(of_all, chunks, strict=True)])
             for of_all, chunks in zip(encoded, read, strict=True)
         ]
         return torch.cat(weighed, dim=-1)[:, first - start :]
@@ -430,7 +434,6 @@ class PromptPages:
         if name not in self._pooled:
             ids, end = windows[0].chunks[-1].ids, len(read) - 1
             self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end, salt=salt).last, salt)
-        self._pooled.move_to_end(name)
         return self._pooled[name]
 
     def _name_of_pooled(self, window: Window) -> WindowName:
@@ -443,8 +446,6 @@ class PromptPages:
         end = self.encoders[-1].place_of_end(ids)
         if end >= first:
             self._pooled[salt, ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
-            if len(self._pooled) > POOLED_KEPT:
-                self._pooled.popitem(last=False)
 
 
 def reading_with(reading: TextReading) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import ChatMessage, TextConfig, TextRequest
 from diffserve.engine.text import TextEngine
-from diffserve.runtime.language.chat import fold_system, render
+from diffserve.runtime.language.model import fold_system, render
 from diffserve.training import rewriter_model
 from tests.engine.text.conftest import Load
 from tests.runtime.language import tiny

@@ -5,8 +5,8 @@ from __future__ import annotations
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import Priority
+from diffserve.engine.text.queues import BATCH_LATER, Turns
 from diffserve.engine.text.task import LiveText
-from diffserve.engine.text.turns import BATCH_LATER, Turns
 
 
 def live(client: str, priority: Priority = "interactive", *, tokens: int = 100, share: float = 1.0) -> LiveText:
@@ -21,7 +21,7 @@ def test_the_first_of_a_client_comes_before_the_second_of_another_however_many_t
     for one in crowd:
         turns.join(one)
     for one in crowd[:3]:
-        turns.begun(one)
+        turns.advance(one)
     guest, again = live("guest"), live("guest")
     turns.join(guest)
     turns.join(again)
@@ -51,6 +51,6 @@ def test_batch_work_ages_and_is_passed_by_so_many_tokens_and_no_more() -> None:
         turns.join(one)
         if one.turn > batch.turn:
             break
-        turns.begun(one)
+        turns.advance(one)
         passed += 1
     assert passed == BATCH_LATER // 1000 + 1

@@ -13,7 +13,7 @@ from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import Choice, SamplingState, TokenConstraint, choose
 from diffserve.runtime.decoding.adjustments import _nucleus, adjust, filtered
-from diffserve.runtime.decoding.uniforms import Uniforms, draw
+from diffserve.runtime.decoding.sampling_state import Uniforms, draw
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
 
 PROMPT = [1, 20, 21, 22, 20, 9]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from diffserve.runtime.kv.arena import Arena
+from diffserve.runtime.kv.layout import Arena
 
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex, next_key, root_key, salt_of
+from diffserve.runtime.kv.ledger import LogicalPage, PrefixIndex, next_key, root_key, salt_of
 
 
 def test_equal_keys_need_equal_tokens_all_the_way_back() -> None:
@@ -36,10 +36,10 @@ def test_the_longest_idle_page_goes_first_and_use_renews() -> None:
     logical_pages = [LogicalPage("llm", (page,)) for page in range(3)]
     for logical in logical_pages:
         index.file(bytes(logical.pages), logical)
-        index.rest(logical)
-    index.wake(logical_pages[0])
+        index.mark_idle(logical)
+    index.mark_held(logical_pages[0])
     assert index.oldest_idle() is logical_pages[1]
-    index.rest(logical_pages[0])
+    index.mark_idle(logical_pages[0])
     assert [logical.pages for logical in index.idle] == [(1,), (2,), (0,)]
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
 from diffserve.runtime.language import context_chunks, row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring, paged_attention
-from diffserve.runtime.language.row_groups import Span
-from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.language.row_groups import Span, Workspace
 from tests.device import DEVICE, tolerance
 from tests.runtime.kv.story import gather, write
 

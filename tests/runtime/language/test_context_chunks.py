@@ -14,8 +14,7 @@ from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool
 from diffserve.runtime.language import context_chunks, row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring
 from diffserve.runtime.language.context_chunks import ROUND_BYTES, ChunkedRows, attend_weighed, written_out
-from diffserve.runtime.language.row_groups import Span
-from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.language.row_groups import Span, Workspace
 
 HEADS, KEY_HEADS, DIM, PAGE = 6, 2, 8, 16
 LENGTHS = (700, 1, 512, 1300, 513, 2049)

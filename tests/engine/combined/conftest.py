@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from diffserve.api.text_types import TextConfig
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import DiffusionModel, load_model
@@ -21,12 +21,12 @@ from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.text.conditioning import image_specs
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
-from tests.engine.studio.talker import save_talker
+from tests.engine.combined.talker import save_talker
 
 SAYS = "fox"
 """What every wish is rewritten to."""
 
-MakeStudio = Callable[..., Studio]
+MakeStudio = Callable[..., CombinedEngine]
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def painter(tiny_model: Callable[[str], Path]) -> DiffusionModel:
 @pytest.fixture
 def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[MakeStudio]:
     """``make_studio(has_texts=True, pool_bytes=..., time_share=..., clock=..., text={}, **engine)``."""
-    made: list[Studio] = []
+    made: list[CombinedEngine] = []
 
     def make(
         *,
@@ -58,17 +58,17 @@ def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[Make
         clock: Any = None,
         text: dict[str, Any] | None = None,
         **engine: Any,
-    ) -> Studio:
+    ) -> CombinedEngine:
         config = EngineConfig(max_rows=8, **engine)
         timed = {} if clock is None else {"clock": clock}
         if not has_texts:
-            made.append(Studio(Engine(painter, config), time_share=time_share, **timed))
+            made.append(CombinedEngine(Engine(painter, config), time_share=time_share, **timed))
             return made[-1]
         specs = [*image_specs(painter, is_exact=is_deterministic(painter, config)), talker.spec("llm")]
         pool = PagePool.for_specs(pool_bytes, specs, device=DEVICE)
         texts = TextEngine(talker, pool, TextConfig(**{"num_draft_tokens": 0, **(text or {})}), **timed)
         rewriter = Rewriter(texts, style="tags", window=TextWindow.of(painter.text))
-        made.append(Studio(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed))
+        made.append(CombinedEngine(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed))
         return made[-1]
 
     yield make

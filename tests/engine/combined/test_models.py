@@ -16,29 +16,29 @@ import pytest
 
 from diffserve.api.errors import InsufficientMemory, ModelLoadError, ModelNotFound
 from diffserve.api.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.image import engines
-from diffserve.engine.studio import Studio
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import load_model
 from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
+from tests.engine.combined.test_isolation import break_once
 from tests.engine.controlnets import control_map
 from tests.engine.controlnets import write_folder as write_controlnets
 from tests.engine.loras import write_folder
-from tests.engine.studio.test_isolation import break_once
 from tests.tiny_models import save_model
 
 RESIDENT = psutil.Process()
 Model = Callable[[str], Path]
-MakeStudio = Callable[..., Studio]
+MakeStudio = Callable[..., CombinedEngine]
 
 
 @pytest.fixture
 def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
     """``make_models(first, NAME=path, ...)``: a studio that has loaded ``first``, and may load the others."""
-    made: list[Studio] = []
+    made: list[CombinedEngine] = []
 
     def make(
         first: str = "sd15",
@@ -46,7 +46,7 @@ def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
         lora_dir: Path | str = "",
         controlnet_dir: Path | str = "",
         **others: Path,
-    ) -> Studio:
+    ) -> CombinedEngine:
         env = {
             "DIFFSERVE_ENGINE_CACHE_DIR": "",
             "DIFFSERVE_MODEL_DTYPE": "float32",
@@ -56,7 +56,7 @@ def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
         env |= {"DIFFSERVE_ENGINE_KV_POOL_BYTES": "auto", "DIFFSERVE_SERVE_UNLOAD_AFTER_S": str(unload_after_s)}
         env |= {"DIFFSERVE_MODEL_LORA_DIR": str(lora_dir), "DIFFSERVE_MODEL_CONTROLNET_DIR": str(controlnet_dir)}
         asked = [f"{name}={path}" for name, path in others.items()]
-        made.append(Studio.from_settings(load_settings(model=str(tiny_model(first)), models=asked, env=env)))
+        made.append(CombinedEngine.from_settings(load_settings(model=str(tiny_model(first)), models=asked, env=env)))
         return made[-1]
 
     yield make
@@ -90,7 +90,7 @@ def picture(
     )
 
 
-def paint(studio: Studio, *requests: GenerationRequest) -> dict[str, bytes]:
+def paint(studio: CombinedEngine, *requests: GenerationRequest) -> dict[str, bytes]:
     """The pixels of each request's picture, all of them painted together."""
     for request in requests:
         studio.submit(request)
@@ -98,7 +98,7 @@ def paint(studio: Studio, *requests: GenerationRequest) -> dict[str, bytes]:
     return {event.request_id: event.result.picture.data for event in painted}
 
 
-def loaded(studio: Studio) -> list[str]:
+def loaded(studio: CombinedEngine) -> list[str]:
     return [one.name for one in studio.images.served if one.is_loaded]
 
 

@@ -13,23 +13,27 @@ from msgspec.structs import replace
 from diffserve.api.errors import ConfigError, ModelNotFound
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import GenerationRequest, Painted
-from diffserve.engine.studio import Studio
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.rewriting import style
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.settings.layers import load_settings
-from tests.engine.studio.conftest import SAYS
-from tests.engine.studio.talker import save_talker
+from tests.engine.combined.conftest import SAYS
+from tests.engine.combined.talker import save_talker
 
 Model = Callable[[str], Path]
 
 
-def load(tiny_model: Model, *, cross_attention: Literal["paged", "plain"] = "paged", **variables: Any) -> Studio:
+def load(
+    tiny_model: Model, *, cross_attention: Literal["paged", "plain"] = "paged", **variables: Any
+) -> CombinedEngine:
     """The studio of the tiny image model, with settings as environment variables name them."""
     env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_DTYPE": "float32", "DIFFSERVE_ENGINE_MAX_ROWS": "8"}
     env |= {f"DIFFSERVE_{name.upper()}": str(value) for name, value in variables.items()}
     settings = load_settings(model=str(tiny_model("sd15")), env=env)
-    return Studio.from_settings(replace(settings, engine=replace(settings.engine, cross_attention=cross_attention)))
+    return CombinedEngine.from_settings(
+        replace(settings, engine=replace(settings.engine, cross_attention=cross_attention))
+    )
 
 
 def test_settings_name_both_models_and_they_share_one_pool(tiny_model: Model, talker_directory: Path) -> None:

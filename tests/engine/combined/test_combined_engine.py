@@ -12,8 +12,8 @@ from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import ChatMessage, TextAccepted, TextDelta, TextFinished, TextRequest
 from diffserve.api.types import Accepted, Cancelled, DiffusionParams, Finished, GenerationRequest, Painted
-from diffserve.engine.studio import Studio
-from tests.engine.studio.conftest import SAYS, MakeStudio
+from diffserve.engine.combined_engine import CombinedEngine
+from tests.engine.combined.conftest import SAYS, MakeStudio
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -39,7 +39,7 @@ def of(events: Sequence[Any], kind: type[T], request_id: str | None = None) -> l
     return [event for event in events if isinstance(event, kind) and request_id in (None, event.request_id)]  # type: ignore[attr-defined]
 
 
-def painted(studio: Studio, request: GenerationRequest) -> Painted:
+def painted(studio: CombinedEngine, request: GenerationRequest) -> Painted:
     studio.submit(request)
     (event,) = of(list(studio.events()), Painted, request.request_id)
     return event
@@ -157,7 +157,7 @@ def test_texts_without_a_language_model_are_refused_with_the_way_out(make_studio
 
 def test_wishes_for_a_model_that_only_continues_texts_are_refused_with_the_way_out(make_studio: MakeStudio) -> None:
     whole = make_studio()
-    studio = Studio(whole.engine, whole.texts)
+    studio = CombinedEngine(whole.engine, whole.texts)
     with pytest.raises(InvalidRequest, match="'talker' has no chat template"):
         studio.submit(RewriteRequest(wish="x"))
     studio.submit(text())

@@ -10,11 +10,11 @@ from diffserve.api.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextFinished, TextRequest
 from diffserve.api.types import DiffusionParams, Failed, Finished, GenerationRequest, Painted, RewriteOptions
-from diffserve.engine.pending_images import FAILED
-from diffserve.engine.studio import Studio
+from diffserve.engine.combined_engine import CombinedEngine
+from diffserve.engine.rewrite_queue import FAILED
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from tests.engine.studio.conftest import MakeStudio
+from tests.engine.combined.conftest import MakeStudio
 
 
 def picture(**fields: Any) -> GenerationRequest:
@@ -44,7 +44,7 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.setattr(owner, name, broken)
 
 
-def start(make_studio: MakeStudio) -> Studio:
+def start(make_studio: MakeStudio) -> CombinedEngine:
     studio = make_studio()
     studio.submit(picture(request_id="picture"))
     studio.submit(text(request_id="text"))
@@ -99,7 +99,7 @@ def test_a_network_that_fails_costs_its_own_requests_only(
         assert {name for name, kind in ended.items() if kind == "Failed"} == lost
 
 
-def tight_bytes(studio: Studio, *, spare_pages: int) -> int:
+def tight_bytes(studio: CombinedEngine, *, spare_pages: int) -> int:
     """A pool that holds one guided image and ``spare_pages`` more."""
     pool, text = studio.pool, studio.engine.model.text
     assert pool is not None

@@ -11,10 +11,10 @@ import pytest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import DiffusionParams, GenerationRequest
-from diffserve.engine.studio import Studio
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from tests.engine.studio.conftest import MakeStudio
+from tests.engine.combined.conftest import MakeStudio
 
 IMAGE_S, TEXT_S = 0.09, 0.01
 LONG = SamplingParams(temperature=1.0, seed=0, max_tokens=400, min_tokens=400)
@@ -61,7 +61,9 @@ def picture(num_steps: int) -> GenerationRequest:
     )
 
 
-def start(make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_texts: int, **settings: Any) -> Studio:
+def start(
+    make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_texts: int, **settings: Any
+) -> CombinedEngine:
     """A studio that knows its image group already, with so much to do."""
     studio = make_studio(clock=time, **settings)
     studio.engine.generate(picture(1))
@@ -73,7 +75,7 @@ def start(make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_tex
     return studio
 
 
-def finish(studio: Studio) -> None:
+def finish(studio: CombinedEngine) -> None:
     for request_id in list(studio._live):
         studio.cancel(request_id)
     list(studio.events())

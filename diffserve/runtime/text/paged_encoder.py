@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagedBatch, PagePool, PageTable
 from diffserve.runtime.transfer import send
+from diffserve.runtime.unet.batch_invariance import SOLO, FactsOnDisk, GroupFacts, Study, Try, sizes_to_check, study
 
 Cut = Callable[[int], Iterable[range]]
 """Places of so many texts, in as many ranges as calls are made."""
@@ -97,20 +98,20 @@ class PagedTextEncoder:
                 table, num_cached = self.pool.open(self.spec.tenant, text, salt, reserve=len(text), most_cached=first)
                 tables.callback(self.pool.close, table)
                 by_cached[num_cached][place] = table
-            found: dict[int, Encoded] = {}
-            for num_cached, alike in by_cached.items():
-                places = [*alike]
-                for chosen in cut(len(places)):
-                    group = places[chosen.start : chosen.stop]
+            encoded: dict[int, Encoded] = {}
+            for num_cached, tables_by_place in by_cached.items():
+                places = [*tables_by_place]
+                for indices in cut(len(places)):
+                    group = places[indices.start : indices.stop]
                     ids = torch.tensor([texts[place] for place in group])  # (B, tokens)
                     cuts = segments(num_cached, ids.shape[1], page_tokens, is_exact=self.is_exact)
-                    held = [alike[place] for place in group]
-                    parts = [self._encode_segment(held, ids, start, stop, clip_skip) for start, stop in cuts]
+                    group_tables = [tables_by_place[place] for place in group]
+                    parts = [self._encode_segment(group_tables, ids, start, stop, clip_skip) for start, stop in cuts]
                     of_all = Encoded(*(torch.cat(states, dim=1) for states in zip(*parts, strict=True)))
                     for row, place in enumerate(group):
-                        found[place] = Encoded(*(states[row, first - num_cached :] for states in of_all))
-                        self.pool.commit(alike[place], texts[place])
-        return [found[place] for place in range(len(texts))]
+                        encoded[place] = Encoded(*(states[row, first - num_cached :] for states in of_all))
+                        self.pool.commit(tables_by_place[place], texts[place])
+        return [encoded[place] for place in range(len(texts))]
 
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
@@ -178,3 +179,57 @@ def text_spec(network: Any, *, tenant: str, dtype: torch.dtype, identity: bytes)
     config = network.config
     layer = LayerSpec(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
     return KVSpec(tenant, (layer,) * config.num_hidden_layers, dtype, model_digest=identity)
+
+
+MOST_WINDOWS: Final = 16
+"""In one call; of 77 tokens they fill every processor there is."""
+
+NAME: Final = "windows of text"
+
+
+class WindowBatches:
+    """Numbers of windows for one call.
+
+    attempt   encodes random windows, and gives all that the UNet is told of each, (len(rows), numbers)
+    is_exact  whether bytes are promised; otherwise every number will do
+    """
+
+    def __init__(self, attempt: Try, disk: FactsOnDisk, *, is_exact: bool, most: int = MOST_WINDOWS) -> None:
+        self.sizes: tuple[int, ...] = (SOLO,) if is_exact else tuple(range(1, most + 1))
+        self._disk = disk
+        self._study: Study | None = None
+        facts = disk.read(NAME) if is_exact else None
+        if facts is not None:
+            self._take(facts)
+        elif is_exact and most > 1:
+            self._study = study(attempt, sizes_to_check(most), reference=SOLO)
+
+    def cut(self, num_windows: int) -> list[range]:
+        """``num_windows`` places in as few calls as may be."""
+        calls, done = [], 0
+        while done < num_windows:
+            size = max(size for size in self.sizes if size <= num_windows - done)
+            calls.append(range(done, done + size))
+            done += size
+        return calls
+
+    def study(self) -> bool:
+        """Make one call for what is still to be found out; False where there is nothing.
+
+        After one that raised, as where pages are short, windows stay alone.
+        """
+        if self._study is None:
+            return False
+        try:
+            next(self._study)
+        except StopIteration as end:
+            self._study = None
+            self._take(end.value)
+            self._disk.write(NAME, end.value)
+        except Exception:
+            self._study = None
+            raise
+        return True
+
+    def _take(self, facts: GroupFacts) -> None:
+        self.sizes = tuple(sorted({SOLO, *facts.buckets}))

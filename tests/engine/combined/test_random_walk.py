@@ -14,11 +14,11 @@ from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.api.types import DiffusionParams, GenerationRequest, RewriteOptions
-from diffserve.engine.studio import Studio
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
-from tests.engine.studio.conftest import MakeStudio
-from tests.engine.studio.test_isolation import tight_bytes
+from tests.engine.combined.conftest import MakeStudio
+from tests.engine.combined.test_isolation import tight_bytes
 
 PROMPTS = ("a red fox", "a cat on the moon", "a dog", "the fox " * 30)
 
@@ -26,7 +26,7 @@ PROMPTS = ("a red fox", "a cat on the moon", "a dog", "the fox " * 30)
 class Walk:
     """A studio, dice, and how every request ended."""
 
-    def __init__(self, studio: Studio, seed: int) -> None:
+    def __init__(self, studio: CombinedEngine, seed: int) -> None:
         self.studio = studio
         self.dice = random.Random(seed)
         self.submitted: list[str] = []
@@ -84,7 +84,7 @@ class Walk:
         for event in self.studio.tick():
             assert event.request_id in self.submitted, "news of a request that nobody made"
             assert event.request_id not in self.ends, "news of a request that is over"
-            if isinstance(event, Studio.terminal):
+            if isinstance(event, CombinedEngine.terminal):
                 self.ends[event.request_id] = type(event).__name__
 
     def cancel(self) -> None:

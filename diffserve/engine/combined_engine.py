@@ -1,4 +1,4 @@
-"""Studio: pictures, texts and rewritten prompts from one process, one page pool and one loop.
+"""CombinedEngine: pictures, texts and rewritten prompts from one process, one page pool and one loop.
 
 A tick is one call of the language model or one step of the images: whose turn it is, ``TimeShare`` says. ::
 
@@ -30,12 +30,12 @@ from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
-from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.delivery import TickLoop, raise_if_failed
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
-from diffserve.engine.pending_images import RewriteQueue
 from diffserve.engine.records import FailureReason
+from diffserve.engine.rewrite_queue import RewriteQueue
 from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
@@ -53,22 +53,18 @@ TOLD_OF_TENANTS = TenantPages.__struct_fields__[1:]  # but its name
 
 
 class Side(enum.Enum):
-    """Who does the work of a request."""
+    """Engine that owns a request."""
 
     IMAGES = "images"
     TEXTS = "texts"
 
 
-class Studio(Shell[AnyRequest, AnyEvent]):
-    """Image engines, and beside them a language model and a rewriter, or neither; the image models' text
-    encoders embed. Safe to call from any thread.
+class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
+    """Image, text, rewriting and embedding engines behind one tick loop and one page pool.
 
-    A server calls ``submit``, ``cancel`` and, in a loop, ``tick``. Nothing that happens to one side ends the other: a
-    tick that raises costs the requests of its side, and the studio goes on.
-
-    engine, texts  with one page pool between them; ``engine``: several of them as one, or a single one
-    rewriter       by ``texts``; None where that model cannot follow instructions
-    time_share     see ``config.TextSettings``
+    Thread-safe. A tick that raises fails the requests of its side only. ``engine`` and ``texts`` share one page
+    pool; ``rewriter`` is None if the language model has no chat template; ``time_share`` is described in
+    ``config.TextSettings``.
     """
 
     terminal = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
@@ -88,17 +84,17 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         self.rewriter = rewriter
         self.share = TimeShare(time_share)
         self._clock = clock
-        stage, most = self.images.config.stage, self.images.config.max_waiting
-        self._encoding = EncodingStage(self.images, most, clock) if stage == "encode" else None
-        self._decoding = DecodingStage(self.images, most, clock) if stage == "decode" else None
+        stage, max_waiting = self.images.config.stage, self.images.config.max_waiting
+        self._encoding = EncodingStage(self.images, max_waiting, clock) if stage == "encode" else None
+        self._decoding = DecodingStage(self.images, max_waiting, clock) if stage == "decode" else None
         self._pending = RewriteQueue(self._encoding or self.images, rewriter, clock)
         self._embedder = Embedder(self.images, clock)
         self._turns = [self._embed, self._continue_texts, self._encode, self._decode]  # the latest comes last
         self._live: dict[str, Side] = {}  # guarded by the lock of the mail
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Studio:
-        """Load what ``settings`` name. Raises what ``load`` raises."""
+    def from_settings(cls, settings: Settings) -> CombinedEngine:
+        """Load the models that ``settings`` name; raise what ``load`` raises."""
         serve = settings.serve
         return cls.load(
             settings.model, settings.engine, settings.text, settings.models, unload_after_s=serve.unload_after_s
@@ -113,7 +109,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         others: Sequence[ModelProfile] = (),
         *,
         unload_after_s: float = 0.0,
-    ) -> Studio:
+    ) -> CombinedEngine:
         """Load an image model and, where ``text`` names one, a language model, onto one page pool; ``others`` are
         loaded when they are asked for (see ``engine.image.engines``).
 
@@ -128,22 +124,22 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     @property
     def info(self) -> ModelInfo:
-        """The image model, of several the first."""
+        """Return the first image model."""
         return self.images.info
 
     @property
     def engine(self) -> Engine:
-        """The engine of that model. ModelNotFound while it is not loaded."""
+        """Return the engine of the first image model; raise ModelNotFound while it is not loaded."""
         return self.images.first
 
     @property
     def text_info(self) -> LanguageModelInfo | None:
-        """The language model, None where there is none."""
+        """Return the language model, or None."""
         return None if self.texts is None else self.texts.info
 
     @property
     def pool(self) -> PagePool | None:
-        """The pages of both sides, None where there are none."""
+        """Return the shared page pool, or None."""
         return self.images.pool if self.texts is None else self.texts.pool
 
     @property
@@ -157,7 +153,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         return len(self._live)
 
     def stats(self) -> EngineStats:
-        """A snapshot for the metrics."""
+        """Return a snapshot for the metrics."""
         return EngineStats(
             num_live=self.num_live,
             num_wishes=len(self._pending),
@@ -216,13 +212,15 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         return self.texts
 
     def cancel(self, request_id: str) -> bool:
-        """Give a request up; what it holds is free before its side goes on. False when it is not live (any more)."""
+        """Cancel a request and free its resources; return False if it is not live."""
         if request_id not in self._live:
             return False
         if self._pending.cancel(request_id):
             self._post([Cancelled(request_id=request_id)])
             return True
-        if any(one.cancel(request_id) for one in (self._embedder, self._encoding, self._decoding) if one is not None):
+        if any(
+            queue.cancel(request_id) for queue in (self._embedder, self._encoding, self._decoding) if queue is not None
+        ):
             self._post([Cancelled(request_id=request_id)])
             return True
         if self._live.get(request_id) is Side.IMAGES:
@@ -231,22 +229,20 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         return is_rewrite or (self.texts is not None and self.texts.cancel(request_id))
 
     def interrupt(self, request_id: str) -> bool:
-        """End a request for images early, with unfinished pictures; cancel any other. False when it is not live."""
+        """End an image request early with unfinished images; cancel any other. Return False if it is not live."""
         if self._live.get(request_id) is Side.IMAGES and self.images.interrupt(request_id):
             return True
         return self.cancel(request_id)
 
     def warm_up(self) -> None:
-        """Pay once, before the first request, for what the first calls of every network cost."""
+        """Run the first calls of every network before the first request."""
         from diffserve.engine.loading import warm_up
 
         self.images.first.warm_up()
         warm_up(self.texts, self.rewriter)
 
     def try_out(self, request: GenerationRequest) -> None:
-        """Do once what requests will ask for: ``request`` painted, or what this stage does of it. Raises what that
-        raises.
-        """
+        """Run ``request`` once, or the part of it that this stage computes; raise its errors."""
         match self.images.config.stage:
             case "all":
                 self.images.first.generate(request)
@@ -262,7 +258,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         return self.images.study(has_arrived)
 
     def check_integrity(self) -> None:
-        """No page, lane, image or text is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        """Raise AssertionError or PoolIntegrityError if a page, slot, image or text is lost."""
         with self._ticking:
             self.images.check_integrity()
             if self.texts is not None:
@@ -278,7 +274,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @property
     def _wants_texts(self) -> bool:
         queues = (self.texts, self._embedder, self._encoding, self._decoding)
-        return any(one is not None and one.has_work for one in queues)
+        return any(queue is not None and queue.has_work for queue in queues)
 
     def _tick_once(self) -> None:
         """One call of the language model or one step of the images.
@@ -296,18 +292,18 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             return None if self.pool is None else page_stats(self.pool.stats())
 
     def _write(self) -> None:
-        """One call of the language model, of a text encoder, or of a VAE: in turn where several have work."""
+        """Run one call of the language model, a text encoder or a VAE, in turn."""
         of_turn = {
             self._continue_texts: self.texts,
             self._embed: self._embedder,
             self._encode: self._encoding,
             self._decode: self._decoding,
         }
-        wanted = [turn for turn in self._turns if (one := of_turn[turn]) is not None and one.has_work]
-        if wanted:
-            self._turns.remove(wanted[0])
-            self._turns.append(wanted[0])
-            wanted[0]()
+        ready_turns = [turn for turn in self._turns if (queue := of_turn[turn]) is not None and queue.has_work]
+        if ready_turns:
+            self._turns.remove(ready_turns[0])
+            self._turns.append(ready_turns[0])
+            ready_turns[0]()
 
     def _embed(self) -> None:
         """One call of a text encoder."""
@@ -318,19 +314,19 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             self.share.wrote(self._clock() - started_s, has_moved=has_moved)
 
     def _encode(self) -> None:
-        """The texts of one picture; no picture is painted here."""
+        """Encode the texts of one image."""
         assert self._encoding is not None
         self._post([self._pending.with_rewrite(event) for event in self._encoding.tick()])
 
     def _decode(self) -> None:
-        """One picture; none is painted here."""
+        """Decode one image."""
         assert self._decoding is not None
         self._post(self._decoding.tick())
 
     def _continue_texts(self) -> None:
-        """One call of the language model: as large as it likes, or what a step of the images earns.
+        """Run one call of the language model, limited to what image steps earn while images wait.
 
-        While an image waits for pages, no text is let in before it.
+        No text is admitted while an image waits for pages.
         """
         assert self.texts is not None
         is_shared = self._wants_images
@@ -339,16 +335,16 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             lets_in = self.share.lets_in and not self.images.waits_for_pages
             budget = TickBudget(time_s=self.share.call_s, admits=lets_in)
         started_s = self._clock()
-        told: list[TextEvent] = self.texts.tick(budget)
+        events: list[TextEvent] = self.texts.tick(budget)
         if self.rewriter is not None:
-            rewritten, told = self.rewriter.feed(told)
+            rewritten, events = self.rewriter.feed(events)
             self._post([event for event in rewritten if not self._pending.handle(event)])
-        self._post(told)
+        self._post(events)
         if is_shared:
             self.share.wrote(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
 
     def _paint(self) -> None:
-        """One step of the images."""
+        """Run one step of the images."""
         is_shared = self._wants_texts
         started_s = self._clock()
         self._post([self._pending.with_rewrite(event) for event in self.images.tick()])
@@ -357,7 +353,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         self.share.painted(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
 
     def _guarded(self, side: Side, turn: Callable[[], None]) -> None:
-        """Take a turn. One that raises, which is a mistake of ours, costs the requests of its side."""
+        """Run one turn; if it raises, fail the requests of its side."""
         try:
             turn()
         except Exception as error:
@@ -368,8 +364,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             )
 
     def _give_up(self, side: Side, failure: FailureReason) -> None:
-        """Everybody of ``side`` has failed. Raises when the books do not balance after that."""
-        lost = [request_id for request_id, owner in list(self._live.items()) if owner is side]
+        """Fail all requests of ``side``; raise if the page pool is inconsistent afterwards."""
+        failed_ids = [request_id for request_id, owner in list(self._live.items()) if owner is side]
         if side is Side.TEXTS:
             if self.texts is not None:
                 self.texts.fail_all(failure)
@@ -379,8 +375,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                     queue.fail_all()
             self._pending.give_up_rewriting()
         else:
-            lost = self.images.lose_turn(failure, [name for name in lost if not self._pending.holds(name)])
-        self._post([failure.of(name) for name in lost])
+            failed_ids = self.images.lose_turn(failure, [name for name in failed_ids if not self._pending.holds(name)])
+        self._post([failure.of(name) for name in failed_ids])
         if self.pool is not None:
             self.pool.check_integrity()
 
@@ -388,7 +384,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     @contextmanager
     def _entering(self, request_id: str, side: Side, *, is_followed: bool) -> Iterator[None]:
-        """``request_id`` is live from here on, unless it is refused inside."""
+        """Register ``request_id`` as live, and remove it if the body raises."""
         with self._lock:
             self._refuse_if_draining()
             if request_id in self._live:
@@ -405,7 +401,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             raise
 
     def _post(self, events: Sequence[AnyEvent]) -> None:
-        """Deliver with the next tick; a request that is over, or was given up, has no more to say."""
+        """Deliver events of live requests; events of finished or cancelled requests are dropped."""
         with self._lock:
             for event in events:
                 if event.request_id in self._live:
@@ -419,9 +415,7 @@ def _not_here(what: str) -> InvalidRequest:
 
 
 def page_stats(stats: PoolStats) -> PageStats:
-    """``stats`` as it travels; the weights' digest behind a tenant's name is nobody's business there: tenants of one
-    kind, which several models have, are told together.
-    """
+    """Convert pool statistics for transport; tenants of one kind are summed because their names contain digests."""
     of_kind = defaultdict[str, list[TenantStats]](list)
     for name, tenant in stats.tenants.items():
         of_kind[name.partition(":")[0]].append(tenant)
@@ -430,7 +424,9 @@ def page_stats(stats: PoolStats) -> PageStats:
         page_bytes=stats.page_bytes,
         free_pages=stats.free_pages,
         tenants=tuple(
-            TenantPages(tenant=kind, **{field: sum(getattr(one, field) for one in ours) for field in TOLD_OF_TENANTS})
-            for kind, ours in sorted(of_kind.items())
+            TenantPages(
+                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TOLD_OF_TENANTS}
+            )
+            for kind, tenants in sorted(of_kind.items())
         ),
     )

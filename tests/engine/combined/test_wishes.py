@@ -18,12 +18,12 @@ from diffserve.api.types import (
     Painted,
     RewriteOptions,
 )
-from diffserve.engine.pending_images import BUSY, FAILED, NO_MODEL
+from diffserve.engine.combined_engine import CombinedEngine
+from diffserve.engine.rewrite_queue import BUSY, FAILED, NO_MODEL
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.studio import Studio
 from diffserve.rewriting import TextWindow
 from diffserve.runtime.language import LanguageModel
-from tests.engine.studio.conftest import SAYS, MakeStudio
+from tests.engine.combined.conftest import SAYS, MakeStudio
 
 WISH = "something cosy for the evening"
 
@@ -33,7 +33,7 @@ def wish(prompt: str = WISH, **fields: Any) -> GenerationRequest:
     return GenerationRequest(prompt=prompt, diffusion=DiffusionParams(num_steps=2, sampler="ddim"), **options)
 
 
-def results(studio: Studio, *requests: GenerationRequest) -> list[ImageResult]:
+def results(studio: CombinedEngine, *requests: GenerationRequest) -> list[ImageResult]:
     for request in requests:
         studio.submit(request)
     return [event.result for event in studio.events() if isinstance(event, Painted)]

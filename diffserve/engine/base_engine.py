@@ -12,7 +12,7 @@ import torch
 
 from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.api.types import Cancelled
-from diffserve.engine.delivery import AboutRequest, Shell
+from diffserve.engine.delivery import RequestEvent, TickLoop
 from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
 from diffserve.runtime.device_health import raise_if_sticky
 
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 Order = TypeVar("Order")
 L = TypeVar("L", bound=Live)
-E = TypeVar("E", bound=AboutRequest)
+E = TypeVar("E", bound=RequestEvent)
 
 TRACE_TICKS: Final = 256
 """Number of latest ticks that an engine remembers for inspection; benchmarks ask for more."""
 
 
-class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
-    """Scheduler and runners of one side behind the shell. At most ``max_waiting`` requests wait.
+class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
+    """Base class of the image and text engines: request intake and the tick loop (plan, run, apply).
 
-    doing    what it does, in words
-    outcome  what its runners report back; made here for a tick that failed as a whole
+    At most ``max_waiting`` requests wait. ``doing`` names the work in error messages; ``outcome`` builds the result
+    of a tick that failed as a whole.
     """
 
     doing: ClassVar[str]
@@ -50,11 +50,11 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
 
     @abstractmethod
     def _admit(self, order: Order) -> L:
-        """Check and resolve. Raises InvalidRequest."""
+        """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
 
     @abstractmethod
     def _accepted(self, live: L, num_ahead: int) -> E:
-        """The first event of ``live``, before which ``num_ahead`` others wait."""
+        """Build the first event of ``live``; ``num_ahead`` requests wait before it."""
 
     @abstractmethod
     def _plan(self, budget: TickBudget) -> Any: ...
@@ -62,11 +62,11 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     @abstractmethod
     def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
 
-    def _foresee(self, live: L) -> None:  # nobody has to know
-        """Look when a newcomer would be done. Raises DeadlineUnreachable where that is later than its deadline."""
+    def _check_deadline(self, live: L) -> None:  # nobody has to know
+        """Raise DeadlineUnreachable if the forecast exceeds the deadline; the default accepts all."""
 
     def _seconds_left(self) -> float:
-        """Seconds that everything accepted will take, at least one; one where nobody knows."""
+        """Return the expected seconds of all accepted work, at least one; the default without a forecast is one."""
         return 1.0
 
     @property
@@ -98,14 +98,14 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
             return request_id in self._inbox or request_id in self.scheduler.live
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
-        """Raise what submitting would raise, and queue nothing. ``num_ahead``: others that will come first."""
+        """Raise what submitting ``order`` would raise, without queuing it."""
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
-            self._foresee(live)
+            self._check_deadline(live)
 
     def cancel(self, request_id: str) -> bool:
-        """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
+        """Cancel a request and free its resources before the next step; return False if it is not live."""
         with self._lock:
             if self._inbox.pop(request_id, None) is not None:
                 event: Any = Cancelled(request_id=request_id)
@@ -123,7 +123,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         return self._take_mail()
 
     def fail_all(self, failure: FailureReason) -> None:
-        """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
+        """Fail all requests after a tick that raised; the next tick delivers the events."""
         with self._ticking, self._lock:
             for live in self._inbox.values():
                 self.scheduler.add(live)
@@ -132,7 +132,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
                 self._deliver(self.scheduler.give_up(live, failure))
 
     def check_integrity(self) -> None:
-        """Nothing and nobody is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        """Raise AssertionError or PoolIntegrityError if a page or request is lost."""
         with self._ticking:
             self.scheduler.check_integrity()
 
@@ -143,7 +143,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         request_id = live.request_id
         with self._lock:
             num_ahead = self._refuse_if_full(request_id)
-            self._foresee(live)
+            self._check_deadline(live)
             if is_followed:
                 self._mailboxes[request_id] = deque()
             self._inbox[request_id] = live
@@ -151,7 +151,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         return request_id
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
-        """Requests that wait before this one; raises when it cannot join them. The lock is held."""
+        """Return the number of waiting requests; raise if one more does not fit. The lock is held."""
         self._refuse_if_draining()
         running = dict(self.scheduler.live)
         if request_id in running or request_id in self._inbox:
@@ -168,38 +168,38 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     def _tick_once(self, budget: TickBudget = NO_LIMIT) -> None:
         self._take_inbox()
         started_s = self.clock()
-        events = self._cancel_asked() + self.scheduler.expire(started_s)
+        events = self._apply_cancellations() + self.scheduler.expire(started_s)
         plan = self._plan(budget)
         try:
             outcome = self.runners.run(plan)
         except Exception as error:  # cannot be blamed on one: all of this tick fail, and the engine lives on
             logger.error("a tick failed as a whole")
             outcome = self.outcome(failures=dict.fromkeys(plan.tasks, failure_of(error, self.doing)))
-        events += self._cancel_asked()  # also what was cancelled while it ran
+        events += self._apply_cancellations()  # also what was cancelled while it ran
         self._deliver(events + self._apply(plan, outcome, started_s))
 
-    def _is_at_hand(self, live: L) -> bool:
-        """Whether all that ``live`` needs is there; else it is asked again before the next tick."""
+    def _is_ready(self, live: L) -> bool:
+        """Return whether the inputs of ``live`` are loaded; otherwise it is checked again before the next tick."""
         return True
 
     def _take_inbox(self) -> None:
         with self._lock:  # a request is always in one of the two places
-            entering = {name: live for name, live in self._inbox.items() if self._is_at_hand(live)}
+            entering = {name: live for name, live in self._inbox.items() if self._is_ready(live)}
             for live in entering.values():
                 self.scheduler.add(live)
             self._inbox = {name: live for name, live in self._inbox.items() if name not in entering}
 
-    def _cancel_asked(self) -> list[E]:
+    def _apply_cancellations(self) -> list[E]:
         with self._lock:
-            asked, self._cancelled = self._cancelled, {}
-        cancelled: list[Any] = [event for request_id in asked for event in self.scheduler.cancel(request_id)]
+            request_ids, self._cancelled = self._cancelled, {}
+        cancelled: list[Any] = [event for request_id in request_ids for event in self.scheduler.cancel(request_id)]
         return cancelled
 
 
 def failure_of(error: Exception, doing: str) -> FailureReason:
-    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
+    """Convert an exception to a failure reason; unexpected types are logged with their traceback.
 
-    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
+    Raises: DeviceLost if the device is no longer usable.
     """
     raise_if_sticky(error)
     if isinstance(error, DiffserveError):

@@ -19,29 +19,29 @@ from torch import Tensor
 from diffserve.api.errors import EngineUnavailable
 from diffserve.api.tensor_values import TensorValue
 
-Handed = Mapping[bytes, Tensor]
-NOTHING: Final[Handed] = {}
+EncodingTable = Mapping[bytes, Tensor]
+NOTHING: Final[EncodingTable] = {}
 
 NAME_BYTES: Final = 16
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def window_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
-    """Of the hidden states (tokens, dim) of a window, by its salt and tokens."""
+    """Return the table key of the hidden states (tokens, dim) of a window."""
     return _name(b"window", salt, token_ids)
 
 
 def pooled_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
-    """Of what is pooled (P,) of a window that begins with ``token_ids``, up to its end mark."""
+    """Return the table key of the pooled vector (P,) of a window, by its tokens up to the end mark."""
     return _name(b"pooled", salt, token_ids)
 
 
 def text_name(part: bytes, text: str, way: bytes) -> bytes:
-    """Of the ``part`` of a whole text that is read in that ``way``: its chunks, or what is pooled of it."""
+    """Return the table key of one ``part`` of a text read with ``way``."""
     return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
 
 
-def handed(table: Handed, name: bytes) -> Tensor:
+def handed(table: EncodingTable, name: bytes) -> Tensor:
     """The tensor of that name. EngineUnavailable where it was not handed over: the other side has another model."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
@@ -49,15 +49,19 @@ def handed(table: Handed, name: bytes) -> Tensor:
 
 
 def to_value(tensor: Tensor) -> TensorValue:
-    """``tensor``, of any device, as it travels."""
-    own = tensor.detach().cpu().contiguous()
-    return TensorValue(str(own.dtype).removeprefix("torch."), tuple(own.shape), own.view(torch.uint8).numpy().tobytes())
+    """Serialize ``tensor`` of any device."""
+    host_tensor = tensor.detach().cpu().contiguous()
+    return TensorValue(
+        str(host_tensor.dtype).removeprefix("torch."),
+        tuple(host_tensor.shape),
+        host_tensor.view(torch.uint8).numpy().tobytes(),
+    )
 
 
 def to_tensor(value: TensorValue, device: torch.device) -> Tensor:
     """``value`` on ``device``."""
-    own = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
-    return own.view(value.shape).to(device)
+    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
+    return tensor.view(value.shape).to(device)
 
 
 def _name(kind: bytes, salt: bytes, token_ids: tuple[int, ...]) -> bytes:

@@ -16,21 +16,21 @@ from diffserve.api.embedding_types import Embedded, EmbeddingRequest
 from diffserve.api.errors import InvalidRequest, ModelNotFound
 from diffserve.api.ipc import AnyRequest
 from diffserve.api.types import Cancelled, Failed, Painted
+from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.studio import Studio
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import PagedConditioner
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE, tolerance
-from tests.engine.studio.conftest import MakeStudio
-from tests.engine.studio.test_models import MakeStudio as MakeModels
-from tests.engine.studio.test_models import make_models as make_models
-from tests.engine.studio.test_studio import of, picture, text
+from tests.engine.combined.conftest import MakeStudio
+from tests.engine.combined.test_combined_engine import of, picture, text
+from tests.engine.combined.test_models import MakeStudio as MakeModels
+from tests.engine.combined.test_models import make_models as make_models
 
 TEXTS = ("a red fox", "a red fox in the snow", "the (dog:1.3) [cat]", "a", "fox " * 40 + "dog", "a red fox")
 
 
-def embedded(studio: Studio, *texts: str, model: str = "") -> NDArray[np.float32]:
+def embedded(studio: CombinedEngine, *texts: str, model: str = "") -> NDArray[np.float32]:
     """The vectors of ``texts``, a request for all of them."""
     request = EmbeddingRequest(texts=texts, model=model)
     studio.submit(request)
@@ -61,7 +61,7 @@ def pooled(model: DiffusionModel, given: str) -> NDArray[np.float32]:
 @pytest.mark.parametrize(("kind", "way"), [("sd15", "paged"), ("sd15", "plain"), ("sdxl", "paged")])
 def test_a_vector_is_what_the_encoder_pools(tiny_model: Callable[[str], Path], kind: str, way: str) -> None:
     model = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
-    studio = Studio(Engine(model, EngineConfig(cross_attention=way)))  # type: ignore[arg-type]
+    studio = CombinedEngine(Engine(model, EngineConfig(cross_attention=way)))  # type: ignore[arg-type]
     words = ("a red fox", "the (dog:1.3) [cat]", "fox " * 120)
     found = embedded(studio, *words)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)

@@ -21,7 +21,7 @@ from diffserve.api.ipc import AnyEvent
 from diffserve.api.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.api.stage_types import TextsEncoded
 from diffserve.api.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
-from diffserve.engine.engine import failure_of
+from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.stages import EncodingStage
 
@@ -79,11 +79,11 @@ class RewriteQueue:
 
     @property
     def has_ready(self) -> bool:
-        """Whether ``release`` has something to try."""
+        """Return whether ``release`` has a request to submit."""
         return bool(self._ready)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is here, and not with the engine yet."""
+        """Return whether a request is here and not yet with the engine."""
         with self._lock:
             return self._find(request_id) is not None
 
@@ -100,7 +100,7 @@ class RewriteQueue:
                 self._make_ready(image, request.prompt, warning)
 
     def handle(self, event: RewriteEvent) -> bool:
-        """Take an event of a rewrite that was asked for here; False for those of others."""
+        """Process an event of a rewrite requested here; return False for other events."""
         with self._lock:
             image = self._asked.get(event.request_id)
             if image is None:
@@ -116,13 +116,13 @@ class RewriteQueue:
             return True
 
     def give_up_rewriting(self) -> None:
-        """The rewriter is out of order: everybody who waits for it is painted as they are."""
+        """Release all images that wait for the rewriter, with their original prompts."""
         with self._lock:
             for image in list(self._asked.values()):
                 self._make_ready(image, image.request.prompt, FAILED)
 
     def release(self) -> list[Event]:
-        """Hand those that are ready to the engine, as far as it takes them; the events of those that it refuses."""
+        """Submit ready requests while the engine accepts them; return the events of refused ones."""
         refused: list[Event] = []
         with self._lock:
             while self._ready:
@@ -137,7 +137,7 @@ class RewriteQueue:
         return refused
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request that is not with the engine yet; False when there is none."""
+        """Remove a request that is not yet with the engine; return False if there is none."""
         with self._lock:
             image = self._find(request_id)
             if image is None:
@@ -151,7 +151,7 @@ class RewriteQueue:
             return True
 
     def with_rewrite(self, event: AnyEvent) -> AnyEvent:
-        """An event of the engine with what is known here about its request."""
+        """Add the results of the rewrite to an event of the engine."""
         with self._lock:
             note = self._notes.get(event.request_id)
             if note is None:
@@ -165,14 +165,14 @@ class RewriteQueue:
                 return msgspec.structs.replace(event, warnings=(*note.warnings, *event.warnings))
             case Painted(result=result):
                 timings = msgspec.structs.replace(result.timings, queue_s=result.timings.queue_s + note.waited_s)
-                told = msgspec.structs.replace(
+                updated = msgspec.structs.replace(
                     result,
                     timings=timings,
                     device_s=result.device_s + note.rewriting_s,
                     warnings=(*note.warnings, *result.warnings),
                     original_prompt=note.original_prompt,
                 )
-                return msgspec.structs.replace(event, result=told)
+                return msgspec.structs.replace(event, result=updated)
             case TextsEncoded():
                 return msgspec.structs.replace(
                     event,
@@ -195,14 +195,14 @@ class RewriteQueue:
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _ask(self, image: PendingImage) -> str | None:
-        """Ask for the rewrite; a warning where that cannot be. Raises InvalidRequest for a style that is not there."""
+        """Start the rewrite, or return a warning; raise InvalidRequest for an unknown style."""
         request = image.request
         if self._rewriter is None or request.rewriting is None:
             return NO_MODEL
         deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
         options = self._rewriter.options_for(request.rewriting, self._engine.family_of(request))
         try:
-            asked = RewriteRequest(
+            rewrite = RewriteRequest(
                 wish=request.prompt,
                 options=options,
                 deadline_s=deadline_s,
@@ -211,7 +211,7 @@ class RewriteQueue:
                 share=request.share,
             )
             window = self._engine.window_of(request, self._rewriter.window)
-            image.rewrite_id = self._rewriter.submit_for(asked, window)
+            image.rewrite_id = self._rewriter.submit_for(rewrite, window)
         except QueueFull:
             return BUSY
         except DiffserveError as error:
