@@ -105,7 +105,7 @@ class AsyncStream(Generic[EventT]):
 class AsyncClient:
     """Asynchronous client of a diffserve server, for asyncio.
 
-    It has the methods of ``Client`` as coroutines and raises the same exceptions. Methods that return an
+    It raises the same exceptions as ``Client``. Methods that return an
     ``AsyncStream`` are not coroutines: enter the stream with ``async with``, then iterate over it with ``async for``.
     Close the client after use, or use it as an asynchronous context manager.
 
@@ -239,7 +239,7 @@ class AsyncClient:
         """Cancel an image request.
 
         Args:
-            request_id: The ID from ``AsyncStream.request_id`` or an event.
+            request_id: The ``request_id`` of the stream, or the ID in an event.
 
         Returns:
             True if it was cancelled, False if it is already finished or unknown.
@@ -250,7 +250,7 @@ class AsyncClient:
         """Stop an image request early; its own answer then contains the unfinished images.
 
         Args:
-            request_id: The ID from ``AsyncStream.request_id`` or an event.
+            request_id: The ``request_id`` of the stream, or the ID in an event.
 
         Returns:
             True if it was stopped, False if it is already finished or unknown.
