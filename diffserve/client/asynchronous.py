@@ -314,11 +314,13 @@ class AsyncClient:
         """
         return self._open(calls.chat_stream(messages, fields))
 
-    async def respond(self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]) -> Response:
+    async def respond(
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> Response:
         """Create a response: text, or images if ``tools`` allows them.
 
         Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
             **fields: Optional request fields, see ``ResponseFields``.
 
         Returns:
@@ -327,21 +329,21 @@ class AsyncClient:
         Raises:
             InvalidRequest: A value is not accepted.
         """
-        return await self._send(calls.respond(given, fields))
+        return await self._send(calls.respond(response_input, fields))
 
     def respond_stream(
-        self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
     ) -> AsyncStream[ResponseEvent]:
         """Create a response and stream text and image previews.
 
         Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
             **fields: Optional request fields, see ``ResponseFields``.
 
         Returns:
             A stream of ``ResponseDelta`` and ``ResponsePartial`` events. The last event is a ``ResponseEnd``.
         """
-        return self._open(calls.respond_stream(given, fields))
+        return self._open(calls.respond_stream(response_input, fields))
 
     async def response(self, response_id: str) -> Response:
         """Fetch a stored response.

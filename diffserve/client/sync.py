@@ -122,7 +122,7 @@ def _blocking(
     """Return a method of ``Client`` that runs ``method`` and waits for its result."""
 
     @functools.wraps(method)
-    def call(self: Client, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
         return self._loop.run(method(self._client, *args, **kwargs))
 
     return call
@@ -134,7 +134,7 @@ def _opening(
     """Return a method of ``Client`` that opens the stream of ``method``."""
 
     @functools.wraps(method)
-    def call(self: Client, *args: P.args, **kwargs: P.kwargs) -> Stream[EventT]:
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Stream[EventT]:
         return Stream(self, method(self._client, *args, **kwargs))
 
     return call

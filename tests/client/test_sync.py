@@ -26,7 +26,7 @@ def client_threads() -> list[threading.Thread]:
 
 
 class SilentServer:
-    """Server that sends ``answer`` to every connection, keeps it open, and notes when clients close theirs."""
+    """Server that sends ``answer`` on every connection and waits until the client closes it."""
 
     def __init__(self, answer: bytes = b"") -> None:
         self.answer = answer
