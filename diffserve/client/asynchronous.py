@@ -84,9 +84,8 @@ class AsyncStream(Generic[EventT]):
             async for chunk in self._response.aiter_bytes():
                 for data in parser.feed(chunk):
                     for event in self._reader.read(data):
-                        if self._is_closed:
-                            return
-                        yield event
+                        if not self._is_closed:
+                            yield event
         except (httpx.HTTPError, httpx.StreamError) as error:
             if not self._is_closed:
                 raise_for_transport(self._url, error)

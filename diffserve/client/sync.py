@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import weakref
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
+from diffserve.api.errors import DiffserveError
 from diffserve.client.asynchronous import AsyncClient, AsyncStream
 from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S
 from diffserve.client.errors import ServerLost
@@ -109,7 +111,13 @@ class Stream(Generic[EventT]):
         Can be called from any thread.
         """
         if not self._loop.is_closed:
-            self._loop.run(self._stream.close())
+            self._loop.run(self._close())
+
+    async def _close(self) -> None:
+        await self._stream.close()
+        with contextlib.suppress(DiffserveError, RuntimeError):  # another thread may be reading, and stops now
+            async for _ in self._events:  # the closed connection ends httpx's generators inside this one
+                pass
 
 
 async def _next(events: AsyncIterator[EventT]) -> EventT:
