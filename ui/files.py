@@ -103,7 +103,7 @@ class PageFiles:
         return folder
 
     def grant(self, file: Path, key_id: str) -> None:
-        """Let the API key with ``key_id`` read ``file`` and everything else in its folder."""
+        """Allow the API key with ``key_id`` to read ``file`` and everything else in its folder."""
         if (place := self._place_of(file)) is not None:
             with self._lock:
                 self._granted.setdefault(place, set()).add(key_id)

@@ -58,7 +58,11 @@ class Guard:
         self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises InvalidRequest for what gradio would stumble over."""
+        """Forward a request to gradio after checking it.
+
+        Raises:
+            InvalidRequest: Gradio would answer the request with status 500.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -175,28 +179,29 @@ class Guard:
 
 
 def tell(blocks: gr.Blocks) -> None:
-    """Have the events of ``blocks`` fail in one sentence: values that do not fit are the caller's mistake, what a
-    function of ours does not expect is ours, and in the log.
+    """Convert exceptions of the events of ``blocks`` to one-sentence errors.
+
+    Invalid values are reported as user errors; unexpected exceptions are logged and reported as internal errors.
     """
     import gradio as gr
 
     preprocess, call = blocks.preprocess_data, blocks.call_function
 
-    async def preprocess_data(*arguments: Any, **named: Any) -> Any:
+    async def preprocess_data(*arguments: Any, **keywords: Any) -> Any:
         try:
-            values = await preprocess(*arguments, **named)
-            event = arguments[0] if arguments else named["block_fn"]
+            values = await preprocess(*arguments, **keywords)
+            event = arguments[0] if arguments else keywords["block_fn"]
             for field, value in zip(event.inputs, values, strict=True):
                 if getattr(field, "multiselect", False) and not isinstance(value, list | None):
-                    raise TypeError("several may be chosen, so a list is taken")
+                    raise TypeError("a multiple choice requires a list")
             return _filled(event.fn, values)
         except Exception as error:
             text = error.message if isinstance(error, gr.Error) else UNREADABLE
             raise _report(gr.Error(text, print_exception=False), InvalidRequest(text, param="data")) from None
 
-    async def call_function(*arguments: Any, **named: Any) -> Any:
+    async def call_function(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return await call(*arguments, **named)
+            return await call(*arguments, **keywords)
         except gr.Error as error:
             error.print_exception = False
             raise _report(error, InvalidRequest(str(error.message))) from None

@@ -182,7 +182,7 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
 
     with contextlib.closing(_Ended(files)):
         tell(server.url, story)
-        files._hold.close()  # as if its process had been killed
+        files._folder_lock.close()  # as if its process had been killed
         again = PageFiles()
         pictures = Visitor(pictures=Galleries(again).take(owner_of_token(TOKEN))).pictures
         assert [picture.seed for picture in pictures] == [4, 3] or [picture.seed for picture in pictures] == [3, 4]

@@ -68,7 +68,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> str:
-        """Its parameters, such as "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
+        """Summary of its parameters, such as "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
         return f"{self.settings}, {self.label}{self.begun}"
 
     @property
