@@ -1,9 +1,7 @@
-"""The page in the browser: paint, have a wish rewritten, and see what a step buys.
+"""Web page of a diffserve server: image generation, prompt rewriting and sampler comparisons.
 
-The page is the roof of the house: it paints on a running server over HTTP through :mod:`diffserve.client`, like anybody
-else, and never imports the engine, the runtime or torch. ``diffserve serve`` mounts it at ``/``;
-``python -m ui --server URL`` shows it for a server elsewhere. Nothing heavy is imported before one of the functions
-below is called.
+The page uses the server over HTTP through ``diffserve.client`` and never imports the engine, the runtime or torch.
+``diffserve serve`` mounts it at ``/``; ``python -m ui --server URL`` serves it for a server that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ __all__ = ["create_page", "mount_page"]
 
 
 def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
-    """The page of the diffserve server at ``url``, or of ``server``.
+    """Build the page of the diffserve server at ``url``, or of ``server``.
 
-    It imports gradio, which takes seconds: call it in a thread where somebody waits.
+    This imports gradio, which takes seconds, so call it in a thread where it would block an event loop.
     """
     from ui.mounting import create_page
 
@@ -29,11 +27,16 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
 
 
 def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:
-    """Mount the page of the server at ``url`` at ``/`` of ``app``, a FastAPI application that serves nothing else.
+    """Mount the page of the server at ``url`` at ``/`` of a FastAPI application.
 
-    Returns the paths that the page needs (those that end in "/" or "=" stand for all below them), so that a caller can
-    keep everything else away from it. ``app.router.lifespan_context`` has to be entered while it is served; leaving it
-    lets go of open pages. A painting that nobody watches goes on for ``grace_s``.
+    Args:
+        app: An application that serves nothing else. Enter ``app.router.lifespan_context`` while it is served; leaving
+            it closes the streams of open pages.
+        url: The address of the server.
+        grace_s: How many seconds a request continues while no page shows it.
+
+    Returns:
+        The paths that the page needs; those that end in "/" or "=" stand for all paths below them.
     """
     from ui.mounting import mount_page
 

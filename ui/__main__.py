@@ -1,4 +1,4 @@
-"""``python -m ui --server URL``: the page of a server that runs elsewhere."""
+"""Command ``python -m ui --server URL``: serves the page of a server that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ EXIT_USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the page until interrupted; 0, or 2 after a mistake, which is one line on standard error."""
+    """Serve the page until interrupted.
+
+    Returns:
+        0, or 2 after a usage error, which is printed as one line on standard error.
+    """
     options = _parser().parse_args(arguments)
     try:
         base_url(options.server)

@@ -1,7 +1,7 @@
 """Types of the page's named endpoints, as ``gradio_client`` and the page's ``/info`` show them.
 
-Gradio derives them from the components. That is wrong where a text field holds a number, which may be left out, and
-where the choices are known only once the server's models are loaded.
+Gradio derives them from the components. That is wrong where a text field holds an optional number, and where the
+choices are known only after the server has loaded its models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Type = dict[str, Any]
 
 
 class ApiTypes:
-    """Corrects what ``blocks`` says of its endpoints, and keeps the choices as the models of ``server`` have them."""
+    """Corrects gradio's description of the endpoints of ``blocks``, with choices from the models of ``server``."""
 
     def __init__(self, blocks: gr.Blocks, server: Server) -> None:
         self._server = server
@@ -48,7 +48,7 @@ class ApiTypes:
         return info
 
     async def refresh(self, app: Any) -> None:
-        """Have ``app`` describe the endpoints anew where the server has other models than before."""
+        """Discard the cached endpoint description of ``app`` if the models of the server changed."""
         try:
             models = await self._server.models(is_fresh=True)
         except DiffserveError:  # while they are loaded

@@ -1,4 +1,4 @@
-"""What is said under the picture. Texts of others are escaped here, and nowhere else is HTML made of them."""
+"""Captions below the image as HTML. All text from outside is escaped here."""
 
 from __future__ import annotations
 
@@ -8,41 +8,47 @@ from collections.abc import Iterable, Sequence
 
 from ui.create.painting import FinishedPicture, Painting
 
-READY = "Say what to paint and press Enter."
-WAITING = "waiting for a free place"
-"""Also for the moment before the first step, in which there may be one already."""
+READY = "Describe an image and press Enter."
+WAITING = "queued"
+"""Also shown before the first step, when the image may already have a slot."""
 
-EARLY = "The server is loading its models; painting begins by itself once they are there."
+EARLY = "The server is loading its models; the image is generated as soon as they are ready."
 
-LOST = "What was being painted was lost with the server; press Generate to paint it again."
+LOST = "This request was lost with the server; press Generate to run it again."
 
-STOPPING = "Stopping after this step. Press Stop again to leave the picture."
+STOPPING = "Stopping after this step. Press Stop again to discard the unfinished image."
 
-OLDER = "The picture above is the one before."
+OLDER = "The image above is from an earlier request."
 
-SHUT_OUT = "this is asked for again until there is room."
-"""Behind what the server says: that its queue is full, or how often the visitor's own key may ask."""
+SHUT_OUT = "the request is retried until there is room."
+"""Follows the server's message about its full queue or the rate limit of the key."""
 
 
 def caption_of(
-    painting: Painting, num_waiting: int = 0, trouble: str | None = None, *, is_beside_older: bool = False
+    painting: Painting, num_waiting: int = 0, trouble: str | None = None, *, shows_older: bool = False
 ) -> str:
-    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor, why
-    another one of theirs came to nothing, and whether an older picture stands above, for want of this one.
+    """Return the progress or the result of ``painting`` as HTML.
+
+    Args:
+        painting: The request.
+        num_waiting: How many later requests of this visitor are open.
+        trouble: Why another request of this visitor failed, if one did.
+        shows_older: Whether the image above is from an earlier request because this one has none.
     """
-    others = [trouble] if trouble and trouble != painting.error else []
-    notes = (*others, *([OLDER] if is_beside_older else []))
+    other_errors = [trouble] if trouble and trouble != painting.error else []
+    notes = (*other_errors, *([OLDER] if shows_older else []))
     if painting.is_over:
         return _ending(painting, notes)
     if painting.was_stopped:
         return status(STOPPING, notes=notes, share=painting.share)
-    after = f" {num_waiting} more of yours to come." if num_waiting else ""
+    after = f" {num_waiting} more queued." if num_waiting else ""
     return status(f"{progress_text(painting)}{after}", notes=notes, share=painting.share)
 
 
 def progress_text(painting: Painting) -> str:
-    """Return "step 12 of 20, about 3 s left", or the place in the queue; for several images the sum of them, as in
-    "1 of 4 finished, 47 % painted, about 8 s left".
+    """Return the progress of one image, the queue position, or the sum over several images.
+
+    Examples: "step 12 of 20, about 3 s left" and "1 of 4 finished, 47 % done, about 8 s left".
     """
     slowest, num_images = painting.slowest, painting.num_images
     if painting.is_early:
@@ -51,33 +57,40 @@ def progress_text(painting: Painting) -> str:
         return f"{painting.shut_out}; {SHUT_OUT}"
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
-        return f"place {ahead + 1} in the queue" if ahead else WAITING
+        return f"position {ahead + 1} in the queue" if ahead else WAITING
     seconds = painting.seconds_left
     left = "" if seconds is None else f", about {seconds_text(seconds)} left"
     if painting.num_painted > 1:
         done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
-        return f"{done}{math.floor(100 * painting.share)} % painted{left}"
+        return f"{done}{math.floor(100 * painting.share)} % done{left}"
     if slowest is None or slowest.step is None:
         return WAITING
     return f"step {slowest.step} of {slowest.steps}{left}"
 
 
 def seconds_text(seconds: float) -> str:
-    """ "3 s", "2 min 5 s"."""
-    whole = max(1, math.ceil(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    """Format a duration, such as "3 s" or "2 min 5 s"."""
+    num_seconds = max(1, math.ceil(seconds))
+    if num_seconds < 60:
+        return f"{num_seconds} s"
+    minutes, remainder = divmod(num_seconds, 60)
+    return f"{minutes} min {remainder} s" if remainder else f"{minutes} min"
 
 
 def picture_caption(picture: FinishedPicture) -> str:
-    """How a finished picture was painted, as HTML."""
+    """Return the parameters and warnings of a finished image as HTML."""
     return status(picture.facts, notes=picture.warnings)
 
 
 def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, share: float | None = None) -> str:
-    """A line, with notes below it and a bar of ``share`` (0 to 1), as HTML. Screen readers are told."""
+    """Return a status line as HTML that screen readers announce.
+
+    Args:
+        text: The line.
+        notes: Smaller lines below it.
+        is_error: Whether to announce it as an alert.
+        share: Progress from 0 to 1, shown as a bar.
+    """
     kind = ' class="error" role="alert"' if is_error else ' role="status"'
     bar = "" if share is None else f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
     lines = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in dict.fromkeys(notes))
@@ -85,42 +98,40 @@ def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, shar
 
 
 def painted_from(picture: FinishedPicture) -> str:
-    """Under a picture whose wish was to be rewritten first: the very words it was painted from, as HTML."""
+    """Return the rewritten prompt of an image as HTML; empty if no rewrite was requested."""
     if not picture.rewrites:
         return ""
     if picture.prompt == picture.wish:
-        return "<p>Painted from your own words.</p>"
-    return f"<p>Painted from: <q>{html.escape(picture.prompt)}</q></p>"
+        return "<p>Generated from your original prompt.</p>"
+    return f"<p>Prompt used: <q>{html.escape(picture.prompt)}</q></p>"
 
 
 def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
-    """Of several pictures of one request: what they have in common, and their seeds."""
+    """Return the common settings and the seeds of several images of one request."""
     seeds = [picture.seed if picture.variation_seed is None else picture.variation_seed for picture in pictures]
     called = "seeds" if pictures[0].variation_seed is None else f"seed {pictures[0].seed}, variation seeds"
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
-    told = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
-    return f"{len(pictures)} pictures, {pictures[-1].settings}, {called} {told}. Choose one to see it alone."
+    seed_text = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
+    return f"{len(pictures)} images, {pictures[-1].settings}, {called} {seed_text}. Select one to see it alone."
 
 
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
-    notes = (*painting.lost, *notes)
+    notes = (*painting.failures, *notes)
     num_done, num_images = len(painting.pictures), painting.num_images
-    kept = f" {num_done} of {num_images} pictures are finished." if num_done else ""
+    finished_text = f" {num_done} of {num_images} images are finished." if num_done else ""
     if painting.error is not None:
-        return status(f"{painting.error}{kept}", notes=notes, is_error=True)
+        return status(f"{painting.error}{finished_text}", notes=notes, is_error=True)
     if painting.was_stopped:
         slowest = painting.slowest
         unfinished = [picture.stopped for picture in painting.pictures if picture.stopped]
         if unfinished:
             num_finished = num_done - len(unfinished)
-            ending = (
-                f"{num_finished} of {num_images} pictures are finished." if num_images > 1 else "It is not finished."
-            )
+            ending = f"{num_finished} of {num_images} images are finished." if num_images > 1 else "It is not finished."
             return status(f"Stopped at {unfinished[0]}. {ending}", notes=notes)
         where = f" at step {slowest.step} of {slowest.steps}" if slowest is not None else ""
-        return status(f"Stopped{where}.{kept}", notes=notes)
+        return status(f"Stopped{where}.{finished_text}", notes=notes)
     if not painting.pictures:
-        return status("No picture was painted.", notes=notes, is_error=True)
+        return status("No image was generated.", notes=notes, is_error=True)
     last = painting.pictures[-1]
     facts = batch_facts(painting.pictures) if num_done > 1 else last.facts
-    return status(f"Painted in {painting.seconds:.1f} s: {facts}", notes=(*notes, *last.warnings))
+    return status(f"Generated in {painting.seconds:.1f} s: {facts}", notes=(*notes, *last.warnings))

@@ -1,5 +1,5 @@
-// A picture that is dropped anywhere on the page is read for its settings, and one on the panel for edits is edited, as if
-// it had been chosen with the button there.
+// Loads the settings of an image that is dropped on the page, and edits one that is dropped on the edit panel, as if it had
+// been chosen with the button there.
 (() => {
   let depth = 0;
   const hasFiles = (event) => event.dataTransfer && [...event.dataTransfer.types].includes("Files");

@@ -1,8 +1,7 @@
-"""How events are bound that are a page's own affair: quick, without a spinner, and not offered to scripts; and what
-JavaScript alone does (``memory.js``): a tab of a browser remembers over a reload what stands in its fields.
+"""Settings and helpers for gradio events that are not part of the page's API, and for JavaScript-only events.
 
-They do not queue. Gradio loses an event that is queued in the moment in which a page's last one ends: the server closes
-the page's stream of answers just when the page counts on it. So only what takes long is queued.
+Short events do not use gradio's queue: it loses an event that is queued while the last one of the page ends, because
+the server closes the page's event stream at that moment.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from gradio.components import Component
 PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
 SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
-"""Those that never leave the browser: JavaScript alone."""
+"""Settings of events that only run JavaScript."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def called_with(*names: str) -> Callable[[Function], Function]:
-    """For a method that takes any arguments: gradio gives it values that its client may call by ``names``, and then
-    its request.
+    """Give a method with variable arguments the parameter names that gradio's client uses.
+
+    Args:
+        names: The names of its values; gradio's request follows them.
     """
 
     def decorate(function: Function) -> Function:
@@ -37,31 +38,32 @@ def called_with(*names: str) -> Callable[[Function], Function]:
 
 
 def shown_if(is_shown: bool) -> dict[str, Any]:
-    """The update of a button that another one takes the place of. It stays in the page: one that is made anew each time
-    comes late, and a click upon it may be lost.
+    """Return the update that shows or hides a button without removing it from the page.
+
+    Gradio takes long to create a removed button again, and a click on it may be lost.
     """
     update: dict[str, Any] = gr.update(visible=True if is_shown else "hidden")
     return update
 
 
 def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> None:
-    """Whatever stands in ``fields`` is there again after a reload; ``name`` tells one form of the page from another."""
-    everything: list[Component] = list(fields)
+    """Keep the values of ``fields`` over a reload of the tab, under the form's ``name``."""
+    components: list[Component] = list(fields)
     names = [field.elem_id for field in fields]
     page.load(
         js=f"(...values) => diffserve.restore({name!r}, {names!r}, values)",
-        inputs=everything,
-        outputs=everything,
+        inputs=components,
+        outputs=components,
         **SILENT,
     )
     gr.on(
         [field.change for field in fields],
         js=f"(...values) => diffserve.keep({name!r}, values)",
-        inputs=everything,
+        inputs=components,
         **SILENT,
     )
 
 
 def keep_tab(page: gr.Blocks) -> None:
-    """The tab that was open is open after a reload."""
+    """Keep the selected tab over a reload."""
     page.load(js="() => diffserve.restoreTab()", **SILENT)

@@ -1,7 +1,7 @@
-"""Pictures on disk for as long as a visitor may want them: a folder of this process, bounded, removed at its end.
+"""Temporary image files of the page: a size-limited folder that is removed at exit.
 
-What has a note of whose it is outlives the process where that page is open, or where the process was killed: the next
-one takes it over within ``LEFT_S``, so that the page finds its pictures again.
+Files with an owner's note survive the process if their page is open or the process was killed. The next process takes
+them over within ``LEFT_S`` seconds, so that a reloaded page has its images again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Final, NamedTuple
 PREFIX: Final = "diffserve-page-"
 MAX_BYTES: Final = 1_000_000_000
 UPLOAD_S: Final = 300.0
-"""For so long an upload stays that nobody reads."""
+"""How long an upload is stored if no event reads it."""
 
 UPLOADS_SHARE: Final = 8
-"""All uploads together take at most this part of the bound, so that they drive nobody's pictures out."""
+"""Uploads may use one part in this many of the limit, so that they do not displace images."""
 
 MAX_NAME_CHARS: Final = 48
 LEFT_S: Final = 3600.0
-"""For so long pictures wait for the next process, and the page for them."""
+"""How long files wait for the next process to take them over."""
 
 NOTE: Final = "note.json"
-_OURS: Final = re.compile(r"[0-9a-f]{32}")
+_OWN_NAME: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class _Kept(NamedTuple):
@@ -50,18 +50,20 @@ class _Upload(NamedTuple):
 
 
 class PageFiles:
-    """A temporary folder for at most ``max_bytes``; the oldest files go first. Safe to share between threads. Gradio
-    lays uploads beside them, which are counted as of ``sweep``.
+    """Temporary folder that holds at most ``max_bytes`` and removes the oldest files first. Thread-safe.
 
-    folder   readable by this user alone; every file has a folder of its own with a name that cannot be guessed
-    left     folders of noted files, the oldest first, that another process has left
-    stays    whose noted files stay when the process ends; see ``note``
+    Gradio stores uploads in the same folder; ``sweep`` counts them.
+
+    Attributes:
+        folder: The folder, readable by this user only. Each file is in a subfolder whose name cannot be guessed.
+        left: Subfolders that were moved_folders over from earlier processes, the oldest first.
+        stays: Returns the owners whose files are not removed at exit; see ``note``.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._hold = contextlib.ExitStack()
-        self._take_hold()
+        self._folder_lock = contextlib.ExitStack()
+        self._lock_folder()
         self.stays: Callable[[], Collection[str]] = tuple
         self._settled: frozenset[str] | None = None
         self._max_bytes = max_bytes
@@ -76,7 +78,15 @@ class PageFiles:
         atexit.register(self.remove)
 
     def write(self, data: bytes, name: str) -> Path:
-        """Keep ``data`` under ``name``, made harmless; the file's path. OSError where the disk is full."""
+        """Store ``data`` and return its path.
+
+        Args:
+            data: The contents of the file.
+            name: The file name; unsafe characters are replaced.
+
+        Raises:
+            OSError: The disk is full.
+        """
         folder = self.new_folder()
         path = folder / safe_name(name)
         path.write_bytes(data)
@@ -84,16 +94,16 @@ class PageFiles:
         return path
 
     def new_folder(self) -> Path:
-        """A fresh folder to write into, then to be handed to ``keep``."""
-        if not self.folder.is_dir():  # somebody cleans temporary folders
+        """Create an empty subfolder; pass it to ``keep`` after writing into it."""
+        if not self.folder.is_dir():  # the system may clean temporary folders
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            self._take_hold()
+            self._lock_folder()
         folder = self.folder / secrets.token_hex(16)
         folder.mkdir(mode=0o700)
         return folder
 
     def grant(self, file: Path, key_id: str) -> None:
-        """Let the API key with ``key_id`` read ``file`` and everything else in its folder."""
+        """Allow the API key with ``key_id`` to read ``file`` and everything else in its folder."""
         if (place := self._place_of(file)) is not None:
             with self._lock:
                 self._granted.setdefault(place, set()).add(key_id)
@@ -103,19 +113,19 @@ class PageFiles:
         return key_id in self._granted.get(self._place_of(file) or self.folder, ())
 
     def _place_of(self, file: Path) -> Path | None:
-        """Return the folder of ``file``; ``None`` where it is not below the folder of all files."""
+        """Return the subfolder of ``file``, or None if it is outside the folder."""
         if ".." in file.parts or not file.is_relative_to(self.folder) or file == self.folder:
             return None
         return self.folder / file.relative_to(self.folder).parts[0]
 
-    def _take_hold(self) -> None:
-        """Have the system know, for as long as this process lives, that the folder is in use."""
+    def _lock_folder(self) -> None:
+        """Lock the folder, so that other processes know that it is in use."""
         handle = os.open(self.folder, os.O_RDONLY)
-        self._hold.callback(os.close, handle)
+        self._folder_lock.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX)
 
     def keep(self, folder: Path) -> None:
-        """Count what lies in ``folder`` (from ``new_folder``), and make room for it."""
+        """Count the files in ``folder`` (from ``new_folder``), and remove old files if the limit is exceeded."""
         num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         with self._lock:
             self._kept.append(_Kept(folder, num_bytes))
@@ -123,8 +133,10 @@ class PageFiles:
             self._make_room()
 
     def sweep(self) -> list[Path]:
-        """Count uploads, and remove those older than ``UPLOAD_S`` and, where all take more than their share, the
-        oldest but the last; the files that are gone.
+        """Count uploads, and remove those that are too old or exceed the share of uploads.
+
+        Returns:
+            The removed files.
         """
         removed: list[Path] = []
         with self._lock:
@@ -150,9 +162,9 @@ class PageFiles:
             shutil.rmtree(oldest.folder, ignore_errors=True)
 
     def _uploads(self) -> Iterator[_Upload]:
-        """What is not ours, but for what goes meanwhile."""
+        """Yield the uploads in the folder; those that disappear meanwhile are skipped."""
         for place in self.folder.iterdir() if self.folder.is_dir() else ():
-            if _OURS.fullmatch(place.name):
+            if _OWN_NAME.fullmatch(place.name):
                 continue
             with contextlib.suppress(OSError):
                 files = tuple(place.iterdir()) if place.is_dir() else (place,)
@@ -160,19 +172,19 @@ class PageFiles:
                 yield _Upload(place.stat().st_mtime, place, files, num_bytes)
 
     def note(self, file: Path, owner: str, data: bytes) -> None:
-        """Keep ``data`` about ``file`` beside it: it is ``owner``'s, a name that is safe in a path."""
+        """Store ``data`` about ``file`` in its folder, under the file-name-safe name ``owner``."""
         (file.parent / f"{owner}.{NOTE}").write_bytes(data)
 
     def settle(self) -> None:
-        """Whose files stay is decided now: the process is about to end."""
+        """Decide which files stay, because the process is about to exit."""
         if self._settled is None:
             self._settled = frozenset(self.stays())
 
     def remove(self) -> None:
-        """Remove the folder with everything in it but what ``stays``."""
+        """Remove the folder and all files whose owner is not in ``stays``."""
         if os.getpid() != self._owner:
             return
-        self._hold.close()
+        self._folder_lock.close()
         if not self.folder.is_dir():
             return
         self.settle()
@@ -185,26 +197,26 @@ class PageFiles:
 
 
 def take_over(place: Path) -> list[Path]:
-    """Move into ``place`` what processes that are gone have left and somebody may still want; remove the rest."""
-    taken = []
+    """Move recent noted files of exited processes into ``place``, and remove their other files."""
+    moved_folders = []
     for orphan in _orphans():
         if orphan == place:
             continue
         for folder in orphan.glob("*/"):
             with contextlib.suppress(OSError):
                 if any(folder.glob(f"*.{NOTE}")) and time.time() - folder.stat().st_mtime < LEFT_S:
-                    taken.append(folder.rename(place / folder.name))
+                    moved_folders.append(folder.rename(place / folder.name))
         shutil.rmtree(orphan, ignore_errors=True)
-    return sorted(taken, key=lambda folder: folder.stat().st_mtime)
+    return sorted(moved_folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def owner_of(note: Path) -> str:
-    """Whose file it is about."""
+    """Return the owner in the file name of ``note``."""
     return note.name.removesuffix(f".{NOTE}")
 
 
 def _remove(place: Path) -> None:
-    """A file, or a folder with everything in it, as far as that may be."""
+    """Remove a file or folder; errors are ignored."""
     if place.is_dir():
         shutil.rmtree(place, ignore_errors=True)
     else:
@@ -213,7 +225,7 @@ def _remove(place: Path) -> None:
 
 
 def _orphans() -> Iterator[Path]:
-    """Folders that no living process holds."""
+    """Yield folders that no running process has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/"):
         with contextlib.suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
@@ -225,7 +237,7 @@ def _orphans() -> Iterator[Path]:
 
 
 def safe_name(text: str) -> str:
-    """``text`` as a file name: ASCII letters, digits and dashes, with the ending it has."""
+    """Convert ``text`` to a file name of ASCII letters, digits and dashes; its extension stays."""
     stem, dot, ending = text.rpartition(".")
     if not dot or not re.fullmatch(r"[A-Za-z0-9]{1,5}", ending):
         stem, ending = text, ""

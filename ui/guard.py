@@ -1,8 +1,7 @@
-"""What gradio would stumble over, refused before it gets there, and what its events fail at, told in one sentence.
+"""Request checks in front of gradio, and one-sentence messages for failed events.
 
-gradio answers 500, with a traceback on standard error, to whatever its own page would never send. Here such requests
-become :class:`~diffserve.api.errors.InvalidRequest`, which the server turns into a 400; a mistake of ours stays a 500
-and is logged once.
+Gradio answers invalid requests with status 500 and a traceback. Here they become ``InvalidRequest``, which the server
+answers with 400. Programming errors stay 500 and are logged once.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _SCHEME: Final = re.compile(rb"https?")
 _FORWARDED: Final = {b"x-forwarded-host": _AUTHORITY, b"x-forwarded-proto": _SCHEME}
 
 _failed: ContextVar[list[DiffserveError] | None] = ContextVar("failed", default=None)
-"""Of the request that is answered in this context: what its event failed at, which gradio would answer with 500."""
+"""Errors of the event that the request of this context waits for; gradio would answer them with 500."""
 
 log = logging.getLogger("diffserve.page")
 
 
 class Guard:
-    """Stands before gradio's application: ASGI, as that is."""
+    """ASGI middleware in front of gradio's application."""
 
     def __init__(self, app: App, blocks: gr.Blocks, api: str, files: PageFiles) -> None:
         self._app = app
@@ -59,7 +58,11 @@ class Guard:
         self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises InvalidRequest for what gradio would stumble over."""
+        """Forward a request to gradio after checking it.
+
+        Raises:
+            InvalidRequest: Gradio would answer the request with status 500.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -107,10 +110,15 @@ class Guard:
             raise failed[0]
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """The headers that gradio may see. A range that ends somewhere is left out: gradio's own answer to it repeats
-        the request's headers, and the whole file is an answer, too.
+        """Return the headers that gradio may see.
+
+        A range with an end is left out: gradio's answer to it repeats the request's headers, and the complete file is a
+        valid answer, too.
+
+        Raises:
+            InvalidRequest: A range or a form boundary is invalid.
         """
-        kept = []
+        remaining_headers = []
         for name, value in scope["headers"]:
             if name == b"range" and not _RANGE.fullmatch(value):
                 raise InvalidRequest("only one range of bytes is taken.", param="Range", code="invalid_range")
@@ -119,8 +127,8 @@ class Guard:
             pattern = _FORWARDED.get(name)
             is_odd = pattern is not None and not pattern.fullmatch(value.partition(b",")[0].strip())
             if not is_odd and not (name == b"range" and value[-1:].isdigit() and b"=-" not in value):
-                kept.append((name, value))
-        return kept
+                remaining_headers.append((name, value))
+        return remaining_headers
 
     def _bind_event(self, body: dict[str, Any], key_id: str) -> None:
         """Replace the session in ``body`` by the one of this name that belongs to the key.
@@ -171,42 +179,43 @@ class Guard:
 
 
 def tell(blocks: gr.Blocks) -> None:
-    """Have the events of ``blocks`` fail in one sentence: values that do not fit are the caller's mistake, what a
-    function of ours does not expect is ours, and in the log.
+    """Convert exceptions of the events of ``blocks`` to one-sentence errors.
+
+    Invalid values are reported as user errors; unexpected exceptions are logged and reported as internal errors.
     """
     import gradio as gr
 
     preprocess, call = blocks.preprocess_data, blocks.call_function
 
-    async def preprocess_data(*arguments: Any, **named: Any) -> Any:
+    async def preprocess_data(*arguments: Any, **keywords: Any) -> Any:
         try:
-            values = await preprocess(*arguments, **named)
-            event = arguments[0] if arguments else named["block_fn"]
+            values = await preprocess(*arguments, **keywords)
+            event = arguments[0] if arguments else keywords["block_fn"]
             for field, value in zip(event.inputs, values, strict=True):
                 if getattr(field, "multiselect", False) and not isinstance(value, list | None):
-                    raise TypeError("several may be chosen, so a list is taken")
+                    raise TypeError("a multiple choice requires a list")
             return _filled(event.fn, values)
         except Exception as error:
             text = error.message if isinstance(error, gr.Error) else UNREADABLE
-            raise _told(gr.Error(text, print_exception=False), InvalidRequest(text, param="data")) from None
+            raise _report(gr.Error(text, print_exception=False), InvalidRequest(text, param="data")) from None
 
-    async def call_function(*arguments: Any, **named: Any) -> Any:
+    async def call_function(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return await call(*arguments, **named)
+            return await call(*arguments, **keywords)
         except gr.Error as error:
             error.print_exception = False
-            raise _told(error, InvalidRequest(str(error.message))) from None
+            raise _report(error, InvalidRequest(str(error.message))) from None
         except InvalidRequest as error:
-            raise _told(gr.Error(sentence(error), print_exception=False), error) from None
+            raise _report(gr.Error(sentence(error), print_exception=False), error) from None
         except Exception:
             log.exception("an event of the page failed")
-            raise _told(gr.Error(OUR_MISTAKE, print_exception=False), DiffserveError(OUR_MISTAKE)) from None
+            raise _report(gr.Error(OUR_MISTAKE, print_exception=False), DiffserveError(OUR_MISTAKE)) from None
 
     blocks.preprocess_data, blocks.call_function = preprocess_data, call_function  # type: ignore[method-assign]
 
 
-def _told(error: gr.Error, answer: DiffserveError) -> gr.Error:
-    """``error``, after the request that waits for it, if one does, was given its ``answer``."""
+def _report(error: gr.Error, answer: DiffserveError) -> gr.Error:
+    """Pass ``answer`` to the request that waits for the event, if there is one, and return ``error``."""
     failed = _failed.get()
     if failed is not None:
         failed.append(answer)
@@ -214,7 +223,7 @@ def _told(error: gr.Error, answer: DiffserveError) -> gr.Error:
 
 
 def _event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
-    """The kinds of event data that ``function`` is given beside its values."""
+    """Return the kinds of event data that ``function`` takes in addition to its values."""
     import gradio as gr
 
     kinds = get_type_hints(function).values() if inspect.isroutine(function) else ()
@@ -222,7 +231,7 @@ def _event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
 
 
 def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
-    """``values`` for ``function``, "" where it takes a text and nothing came: an empty field may be sent so."""
+    """Replace None by an empty string where ``function`` takes text, because clients may send empty fields so."""
     special = _event_data_of(function)
     hints = get_type_hints(function) if inspect.isroutine(function) else {}
     names = [name for name in inspect.signature(function).parameters if hints.get(name) not in special]
@@ -246,7 +255,11 @@ def _check_session(session: object) -> None:
 
 
 def _event_in(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``. InvalidRequest where there is none."""
+    """Parse ``data`` as a JSON object.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -257,7 +270,14 @@ def _event_in(data: bytes) -> dict[str, Any]:
 
 
 async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body, and a ``receive`` that gives it once more. InvalidRequest where it is too long."""
+    """Read the complete body.
+
+    Returns:
+        The body, and a ``receive`` that returns it again.
+
+    Raises:
+        InvalidRequest: It is too long.
+    """
     messages: list[Message] = []
     num_bytes = 0
     while not messages or messages[-1].get("more_body"):
@@ -269,11 +289,11 @@ async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a ``receive`` that gives ``messages`` first."""
-    kept = iter(messages)
+    """Return a ``receive`` that returns ``messages`` first."""
+    remaining = iter(messages)
 
     async def again() -> Message:
-        for message in kept:
+        for message in remaining:
             return message
         return await receive()
 

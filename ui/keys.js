@@ -1,4 +1,4 @@
-// Ctrl+Enter paints and Esc stops, wherever the focus is. In the prompt, the arrow up brings back earlier ones.
+// Ctrl+Enter generates and Esc stops, wherever the focus is. In the prompt, the up arrow recalls earlier prompts.
 (() => {
   const BUTTONS = [["lost-generate", "lost-stop"], ["lost-exp-run", "lost-exp-stop"], ["generate", "stop"], ["exp-run", "exp-stop"]];
   const RECALLED = "ArrowUp", BACK = "ArrowDown";
@@ -13,7 +13,7 @@
     return false;
   }
 
-  // Something else is open that Esc closes.
+  // Whether something else is open that Esc closes.
   const isTaken = () => document.fullscreenElement || document.querySelector(".fullscreen, ul.options, dialog[open]");
 
   function put(area, text) {

@@ -1,4 +1,4 @@
-"""Quiet looks: greys, one accent, the system's own fonts, light and dark. The rest is in ``page.css``."""
+"""Theme of the page: gray, one accent color and system fonts, in light and dark. See also ``page.css``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import gradio as gr
 STYLE: Final = Path(__file__).with_name("page.css")
 NAMES: Final = ("page", "memory", "keys", "drop", "palette", "mark", "lost")
 SCRIPTS: Final = tuple(Path(__file__).with_name(f"{name}.js") for name in NAMES)
-"""In the order in which they are run."""
+"""Scripts in the order in which they run."""
 FONTS: Final = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 MONO: Final = ("ui-monospace", "SFMono-Regular", "Consolas", "monospace")
 
 
 def theme() -> gr.themes.Base:
-    """The page's theme; no font is fetched."""
+    """Return the theme; it downloads no fonts."""
     return gr.themes.Base(
         primary_hue="teal", secondary_hue="teal", neutral_hue="zinc", radius_size="lg", font=FONTS, font_mono=MONO
     ).set(

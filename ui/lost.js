@@ -1,22 +1,21 @@
-// A server that is gone is said at once, and the buttons go on to work: Stop stops, and Generate waits until the server is
-// back. Gradio itself would notice only when it is asked for something, and from then on do nothing until it reloads the
-// page. The reload loses nothing (memory.js), and what was pressed meanwhile is done after it.
+// Shows a lost connection at once and keeps the buttons working: Stop stops, and Generate waits until the server is back.
+// Gradio would notice the loss only at its next request and then do nothing until it reloads the page. The reload keeps all
+// fields (memory.js), and a button that was pressed meanwhile is pressed again after it.
 (() => {
   const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, AFTERWARDS_MS = 100, TRIES = 600, MOST_PRESSES = 3;
-  const LOCKED = Symbol("a key is asked for");
+  const LOCKED = Symbol("a key is required");
   const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
-  const KEPT = "What is here stays, and the page goes on by itself when the server is back.";
-  const LOST = "lost with the server";  // what a tab says of it after the reload
-  const SHOWN = "What is painted stays until it is back, and then the page goes on by itself.";
-  const LATER = "The server is gone; this is painted as soon as it is back.";
+  const KEPT = "your work is kept, reconnecting.";
+  const LOST = "lost with the server";  // part of the status text after the reload
+  const LATER = "Connection lost; this is generated after reconnecting.";
   const TABS = {
     create: {
       run: "generate", label: "Generate", stop: "stop", row: "run", said: "caption",
-      gone: `The server is gone. ${KEPT}`, stopped: `Stopped: the server is gone. ${KEPT}`,
+      gone: `Connection lost; ${KEPT}`, stopped: `Stopped: connection lost; ${KEPT}`,
     },
     experiment: {
       run: "exp-run", label: "Run", stop: "exp-stop", row: "exp-buttons", said: "exp-status",
-      gone: `The server is gone. ${SHOWN}`, stopped: `Stopped: the server is gone. ${SHOWN}`,
+      gone: `Connection lost; ${KEPT}`, stopped: `Stopped: connection lost; ${KEPT}`,
     },
   };
   let isLost = false, isLeaving = false, isBack = false, busy = {}, lost = {}, told = {};
@@ -45,7 +44,7 @@
     }
   }
 
-  // What a tab is told while the server is gone; told again where gradio, late, puts the last it had heard in its place.
+  // Shows a status text; repeated if a late update of gradio replaces it.
   function say(name, text) {
     told[name] = text;
     const place = part(TABS[name].said)?.querySelector("[role=status], [role=alert]");
@@ -58,7 +57,7 @@
     place.replaceWith(box);
   }
 
-  // A button in the place of those that run and stop, which gradio no longer listens to.
+  // Replaces the run and stop buttons, which gradio no longer handles.
   function offer(name, isRunning) {
     const tab = TABS[name], button = document.createElement("button");
     button.id = `lost-${isRunning ? tab.stop : tab.run}`;
@@ -78,7 +77,7 @@
     offer(name, isRunning).focus();
   }
 
-  // Also a tab that is opened only now.
+  // Also covers a tab that is first opened now.
   function tell() {
     for (const [name, tab] of Object.entries(TABS)) {
       if (!part(tab.row)) continue;
@@ -98,7 +97,7 @@
   async function watch() {
     if (document.visibilityState === "visible" && window.gradio_config && !isLeaving) {
       const id = await appId();
-      if (id === LOCKED) return window.location.reload();  // where a key is asked for; a page that comes back has all it had
+      if (id === LOCKED) return window.location.reload();  // shows the sign-in form; the reload keeps all fields
       if (id === null) { if (!isLost && !isLeaving) lose(); }
       else if (isLost || id !== appHere()) return window.location.reload();
       if (isLost) tell();
@@ -107,14 +106,14 @@
   }
   window.addEventListener("pagehide", () => {
     isLeaving = true;
-    // A page that is left before it has its fields again has nothing of its own to say yet.
+    // A page that is left before its fields are restored keeps the earlier state.
     keep(LEFT, isBack ? { app: appHere(), isLost, ...(isLost ? { busy, lost } : { busy: whoIsBusy(), lost: whoSaysLost() }) } : left);
   });
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);
 
-  // Whether what a tab was painting before the reload is lost, and is not to be painted anew anyway: an experiment goes with
-  // its page, everything with the server. What was said of it is said again, until something else happens there.
+  // Whether a tab's work was lost and is not restarted anyway: an experiment ends with its page, everything ends with the
+  // server. The message is repeated until something else happens in the tab.
   const left = kept(LEFT), pressedBefore = kept(PRESSED);
   sessionStorage.removeItem(LEFT);
   diffserve.wasLost = (name) => {
@@ -123,7 +122,7 @@
     return Boolean(isLostNow && pressedBefore[name] !== TABS[name].run);
   };
 
-  // Called once the page has its fields again: what was pressed while the server was away.
+  // Called once the fields are restored: presses the buttons that were pressed without a connection.
   diffserve.goOn = () => {
     isBack = true;
     for (const [name, button] of Object.entries(kept(PRESSED))) if (name in TABS) pressSoon(name, button);
@@ -135,7 +134,7 @@
     keep(PRESSED, others);
   }
 
-  // Gradio may not listen yet to a button that it shows already: a press of which nothing comes is made again.
+  // Gradio may show a button before it handles it: a press without effect is repeated.
   function pressSoon(name, button) {
     const tab = TABS[name], isRunning = button === tab.run;
     let tries = 0, pressed = 0, pressedAt = -PATIENCE_MS;

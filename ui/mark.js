@@ -1,8 +1,8 @@
-// What is to be painted anew of a picture: marked with a brush, by pointer or by keyboard (arrows move the brush, Space puts
-// it down and lifts it), on a canvas over the picture. A reload keeps it.
+// Mask editor: a canvas over the image, drawn with a brush by pointer or keyboard (arrows move the brush, Space lowers and
+// lifts it). A reload keeps the mask.
 (() => {
   const KEPT = "diffserve.marks", LOOK_PX = 64, STEP = 0.5, FAR = 4;
-  const AIM = "Picture to edit. Arrow keys move the brush, Space puts it down and lifts it, [ and ] change its size.";
+  const AIM = "Image to edit. Arrow keys move the brush, Space lowers and lifts it, [ and ] change its size.";
   let canvas = null, ring = null, picture = null, marks = [], live = null, isErasing = false, at = null, isDown = false;
 
   const tools = () => document.getElementById("start-picture");
@@ -14,10 +14,10 @@
   };
 
   function keep() {
-    try { sessionStorage.setItem(KEPT, JSON.stringify({ source: source(), marks })); } catch { /* then without */ }
+    try { sessionStorage.setItem(KEPT, JSON.stringify({ source: source(), marks })); } catch { /* works without storage */ }
   }
 
-  // A mark is a line of the brush, or all that is marked and not turned round.
+  // A mark is a brush stroke, or an inversion of the mask.
   function put(pen, mark) {
     pen.globalCompositeOperation = mark.invert ? "xor" : mark.erase ? "destination-out" : "source-over";
     pen.fillStyle = pen.strokeStyle = getComputedStyle(canvas).color;
@@ -37,7 +37,7 @@
     for (const mark of live ? [...marks, live] : marks) put(pen, mark);
   }
 
-  // The share of the picture that is marked, looked at from afar; a dab that is too small to be seen from there counts.
+  // The masked share of the image, measured on a small copy.
   function share() {
     const small = document.createElement("canvas");
     small.width = small.height = LOOK_PX;
@@ -53,8 +53,8 @@
     const line = document.getElementById("marked");
     if (!line || !canvas) return;
     const part = share();
-    const said = part > 0 ? `${Math.max(1, Math.round(100 * part))} % is painted anew, the rest stays as it is.`
-      : "Nothing is marked: all of it is painted anew.";
+    const said = part > 0 ? `${Math.max(1, Math.round(100 * part))} % of the image is regenerated.`
+      : "No mask: the whole image is regenerated.";
     line.textContent = at && document.activeElement === canvas ? `${said} The brush is ${isDown ? "down" : "up"}.` : said;
     for (const button of tools().querySelectorAll("[aria-pressed]")) {
       button.setAttribute("aria-pressed", String((button.dataset.mark === "erase") === isErasing));
@@ -136,7 +136,7 @@
     canvas.addEventListener("blur", lift);
   }
 
-  // Gradio puts its picture there and takes it away: the canvas lies over whichever there is.
+  // Gradio replaces the image element: keep the canvas over the current one.
   function follow() {
     const shown = document.querySelector("#start-picture img");
     if (!shown && document.querySelector("#start-picture [data-from=noise]")) return diffserve.unmark();
@@ -176,7 +176,7 @@
     tell();
   });
 
-  // Transparent where it is marked, as OpenAI has it.
+  // Transparent where masked, as in OpenAI's API.
   function mask() {
     if (!canvas || !share()) return "";
     const whole = document.createElement("canvas");

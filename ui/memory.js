@@ -1,5 +1,5 @@
-// What a tab remembers, so that a reload loses nothing: who it is, what stands in its fields, which tab is open. A new tab
-// starts afresh. Earlier prompts are the browser's, for all tabs.
+// State that survives a reload: the visitor's token, the field values and the selected tab, per browser tab. Earlier prompts
+// are shared by all tabs of the browser.
 window.diffserve = (() => {
   const FORMS = "diffserve.form.", TOKEN = "diffserve.token", TAB = "diffserve.tab", PROMPTS = "diffserve.prompts";
   const MAX_CHARS = 200_000, MAX_PROMPTS = 50, MAX_PROMPT_CHARS = 4_000;
@@ -8,11 +8,11 @@ window.diffserve = (() => {
     try { return JSON.parse(storage().getItem(key)); } catch { return null; }
   }
   function write(storage, key, value) {
-    try { storage().setItem(key, JSON.stringify(value)); } catch { /* private windows, full disks: then without */ }
+    try { storage().setItem(key, JSON.stringify(value)); } catch { /* private window or full disk: works without storage */ }
   }
   const ours = () => window.sessionStorage, everybodys = () => window.localStorage;
 
-  // A name that nobody can guess: the server finds what it painted for this tab by it.
+  // Random token by which the server finds the images of this tab.
   function token() {
     let kept = read(ours, TOKEN);
     if (!/^[0-9a-f]{32}$/.test(kept)) {
@@ -27,7 +27,7 @@ window.diffserve = (() => {
     return [];
   }
 
-  // The values of the fields `names` as they were, where there are any for just these; else `values`.
+  // Returns the stored values of the fields `names` if their number matches, else `values`.
   const forms = new Map();
   function restore(form, names, values) {
     const kept = read(ours, FORMS + form);
@@ -37,7 +37,7 @@ window.diffserve = (() => {
     return shown;
   }
 
-  // While the server is gone gradio tells of no change: what is typed and chosen then is kept from here.
+  // Without a connection gradio reports no changes, so store input from DOM events.
   function keepTyped(event) {
     const root = document.documentElement, field = event.target;
     if (!root.classList.contains("lost") || !field.closest || ["file", "checkbox"].includes(field.type)) return;
@@ -65,7 +65,7 @@ window.diffserve = (() => {
     return Array.isArray(kept) ? kept.filter((each) => typeof each === "string") : [];
   }
 
-  // Gradio tells of its own first choice as if somebody had chosen it: only a click counts.
+  // Gradio reports its initial tab as a selection: only a click counts.
   document.addEventListener("click", (event) => {
     const tab = event.isTrusted && event.target.closest && event.target.closest("[role=tab]");
     if (tab) write(ours, TAB, tab.textContent.trim());
@@ -75,7 +75,7 @@ window.diffserve = (() => {
     if (tab && tab.getAttribute("aria-selected") !== "true") tab.click();
     return [];
   }
-  function look(name) {  // on a phone it may lie above what is seen
+  function look(name) {  // on a phone it may be above the visible part
     document.getElementById(name)?.scrollIntoView({ block: "nearest" });
     return [];
   }

@@ -1,4 +1,4 @@
-"""How the page is served: quietly, offline, without a share link or anything of gradio's that it does not need."""
+"""Serving of the page: offline, without telemetry, and without the parts of gradio that it does not need."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_UPLOAD_BYTES: Final = 16_000_000
 MAX_SESSIONS: Final = 1000
-"""Whose fields gradio remembers, some 40 kB each; a page that is forgotten loses what greeted it, and no picture."""
+"""Sessions whose component state gradio stores, about 40 kB each."""
 
 IDLE_LOOK_S: Final = 0.02
-"""How often gradio looks for events when there are none; its own 1 ms keeps a core busy."""
+"""Polling interval of gradio's idle queue; its default of 1 ms keeps a core busy."""
 
 API: Final = "/gradio_api"
 PATHS: Final = (
@@ -36,11 +36,11 @@ PATHS: Final = (
     *(f"{API}/{name}" for name in ("queue/join", "queue/data", "cancel", "reset", "upload", "upload_progress")),
     *(f"{API}/{name}" for name in ("startup-events", "heartbeat/", "file=", "run/")),
 )
-"""What a page and gradio's own clients ask for. The rest (login, proxy, monitoring, editing code) is not served."""
+"""Paths that the page and gradio's clients request; login, proxy, monitoring and code editing are not served."""
 
 QUIET: Final = {
     "GRADIO_ANALYTICS_ENABLED": "False",
-    "GRADIO_ANALYTICS_CACHE_FREQUENCY": "1000000000",  # its table of its own events is made with pandas, every time
+    "GRADIO_ANALYTICS_CACHE_FREQUENCY": "1000000000",  # its event table would import pandas
     "GRADIO_ANALYTICS_MAX_EVENTS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_SHARE": "False",
@@ -48,17 +48,17 @@ QUIET: Final = {
 
 
 def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
-    """See :func:`ui.create_page`."""
+    """Build the page as described in ``ui.create_page``."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
-    put_off("pandas")
+    import_lazily("pandas")
     with without_interface_files(), without("mcp", "pyarrow"):
         from ui.page import build
     from ui.ownership import bind_files
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
-    leave_matplotlib()
+    skip_matplotlib()
     page = _within_a_loop(lambda: build(server))
     limit_uploads(page, server.files)
     page.state_session_capacity = MAX_SESSIONS
@@ -71,31 +71,33 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
 
 @contextlib.contextmanager
 def without_interface_files() -> Iterator[None]:
-    """For the length of the block gradio's components seem to have no source: beside each that has, it writes what an
-    editor would like to know, and parses all of them for it at every import, which is half of what that takes.
+    """Hide the source files of gradio's components while the block runs.
+
+    Gradio would parse them at import to write editor stubs, which takes half of the import time.
     """
-    whole = inspect.getfile
+    original_getfile = inspect.getfile
 
     def getfile(of: Any) -> str:
         if isinstance(of, type) and of.__module__.startswith("gradio."):
             raise OSError(f"{of.__name__} is only imported")
-        return whole(of)
+        return original_getfile(of)
 
     setattr(inspect, "getfile", getfile)  # noqa: B010 - no type checker takes a function for a name to assign to
     try:
         yield
     finally:
-        setattr(inspect, "getfile", whole)  # noqa: B010
+        setattr(inspect, "getfile", original_getfile)  # noqa: B010
 
 
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """For the length of the block those ``packages`` that nobody imported yet seem not to be there: gradio would import
-    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB.
+    """Make those ``packages`` that are not imported yet look uninstalled while the block runs.
+
+    Gradio would import mcp (24 MB) and pandas would import pyarrow (36 MB), which the page does not use.
     """
     hidden = [name for name in packages if name not in sys.modules]
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # which is how an import is refused
+        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
     try:
         yield
     finally:
@@ -103,9 +105,10 @@ def without(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def leave_matplotlib() -> None:
-    """Have gradio import no matplotlib, 15 MB, at the first visitor's event: it would choose a backend for functions
-    that draw by pyplot, and no function here does.
+def skip_matplotlib() -> None:
+    """Keep gradio from importing matplotlib (15 MB) at the first event.
+
+    It would choose a backend for functions that draw with pyplot, which the page does not have.
     """
     from gradio import utils
 
@@ -113,7 +116,7 @@ def leave_matplotlib() -> None:
 
 
 def use_relative_manifest() -> None:
-    """Change the page of gradio so that the manifest, too, has an address relative to the page."""
+    """Make the manifest URL in gradio's page template relative to the page."""
     from gradio import routes
     from jinja2 import ChoiceLoader, DictLoader
 
@@ -124,27 +127,27 @@ def use_relative_manifest() -> None:
     environment.loader = ChoiceLoader([DictLoader({name: page}), environment.loader])
 
 
-class PutOff(ModuleType):
-    """A package that is imported when somebody first asks for something in it."""
+class LazyPackage(ModuleType):
+    """Placeholder for a package that is imported at the first access to one of its attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__path__", "__version__"):  # who only looks around does not ask
+        if name.startswith("__") and name not in ("__path__", "__version__"):  # introspection must not import
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def put_off(package: str) -> None:
-    """See :class:`PutOff`: gradio would import all of pandas, 34 MB, for tables that this page does not show."""
-    found = None if package in sys.modules else importlib.util.find_spec(package)
-    if found is not None:
-        sys.modules[package] = made = PutOff(package)
-        made.__spec__ = found
+def import_lazily(package: str) -> None:
+    """Delay the import of ``package``; gradio would import all of pandas (34 MB) for tables the page does not have."""
+    spec = None if package in sys.modules else importlib.util.find_spec(package)
+    if spec is not None:
+        sys.modules[package] = placeholder = LazyPackage(package)
+        placeholder.__spec__ = spec
 
 
 def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:
-    """See :func:`ui.mount_page`."""
+    """Mount the page as described in ``ui.mount_page``."""
     server = Server(url, api_key=own_key(), grace_s=GRACE_S if grace_s is None else grace_s)
     page = create_page(url, server=server)
     import gradio as gr
@@ -160,12 +163,16 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     types = ApiTypes(page, server)
     app.add_middleware(FreshInfo, types=types, gradio_app=app.routes[-1].app, path=f"{API}/info")
     app.add_middleware(Guard, blocks=page, api=API, files=server.files)
-    app.router.lifespan_context = _ending(app.router.lifespan_context, app.routes[-1].app, server)
+    app.router.lifespan_context = _closing_pages(app.router.lifespan_context, app.routes[-1].app, server)
     return PATHS
 
 
 def launch_page(url: str, *, host: str, port: int) -> None:
-    """Serve the page of the server at ``url`` on its own until interrupted. OSError where the port is taken."""
+    """Serve the page of the server at ``url`` in this process until interrupted.
+
+    Raises:
+        OSError: The port is in use.
+    """
     page = create_page(url)
     _, address, _ = page.launch(
         server_name=host, server_port=port, share=False, inbrowser=False, quiet=True, max_file_size=MAX_UPLOAD_BYTES,
@@ -178,7 +185,7 @@ def launch_page(url: str, *, host: str, port: int) -> None:
 
 
 def _within_a_loop(build: Callable[[], T]) -> T:
-    """What ``build`` makes, within an event loop: where none is running, gradio would leave new ones behind."""
+    """Return ``build()``, run inside an event loop; without a running one, gradio would leak new loops."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -190,8 +197,8 @@ def _within_a_loop(build: Callable[[], T]) -> T:
     return build()
 
 
-def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
-    """``lifespan``, at whose end open pages are let go at once: otherwise they hold the process up."""
+def _closing_pages(lifespan: Any, gradio_app: Any, server: Server) -> Any:
+    """Wrap ``lifespan`` to close the streams of open pages at its end, which would otherwise block the shutdown."""
 
     @contextlib.asynccontextmanager
     async def ending(app: Any) -> AsyncIterator[Any]:
@@ -199,7 +206,7 @@ def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
             try:
                 yield state
             finally:
-                server.files.settle()  # while it is known whose pages are open
+                server.files.settle()  # while the open pages are still known
                 gradio_app.stop_event.set()
                 gradio_app.get_blocks()._queue.close()
                 await server.close()
@@ -208,7 +215,7 @@ def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
 
 
 def looks() -> dict[str, Any]:
-    """What both ways of serving say of the page's looks."""
+    """Return the theme, scripts and styles for both ways of serving."""
     from ui.look import SCRIPTS, STYLE, theme
 
     return {

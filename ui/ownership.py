@@ -27,7 +27,7 @@ _key_id: ContextVar[str] = ContextVar("key_id", default="")
 
 
 def bound(name: str, key_id: str) -> str:
-    """Return the name that gradio gets instead of ``name``, which differs for each key; without a key, ``name``."""
+    """Return the name that gradio gets instead of ``name``: it differs for each key; without a key it is ``name``."""
     return hashlib.sha256(f"{key_id}/{name}".encode()).hexdigest() if key_id else name
 
 

@@ -1,4 +1,4 @@
-// Copies what the picture was painted with, also where the browser offers no clipboard (a plain http address).
+// Copies the image's parameters, also where the browser has no clipboard API (plain http).
 async function diffserveCopy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -16,8 +16,7 @@ async function diffserveCopy(text) {
   setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
 }
 
-// Generate and Stop take each other's place, and so do Run and Stop of an experiment: whoever goes by keyboard stays
-// where they are.
+// Generate and Stop replace each other, as do Run and Stop of an experiment: move the keyboard focus to the new button.
 (() => {
   const other = { generate: "stop", stop: "generate", "exp-run": "exp-stop", "exp-stop": "exp-run" };
   let last = null;
@@ -30,7 +29,7 @@ async function diffserveCopy(text) {
   }).observe(document, { childList: true, subtree: true, attributes: true, attributeFilter: ["class", "style"] });
 })();
 
-// Gradio names what shows that there is no picture yet, but says not what it is: a name alone is not read out.
+// Gradio labels its empty image placeholder but gives it no role, so screen readers would skip it.
 new MutationObserver(() => {
   for (const empty of document.querySelectorAll(".empty[aria-label]:not([role])")) empty.setAttribute("role", "img");
 }).observe(document, { childList: true, subtree: true });

@@ -1,4 +1,4 @@
-"""The page: its tabs, its looks, and what happens when somebody comes and goes."""
+"""The page: tabs, header, and what happens when a page is opened or closed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from ui.visitors import Visitors
 TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
 LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
-NO_REWRITER: Final = "No language model is loaded, so prompts are painted as they are written."
-NOT_TAKEN: Final[Any] = gr.update(value="", visible=False)
-"""Of a field that the model refuses: what nobody sees is not sent either."""
+NO_REWRITER: Final = "No language model is loaded, so prompts are used as written."
+UNSUPPORTED: Final[Any] = gr.update(value="", visible=False)
+"""Update of a field that the model does not support; hidden fields must be empty, because they are sent too."""
 
 MAX_EVENTS: Final = 1000
-"""Events that gradio works on at once: more than the engine takes, so that the engine's queue is the only one."""
+"""Concurrent gradio events: more than the engine accepts, so that only the engine queues."""
 
 
 def build(server: Server) -> gr.Blocks:
-    """The page of ``server``, to be mounted or launched. It shows what the models can do once they are loaded."""
+    """Build the page of ``server``; its choices are filled in once the models are loaded."""
     visitors = Visitors(server.files, grace_s=server.grace_s)
 
     async def leave(request: gr.Request) -> None:
@@ -61,8 +61,8 @@ def build(server: Server) -> gr.Blocks:
             with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
                 add_experiment(server, page, experiment)
             with gr.Tab("History", id="history", elem_id="history-tab") as opened:
-                kept = history.lay_out()
-                history.HistoryHandlers(server, visitors).connect(kept, opened, tab)
+                history_tab = history.lay_out()
+                history.HistoryHandlers(server, visitors).connect(history_tab, opened, tab)
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
         _greet(page, server, visitors, creating, starting, tab, about, leaving)
@@ -82,9 +82,7 @@ def _greet(
     about: gr.HTML,
     leaving: gr.HTML,
 ) -> None:
-    """When somebody opens the page, perhaps once more: what they had, and what depends on the models once these are
-    loaded.
-    """
+    """Connect the events of a page that opens: restore its earlier state, then show what the loaded models support."""
     fields = tab.fields
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.loras, fields.num_images]
     of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things, *fields.typed.values()]
@@ -97,7 +95,7 @@ def _greet(
         return gr.update(visible=bool(key_of(request)))
 
     async def wait(request: gr.Request) -> Any:
-        """Say so where the models are still being loaded."""
+        """Show that the models are being loaded, if they are."""
         try:
             is_ready = await server.client.is_ready() or visitors.of(request.session_hash).has_something
         except DiffserveError:
@@ -110,8 +108,8 @@ def _greet(
         except DiffserveError as error:
             trouble = status(f"{sentence(error)} Then reload this page.", is_error=True)
             return ["", *[gr.skip()] * (len(outputs) - 2), trouble]
-        said = gr.skip() if visitors.of(request.session_hash).has_something else status(READY)
-        return [*_facts(models, model), *_choices(models, model), said]
+        caption = gr.skip() if visitors.of(request.session_hash).has_something else status(READY)
+        return [*_facts(models, model), *_choices(models, model), caption]
 
     async def choose(model: str | None) -> list[Any]:
         try:
@@ -141,29 +139,29 @@ def _greet(
 
 
 def _facts(models: Models, model: str | None) -> list[Any]:
-    """What ``model``, or else the first one, can do, for the parts that go by it."""
+    """Return updates that show the capabilities of ``model``, or of the first model."""
     image = models.image_of(model)
     name = model if isinstance(model, str) and model in models.others else models.image_id
     return [
         html.escape(f"{name} on {image.device}, {image.dtype}"),
         gr.update(choices=quality_labels(image)),
         gr.update(choices=sampler_labels(image)),
-        gr.update(placeholder=f"the model's own, {image.default_guidance_scale:g}"),
-        gr.update(placeholder=f"there are {', '.join(image.loras[:MOST_NAMED])}" if image.loras else "none"),
+        gr.update(placeholder=f"default, {image.default_guidance_scale:g}"),
+        gr.update(placeholder=f"available: {', '.join(image.loras[:MOST_NAMED])}" if image.loras else "none"),
         gr.update(maximum=image.max_images),
         gr.update(visible=bool(image.controlnets)),
         gr.update(choices=[("None", ""), *((name, name) for name in image.controlnets)]),
         *palette.shown(image.world),
-        *(NOT_TAKEN if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
+        *(UNSUPPORTED if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
     ]
 
 
 def _choices(models: Models, model: str | None) -> list[Any]:
-    """Which models there are to choose from, ``model`` chosen where it is one of them, and whether one rewrites."""
+    """Return updates with the available models, and whether one of them rewrites prompts."""
     can_rewrite = models.language is not None
-    chosen = model if model in models.names else models.image_id
+    selected = model if model in models.names else models.image_id
     return [
-        gr.update(choices=models.names, value=chosen, visible=True)
+        gr.update(choices=models.names, value=selected, visible=True)
         if models.others
         else gr.update(value="", visible=False),
         gr.skip() if can_rewrite else gr.update(visible=False),

@@ -1,5 +1,5 @@
-// What a model of a closed world can paint, clicked into the prompt: "a fox", "a fox and a cactus", "two foxes", and a
-// place behind them.
+// Adds words of a closed vocabulary to the prompt by click: "a fox", "a fox and a cactus", "two foxes", and a place
+// behind them.
 (() => {
   const places = () => [...document.querySelectorAll("#palette [data-kind=place]")].map((each) => each.dataset.say);
 

@@ -1,4 +1,4 @@
-"""The server as the page knows it: its address, what it can do, and what to say when it fails."""
+"""The server as the page sees it: address, models, and error messages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from ui.files import PageFiles
 LOOK_AGAIN_S: Final = 1.0
 PATIENCE_S: Final = 300.0
 LONGEST_WAIT_S: Final = 5.0
-"""Before a full server is asked again."""
+"""Longest pause before a request to a full server is retried."""
 
 GRACE_S: Final = 30.0
-"""For so long a painting goes on that nobody watches: a page that is reloaded takes seconds to come back,
-and many on a busy machine."""
+"""How long a request continues while no page shows it; reloading takes many seconds on a busy machine."""
 
 
 class Models(NamedTuple):
-    """What can be asked for. ``image`` paints unless another is chosen, which ``others`` are, by their names;
-    ``language`` is ``None`` where nothing rewrites wishes.
+    """Models of the server.
+
+    Attributes:
+        image_id: The name of the default image model.
+        image: The capabilities of the default image model.
+        language_id: The name of the language model that rewrites prompts, if there is one.
+        language: The capabilities of that language model.
+        others: The capabilities of the other image models, by name.
     """
 
     image_id: str
@@ -35,17 +40,21 @@ class Models(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Of the image models."""
+        """The names of all image models."""
         return [self.image_id, *self.others]
 
     def image_of(self, name: str | None) -> ImageCapabilities:
-        """What the image model ``name`` can do; the first one where there is none of that name."""
+        """Return the capabilities of the image model ``name``, or of the default one if there is none of that name."""
         return self.others.get(name, self.image) if isinstance(name, str) else self.image
 
 
 class Server:
-    """A diffserve server at ``url``, the ``files`` of this process in which visitors' pictures are kept, and for how
-    long what was asked for goes on while nobody watches: ``grace_s``.
+    """Connection to a diffserve server.
+
+    Attributes:
+        url: The address of the server.
+        files: The image files of the page's visitors.
+        grace_s: How many seconds a request continues while no page shows it.
     """
 
     def __init__(
@@ -61,29 +70,36 @@ class Server:
 
     @property
     def client(self) -> AsyncClient:
-        """The one client of this process: use it within a coroutine, and leave it open."""
+        """The shared client of this process. Use it inside a coroutine, and do not close it."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             self._client, self._loop = AsyncClient(self.url, api_key=self._api_key), loop
         return self._client
 
     async def models(self, *, is_fresh: bool = False) -> Models:
-        """What is loaded: asked once and remembered, or asked again where ``is_fresh``.
+        """Return the models of the server; they are cached unless ``is_fresh``.
 
-        Raises ServerUnreachable, EngineUnavailable while it loads, and whatever else a client raises.
+        Raises:
+            ServerUnreachable: No server answers.
+            EngineUnavailable: The server is loading its models.
+            DiffserveError: Another error of the client.
         """
         if self._models is None or is_fresh:
             self._models = models_of(await self.client.models())
         return self._models
 
     async def close(self) -> None:
-        """Hang up, and remove the files."""
+        """Close the connections and remove the files."""
         if self._client is not None:
             await self._client.close()
         await asyncio.to_thread(self.files.remove)
 
     async def wait_for_models(self, patience_s: float = PATIENCE_S) -> Models:
-        """The same once they are loaded; EngineUnavailable after ``patience_s``."""
+        """Return the models of the server once they are loaded.
+
+        Raises:
+            EngineUnavailable: They are not loaded after ``patience_s`` seconds.
+        """
         clock = asyncio.get_running_loop().time
         until_s = clock() + patience_s
         while True:
@@ -96,7 +112,11 @@ class Server:
 
 
 def models_of(models: Sequence[Model]) -> Models:
-    """The image models and, where there is one that rewrites, the language model. DiffserveError for an old server."""
+    """Split ``models`` into image models and the language model that rewrites prompts.
+
+    Raises:
+        DiffserveError: No image model has capabilities, because the server is too old.
+    """
     images: dict[str, ImageCapabilities] = {}
     language: tuple[str, LanguageCapabilities] | None = None
     for model in models:
@@ -114,20 +134,20 @@ def models_of(models: Sequence[Model]) -> Models:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong and the way out, for a person at the page."""
+    """Return the message of ``error`` for the user, with a way to solve it."""
     match error:
         case QueueFull():
-            return f"{whole(as_labelled(error.message))} Try again in {max(1, round(error.retry_after_s))} s."
+            return f"{as_sentence(as_labelled(error.message))} Try again in {max(1, round(error.retry_after_s))} s."
         case DiffserveError():
-            return whole(as_labelled(error.message))
+            return as_sentence(as_labelled(error.message))
         case OSError():
             return f"The page could not write a file: {error.strerror or error}; make room on its disk and try again."
         case _:
             return "Something went wrong inside the page; its log says more. Try again, or reload the page."
 
 
-def whole(text: str) -> str:
-    """``text`` on one line, with a capital letter and a full stop."""
+def as_sentence(text: str) -> str:
+    """Return ``text`` as a sentence on one line, with a capital letter and a full stop."""
     text = " ".join(text.split())
     text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""What gradio does with files that visitors send, and with their sessions: less, one at a time, and counted."""
+"""Limits on uploads and on the session state that gradio stores."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
 
 MAX_FILES: Final = 1
 MAX_FIELDS: Final = 0
-"""Beside the files, for which the page has no use."""
+"""Form fields other than files; the page has none."""
 
 
 def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
-    """From now on an upload of this process is one file, which ``files`` keep for ``UPLOAD_S``. Of several pages of a
-    process this holds for the latest: gradio has one place for uploads.
+    """Limit each upload of this process to one file, which ``files`` stores for ``UPLOAD_S`` seconds.
+
+    Gradio has one global form parser, so with several pages in a process the latest call applies.
     """
     from gradio import route_utils
 
     class Parser(_plain_parser()):  # type: ignore[misc]
-        """Reads a form, in gradio's place."""
+        """Form parser that replaces gradio's."""
 
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **{**named, "max_files": MAX_FILES, "max_fields": MAX_FIELDS})
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **{**keywords, "max_files": MAX_FILES, "max_fields": MAX_FIELDS})
 
         async def parse(self) -> Any:
-            """The form; where that fails in whatever way, nothing of it stays on disk."""
+            """Return the form; if parsing fails, delete its partial files."""
             try:
                 form = await super().parse()
             except BaseException:
@@ -52,7 +53,7 @@ def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
 
 
 def keep_no_copies(button: gr.UploadButton) -> None:
-    """Have ``button`` hand over where its upload lies, without the empty file that gradio makes beside it each time."""
+    """Make ``button`` pass the path of its upload on, without the empty file that gradio creates each time."""
     from gradio.utils import NamedString
 
     def process(f: FileData) -> NamedString:
@@ -62,7 +63,7 @@ def keep_no_copies(button: gr.UploadButton) -> None:
 
 
 class _Sweeper:
-    """Sweeps ``files`` in a thread: with every upload, and once more when the last one is old enough."""
+    """Sweeps ``files`` in a thread after each upload, and again when the last upload has expired."""
 
     def __init__(self, page: gr.Blocks, files: PageFiles) -> None:
         self._page = page
@@ -70,7 +71,7 @@ class _Sweeper:
         self._later: asyncio.TimerHandle | None = None
 
     def sweep_soon(self) -> None:
-        """In this moment, and after ``UPLOAD_S``. Within a loop."""
+        """Sweep now and after ``UPLOAD_S``; requires a running event loop."""
         loop = asyncio.get_running_loop()
         if self._later is not None:
             self._later.cancel()
@@ -78,7 +79,7 @@ class _Sweeper:
         loop.run_in_executor(None, self._sweep)
 
     def forget_later(self, progress: Any, upload_id: str | None) -> None:
-        """How far an upload is: nobody may ever ask."""
+        """Delete the progress of an upload later, because no page may ever request it."""
 
         def forget() -> None:
             progress.stop_tracking(upload_id)
@@ -91,7 +92,7 @@ class _Sweeper:
 
 
 def _plain_parser() -> type:
-    """Gradio's own."""
+    """Return gradio's original form parser."""
     from gradio import route_utils
 
     parser: type = route_utils.GradioMultiPartParser
@@ -99,11 +100,10 @@ def _plain_parser() -> type:
 
 
 def keep_sessions_lean() -> None:
-    """From now on sessions of this process describe no components.
+    """Stop gradio from describing all components again in each session of this process.
 
-    gradio does it for links to a visitor's state, which the page has none of: anew for every session, and again with
-    every update, within the event loop. A hundred visitors at once would stop everybody for seconds, and each would
-    stay in memory with a whole page's text.
+    Gradio does it for links to a session's state, which the page does not have. It runs in the event loop for each
+    session and each update: a hundred visitors would block it for seconds, and each would keep a copy of the page.
     """
     from gradio.state_holder import SessionState
 

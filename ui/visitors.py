@@ -1,8 +1,7 @@
-"""Who is at the page, and what is being painted for whom. Nobody stops anything but what is their own.
+"""Visitors of the page and their requests; each visitor can stop only their own.
 
-A page that is reloaded is the same visitor: its tab keeps a token that nobody can guess, and hands it over when it
-comes back. What it had asked for goes on meanwhile, for as long as ``GRACE_S``; its pictures are on disk, so that it
-finds them again when its server was started anew.
+A reloaded page is the same visitor: its tab stores a random token and sends it when it opens again. Its requests
+continue for ``GRACE_S`` meanwhile, and its images are on disk, so that they survive a restart of the server.
 """
 
 from __future__ import annotations
@@ -32,64 +31,67 @@ T = TypeVar("T")
 
 
 class Galleries:
-    """Visitors' pictures in ``files``, by their owner: a digest of the visitor's token, which itself lies nowhere."""
+    """Images of visitors in ``files`` by owner, which is a digest of the visitor's token."""
 
     def __init__(self, files: PageFiles) -> None:
         self._files = files
-        self._left = _found(files.left)
+        self._left = _read_notes(files.left)
 
     def keep(self, owner: str, picture: FinishedPicture) -> None:
-        """Note whose ``picture`` it is. Where the disk is full it is merely not found again."""
+        """Note the owner of ``picture``; if the disk is full, a later process will not show the image."""
         data = msgspec.json.encode(picture, enc_hook=lambda path: path.name)
         with contextlib.suppress(OSError):
             self._files.note(picture.path, owner, data)
 
     def take(self, owner: str) -> list[FinishedPicture]:
-        """Pictures of ``owner`` from the process before this one, the newest first; once."""
+        """Return and forget the images of ``owner`` from an earlier process, the newest first."""
         return [picture for picture in self._left.pop(owner, []) if picture.path.is_file()]
 
 
-def owner_named(token: str) -> str:
-    """How the visitor with ``token`` is called on disk."""
+def owner_of_token(token: str) -> str:
+    """Return the owner name on disk of the visitor with ``token``."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _found(folders: Iterable[Path]) -> dict[str, list[FinishedPicture]]:
-    """What notes in ``folders`` tell of, the oldest folder first; what cannot be read is passed over."""
-    found: dict[str, list[FinishedPicture]] = {}
+def _read_notes(folders: Iterable[Path]) -> dict[str, list[FinishedPicture]]:
+    """Read the notes in ``folders``, the oldest folder first; unreadable notes are skipped."""
+    pictures_by_owner: dict[str, list[FinishedPicture]] = {}
     for folder in folders:
         for note in folder.glob("*.json"):
             try:
-                told = msgspec.json.decode(note.read_bytes(), type=FinishedPicture, dec_hook=lambda _, path: Path(path))
+                stored = msgspec.json.decode(
+                    note.read_bytes(), type=FinishedPicture, dec_hook=lambda _, path: Path(path)
+                )
             except (OSError, TypeError, msgspec.MsgspecError):
                 continue
-            picture = msgspec.structs.replace(told, path=folder / told.path.name)
-            found.setdefault(owner_of(note), []).insert(0, picture)
-    return found
+            picture = msgspec.structs.replace(stored, path=folder / stored.path.name)
+            pictures_by_owner.setdefault(owner_of(note), []).insert(0, picture)
+    return pictures_by_owner
 
 
 MAX_PICTURES: Final = 24
-"""In a gallery; the oldest go first."""
+"""Images in a gallery; the oldest are removed first."""
 
 MAX_VISITORS: Final = 1000
 MAX_EMPTY: Final = 100
-"""Visitors for whom nothing is painted and nothing was; a page that comes back to none is given a new one."""
+"""Visitors without requests and images; a page whose visitor was removed gets a new one."""
 
 MAX_TOKENS: Final = 4000
-"""Of pages that nobody told had left."""
+"""Of pages that nobody note_data had left."""
 
 TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class Visitor:
-    """One tab of a browser: its paintings in the order in which they were asked for, and its gallery, the newest first.
+    """Browser tab with its open requests, in order, and its gallery, the newest image first.
 
-    batch    pictures of one request that were last shown together
-    news     grows whenever something changes
-    trouble  why the last request came to nothing, ``None`` once another one is taken
-    grace_s  for how long paintings go on while nobody watches
-    keep     is told of every picture
-    control  the file of the picture that their ControlNet goes by, ``None`` before there is one
+    Attributes:
+        batch: The images of one request that were last shown together.
+        news: A counter that grows with every change.
+        trouble: Why the last request failed; None once another one is accepted.
+        grace_s: How many seconds requests continue while no page shows them.
+        keep: Callback for every finished image.
+        control: The file of the control image, None before one is chosen.
     """
 
     def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = ()) -> None:
@@ -109,33 +111,33 @@ class Visitor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being painted."""
+        """Whether a request is open."""
         return bool(self.paintings)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is lost with this visitor but why a request came to nothing."""
+        """Whether this visitor has no state worth keeping, apart from an error message."""
         return not (self.pictures or self.control or self.is_busy or self._num_watching or self._start)
 
     @property
     def has_something(self) -> bool:
-        """Whether there is anything to be shown."""
+        """Whether there is a request, an image or an error to show."""
         return self.is_busy or bool(self.pictures) or self.trouble is not None
 
     @property
     def paintings(self) -> list[Painting]:
-        """Those that are not over."""
+        """The open requests."""
         self._paintings = [painting for painting in self._paintings if not painting.is_over]
         return self._paintings
 
     @property
     def latest(self) -> list[FinishedPicture]:
-        """What the last request has brought."""
+        """The images of the latest request."""
         return self._latest.pictures if self._latest is not None else []
 
     @property
     def start(self) -> Path | None:
-        """The picture that is edited, while it is on disk."""
+        """The image that is edited, while its file exists."""
         return self._start if self._start is not None and self._start.is_file() else None
 
     @start.setter
@@ -143,20 +145,20 @@ class Visitor:
         self._start = picture
 
     def begin_as(self, form: Form) -> None:
-        """Begin from noise where the picture did that ``form`` is of."""
+        """Remove the image to edit if the settings in ``form`` do not use one."""
         if form.strength is None:
             self._start = None
 
-    def paint(self, server: Server, asked: CheckedForm | Form, start: StartFile | None = None) -> Painting:
-        """Begin to paint what is ``asked`` for, from ``start`` or from noise."""
+    def paint(self, server: Server, request: CheckedForm | Form, start: StartFile | None = None) -> Painting:
+        """Start the request ``request``, from the image ``start`` or from noise."""
         self.trouble = None
-        painting = Painting(server, asked, self._take, start)
+        painting = Painting(server, request, self._take, start)
         self._paintings.append(painting)
         self._latest = painting
         return painting
 
     def stop(self, *, keeps_unfinished: bool = False) -> int:
-        """End all paintings of this visitor (see :meth:`Painting.stop`), and return how many there were."""
+        """Stop all requests of this visitor as in ``Painting.stop``, and return their number."""
         paintings = list(self.paintings)
         for painting in paintings:
             painting.stop(keeps_unfinished=keeps_unfinished)
@@ -164,9 +166,9 @@ class Visitor:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Somebody sees what is painted. When the last one has gone, it ends after ``grace_s``."""
+        """Keep the requests running while the block runs, because a page shows them."""
         self._num_watching += 1
-        self._stay()
+        self._cancel_end()
         try:
             yield
         finally:
@@ -174,8 +176,8 @@ class Visitor:
             self.end_soon()
 
     def end_soon(self) -> None:
-        """Where nobody watches: end everything after ``grace_s``, unless somebody comes."""
-        self._stay()
+        """Stop all requests after ``grace_s``, unless a page shows them by then."""
+        self._cancel_end()
         if self._num_watching or not self.is_busy:
             return
         if self.grace_s <= 0:
@@ -183,15 +185,15 @@ class Visitor:
         else:
             self._end = asyncio.get_running_loop().call_later(self.grace_s, self.stop)
 
-    async def wait_for_news(self, seen: int, seconds: float) -> None:
-        """Until ``news`` is no longer ``seen``, ``seconds`` at most."""
-        if self.news != seen:
+    async def wait_for_news(self, last_news: int, seconds: float) -> None:
+        """Wait until ``news`` differs from ``last_news``, at most ``seconds``."""
+        if self.news != last_news:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    def _stay(self) -> None:
+    def _cancel_end(self) -> None:
         if self._end is not None:
             self._end.cancel()
             self._end = None
@@ -207,7 +209,7 @@ class Visitor:
 
 
 class Visitors:
-    """All open pages, by the session that gradio gives each of them, and those that may come back, by their token."""
+    """All open pages by gradio session, and recent ones by token."""
 
     def __init__(self, files: PageFiles | None = None, *, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -217,7 +219,7 @@ class Visitors:
         self._galleries: Galleries | None = None
         if files is not None:
             self._galleries = Galleries(files)
-            files.stays = lambda: {owner_named(token) for token in self._tokens.values()}
+            files.stays = lambda: {owner_of_token(token) for token in self._tokens.values()}
 
     def arrive(self, session: str | None, token: str | None, key_id: str = "") -> Visitor:
         """Return the visitor of ``session``, whose tab has ``token`` and whose API key is ``key_id``.
@@ -229,11 +231,11 @@ class Visitors:
         return self.of(session)
 
     def _new(self, session: str) -> Visitor:
-        """Who may have been here when another process served the page, where ``session`` has a token."""
+        """Create the visitor of ``session``, with the images of an earlier process if its token is known."""
         token = self._tokens.get(session)
         if token is None:
             return Visitor()
-        owner = owner_named(token)
+        owner = owner_of_token(token)
         if self._galleries is None:
             return Visitor(self._grace_s)
         visitor = Visitor(self._grace_s, self._galleries.take(owner))
@@ -241,7 +243,7 @@ class Visitors:
         return visitor
 
     def of(self, session: str | None) -> Visitor:
-        """The visitor of ``session``, a new one where it is not known; without a session, one for this call alone."""
+        """Return the visitor of ``session``, created if needed; without a session, a temporary one."""
         if not session:
             return Visitor()
         key = self._tokens.get(session, session)
@@ -252,7 +254,7 @@ class Visitors:
         return visitor
 
     def leave(self, session: str | None) -> None:
-        """The page was closed: its paintings end, at once where it cannot come back."""
+        """Stop the requests of a closed page: at once without a token, else after the grace period."""
         token = self._tokens.pop(session or "", None)
         visitor = self._visitors.get(token) if token else self._visitors.pop(session or "", None)
         if visitor is None:
@@ -263,9 +265,7 @@ class Visitors:
             visitor.stop()
 
     def _forget(self, here: str) -> None:
-        """Those who have nothing, once they are many, and those that have been idle for longest, where nobody told that
-        they left; never the visitor ``here``.
-        """
+        """Remove empty visitors and those idle for longest if there are too many; never the visitor ``here``."""
         if len(self._visitors) > self._look_at:
             for key in [key for key, visitor in self._visitors.items() if visitor.is_empty and key != here]:
                 del self._visitors[key]
@@ -286,9 +286,7 @@ MOST_CHARS = 500
 
 
 def ask_for_visitor(request: gr.Request) -> None:
-    """From now on what is asked in this context, and in tasks that begin in it, is asked for whoever sent
-    ``request``.
-    """
+    """Send all later client requests of this context on behalf of the visitor that sent ``request``."""
     ask_for(Asker(_addresses(request), request.session_hash or "", key_of(request)))
 
 

@@ -84,9 +84,8 @@ class AsyncStream(Generic[EventT]):
             async for chunk in self._response.aiter_bytes():
                 for data in parser.feed(chunk):
                     for event in self._reader.read(data):
-                        if self._is_closed:
-                            return
-                        yield event
+                        if not self._is_closed:
+                            yield event
         except (httpx.HTTPError, httpx.StreamError) as error:
             if not self._is_closed:
                 raise_for_transport(self._url, error)
@@ -105,7 +104,7 @@ class AsyncStream(Generic[EventT]):
 class AsyncClient:
     """Asynchronous client of a diffserve server, for asyncio.
 
-    It has the methods of ``Client`` as coroutines and raises the same exceptions. Methods that return an
+    It raises the same exceptions as ``Client``. Methods that return an
     ``AsyncStream`` are not coroutines: enter the stream with ``async with``, then iterate over it with ``async for``.
     Close the client after use, or use it as an asynchronous context manager.
 
@@ -239,7 +238,7 @@ class AsyncClient:
         """Cancel an image request.
 
         Args:
-            request_id: The ID from ``AsyncStream.request_id`` or an event.
+            request_id: The ``request_id`` of the stream, or the ID in an event.
 
         Returns:
             True if it was cancelled, False if it is already finished or unknown.
@@ -250,7 +249,7 @@ class AsyncClient:
         """Stop an image request early; its own answer then contains the unfinished images.
 
         Args:
-            request_id: The ID from ``AsyncStream.request_id`` or an event.
+            request_id: The ``request_id`` of the stream, or the ID in an event.
 
         Returns:
             True if it was stopped, False if it is already finished or unknown.
@@ -314,11 +313,13 @@ class AsyncClient:
         """
         return self._open(calls.chat_stream(messages, fields))
 
-    async def respond(self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]) -> Response:
+    async def respond(
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> Response:
         """Create a response: text, or images if ``tools`` allows them.
 
         Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
             **fields: Optional request fields, see ``ResponseFields``.
 
         Returns:
@@ -327,21 +328,21 @@ class AsyncClient:
         Raises:
             InvalidRequest: A value is not accepted.
         """
-        return await self._send(calls.respond(given, fields))
+        return await self._send(calls.respond(response_input, fields))
 
     def respond_stream(
-        self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
     ) -> AsyncStream[ResponseEvent]:
         """Create a response and stream text and image previews.
 
         Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
             **fields: Optional request fields, see ``ResponseFields``.
 
         Returns:
             A stream of ``ResponseDelta`` and ``ResponsePartial`` events. The last event is a ``ResponseEnd``.
         """
-        return self._open(calls.respond_stream(given, fields))
+        return self._open(calls.respond_stream(response_input, fields))
 
     async def response(self, response_id: str) -> Response:
         """Fetch a stored response.

@@ -72,7 +72,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class TypedReader(Generic[EventT]):
-    """Decoder for streams of events with a ``type`` field.
+    """Decoder for events with a ``type`` field.
 
     Args:
         types: The class of each event type.

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 HEADER: Final = "X-Diffserve-On-Behalf-Of"
 _SECRET: Final = secrets.token_hex(16)
-_told: ContextVar[str] = ContextVar("on_behalf_of", default="")
+_visitor: ContextVar[str] = ContextVar("on_behalf_of", default="")
 
 
 class Asker(NamedTuple):
@@ -31,7 +31,7 @@ class Asker(NamedTuple):
 
 def ask_for(asker: Asker) -> None:
     """Send all later requests of this context, and of tasks started in it, on behalf of ``asker``."""
-    _told.set(f"{_SECRET} {asker.key_id} {asker.key} {asker.addresses}")
+    _visitor.set(f"{_SECRET} {asker.key_id} {asker.key} {asker.addresses}")
 
 
 def own_key() -> str:
@@ -41,7 +41,7 @@ def own_key() -> str:
 
 def headers() -> dict[str, str]:
     """Return the header that names the visitor of this context; empty if there is none or it is not printable ASCII."""
-    value = _told.get()
+    value = _visitor.get()
     return {HEADER: value} if value and value.isascii() and value.isprintable() else {}
 
 

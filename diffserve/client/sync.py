@@ -1,43 +1,69 @@
-"""Synchronous client of a diffserve server."""
+"""Synchronous client of a diffserve server: the asynchronous client, run by an event loop in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar, Unpack
+import asyncio
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-import httpx
-import msgspec
+from diffserve.api.errors import DiffserveError
+from diffserve.client.asynchronous import AsyncClient, AsyncStream
+from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S
+from diffserve.client.errors import ServerLost
 
-from diffserve.client import calls, stored
-from diffserve.client.answers import (
-    Chat,
-    ChatDelta,
-    ChatMessage,
-    ImageEvent,
-    Images,
-    Model,
-    Provenance,
-    RewriteEvent,
-    Rewrites,
-    ServerCapabilities,
-)
-from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
-from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
-from diffserve.client.events import EventParser, Reader
-from diffserve.client.recipe import EditFields, ImageFields, StreamedEditFields, StreamedImageFields
-from diffserve.client.responses import EmbeddingFields, Embeddings, Response, ResponseEvent, ResponseFields
-from diffserve.client.stored import (
-    HistoryEntry,
-    HistoryFields,
-    Listed,
-    PageFields,
-    StoredBatch,
-    StoredFile,
-    UsedDay,
-)
-
+P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
+
+
+class _LoopThread:
+    """Daemon thread whose event loop runs the requests of one client. All methods are thread-safe."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._main, name="diffserve-client", daemon=True)
+        self._thread.start()
+
+    def run(self, request: Coroutine[Any, Any, AnswerT]) -> AnswerT:
+        """Run ``request`` in the event loop and wait for its result; an exception while waiting cancels it."""
+        with self._lock:  # a coroutine that is submitted after the loop has stopped would never end
+            if self.is_closed:
+                request.close()
+                raise RuntimeError("the client is closed; create a new one.")
+            future = asyncio.run_coroutine_threadsafe(request, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ServerLost("the client was closed before the answer was complete.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel all requests, close the connections and end the thread."""
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if threading.current_thread() is not self._thread:  # garbage collection may run in any thread
+            self._thread.join()
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with self._client:
+            await self._stopped.wait()
 
 
 class Stream(Generic[EventT]):
@@ -53,19 +79,25 @@ class Stream(Generic[EventT]):
         DiffserveError: While iterating: the server reported an error; its class depends on the error code.
     """
 
-    def __init__(self, response: httpx.Response, reader: Reader[EventT], url: str) -> None:
-        self.request_id = response.headers.get("x-request-id", "")
-        self._response = response
-        self._reader = reader
-        self._url = url
-        self._is_closed = False
-        self._events = self._read()
+    def __init__(self, client: Client, stream: AsyncStream[EventT]) -> None:
+        self._client = client  # keeps the client from being collected, which would close it
+        self._loop = client._loop
+        self._stream = self._loop.run(stream.__aenter__())
+        self._events = aiter(self._stream)
+        self.request_id = self._stream.request_id
 
     def __iter__(self) -> Iterator[EventT]:
-        return self._events
+        return self
 
     def __next__(self) -> EventT:
-        return next(self._events)
+        try:
+            return self._loop.run(_next(self._events))
+        except StopAsyncIteration:
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -78,33 +110,50 @@ class Stream(Generic[EventT]):
 
         Can be called from any thread.
         """
-        self._is_closed = True
-        self._response.close()
+        if not self._loop.is_closed:
+            self._loop.run(self._close())
 
-    def _read(self) -> Iterator[EventT]:
-        parser = EventParser()
-        try:
-            for chunk in self._response.iter_bytes():
-                for data in parser.feed(chunk):
-                    for event in self._reader.read(data):
-                        if self._is_closed:
-                            return
-                        yield event
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            if not self._is_closed:
-                raise_for_transport(self._url, error)
-        except msgspec.MsgspecError as error:
-            raise unexpected(self._url) from error
-        is_complete = self._reader.is_complete or self._is_closed
-        self.close()
-        if not is_complete:
-            raise ServerLost(f"the answer of {self._url} ended too early; is the server still running?")
+    async def _close(self) -> None:
+        await self._stream.close()
+        with contextlib.suppress(DiffserveError, RuntimeError):  # another thread may be reading, and stops now
+            async for _ in self._events:  # the closed connection ends httpx's generators inside this one
+                pass
+
+
+async def _next(events: AsyncIterator[EventT]) -> EventT:
+    return await anext(events)
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, AnswerT]],
+) -> Callable[Concatenate[Client, P], AnswerT]:
+    """Return a method of ``Client`` that runs ``method`` and waits for its result."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
+        return self._loop.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _opening(
+    method: Callable[Concatenate[AsyncClient, P], AsyncStream[EventT]],
+) -> Callable[Concatenate[Client, P], Stream[EventT]]:
+    """Return a method of ``Client`` that opens the stream of ``method``."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Stream[EventT]:
+        return Stream(self, method(self._client, *args, **kwargs))
+
+    return call
 
 
 class Client:
     """Synchronous client of a diffserve server.
 
-    A client can be shared between threads. Close it after use, or use it as a context manager.
+    It has the methods of ``AsyncClient`` as ordinary functions that wait for the answer. Methods that return an
+    ``AsyncStream`` there return a ``Stream`` here; they send the request at once. A client can be shared between
+    threads. Close it after use, or use it as a context manager.
 
     Every method raises ``ServerUnreachable`` if no server answers, ``ServerLost`` if the connection ends before the
     answer is complete, and otherwise the exception that matches the server's error code: ``InvalidRequest``,
@@ -124,9 +173,10 @@ class Client:
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S, api_key: str | None = None) -> None:
-        self.url = calls.base_url(url)
-        self._timeout_s = timeout_s
-        self._http = httpx.Client(**calls.settings(self.url, timeout_s, api_key))
+        self._client = AsyncClient(url, timeout_s=timeout_s, api_key=api_key)
+        self._loop = _LoopThread(self._client)
+        self.url = self._client.url
+        weakref.finalize(self, self._loop.close)
 
     def __enter__(self) -> Self:
         return self
@@ -136,546 +186,44 @@ class Client:
 
     def close(self) -> None:
         """Close all connections."""
-        self._http.close()
-
-    def generate(self, prompt: str, *, idempotency_key: str | None = None, **fields: Unpack[ImageFields]) -> Images:
-        """Generate images and wait for all of them.
-
-        Args:
-            prompt: What to generate.
-            idempotency_key: A unique string that makes a retry safe: within a day, a second call with the same key and
-                fields returns the stored answer instead of generating again.
-            **fields: Optional request fields, see ``ImageFields``.
-
-        Returns:
-            All images of the request, in order. With ``best_of``, the best come first.
-
-        Raises:
-            InvalidRequest: A field is wrong, or the key was used for a different request.
-            QueueFull: The server has too much queued work; ``retry_after_s`` says when to retry.
-            DeadlineUnreachable: The request cannot be finished within its ``deadline_s``.
-        """
-        return self._send(calls.generate(prompt, fields).under(idempotency_key))
-
-    def generate_stream(self, prompt: str, **fields: Unpack[StreamedImageFields]) -> Stream[ImageEvent]:
-        """Generate images and stream progress, previews and finished images.
-
-        Args:
-            prompt: What to generate.
-            **fields: Optional request fields, see ``StreamedImageFields``.
-
-        Returns:
-            A stream of ``Progress``, ``PartialImage``, ``CompletedImage`` and ``LostImage`` events.
-        """
-        return self._open(calls.generate_stream(prompt, fields))
-
-    def edit(self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[EditFields]) -> Images:
-        """Generate images from an existing image and wait for all of them.
-
-        Args:
-            prompt: What to generate.
-            image: The bytes of the PNG, JPEG or WebP file to start from.
-            mask: The bytes of an image file that selects the area to repaint: transparent pixels, or white ones if it
-                has no transparency. None repaints the whole image, or its transparent area if it has one.
-            **fields: Optional request fields, see ``EditFields``.
-
-        Returns:
-            All images of the request, in order.
-
-        Raises:
-            InvalidRequest: A field is wrong, or a file is not a readable image.
-        """
-        return self._send(calls.edit(prompt, image, mask, fields))
-
-    def edit_stream(
-        self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[StreamedEditFields]
-    ) -> Stream[ImageEvent]:
-        """Generate images from an existing image and stream its events.
-
-        Args:
-            prompt: What to generate.
-            image: The bytes of the PNG, JPEG or WebP file to start from.
-            mask: The bytes of an image file that selects the area to repaint: transparent pixels, or white ones if it
-                has no transparency. None repaints the whole image, or its transparent area if it has one.
-            **fields: Optional request fields, see ``StreamedEditFields``.
-
-        Returns:
-            A stream of ``Progress``, ``PartialImage``, ``CompletedImage`` and ``LostImage`` events.
-        """
-        return self._open(calls.edit_stream(prompt, image, mask, fields))
-
-    def vary(self, image: bytes, **fields: Unpack[EditFields]) -> Images:
-        """Generate variations of an image with the prompt stored in its metadata.
-
-        Without such a prompt, the variation is generated with an empty one and the answer has a warning.
-
-        Args:
-            image: The bytes of the PNG, JPEG or WebP file to start from.
-            **fields: Optional request fields, see ``EditFields``.
-
-        Returns:
-            All images of the request, in order.
-
-        Raises:
-            InvalidRequest: A field is wrong, or the file is not a readable image.
-        """
-        return self._send(calls.vary(image, fields))
-
-    def verify(self, image: bytes) -> Provenance:
-        """Read the provenance marks of an image: XMP, watermark and content credentials.
-
-        Args:
-            image: The bytes of the image file.
-
-        Returns:
-            The marks that were found, and whether they identify the image as generated.
-
-        Raises:
-            InvalidRequest: The file is not a readable image.
-        """
-        return self._send(calls.verify(image))
-
-    def cancel(self, request_id: str) -> bool:
-        """Cancel an image request.
-
-        Args:
-            request_id: The ID from ``Stream.request_id`` or an event.
-
-        Returns:
-            True if it was cancelled, False if it is already finished or unknown.
-        """
-        return self._send(calls.cancel(request_id))
-
-    def interrupt(self, request_id: str) -> bool:
-        """Stop an image request early; its own answer then contains the unfinished images.
-
-        Args:
-            request_id: The ID from ``Stream.request_id`` or an event.
-
-        Returns:
-            True if it was stopped, False if it is already finished or unknown.
-        """
-        return self._send(calls.interrupt(request_id))
-
-    def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
-        """Rewrite a short description into detailed prompts for the image model.
-
-        Args:
-            prompt: The description.
-            **fields: Optional request fields, see ``RewriteFields``.
-
-        Returns:
-            The prompts, the most likely first.
-
-        Raises:
-            InvalidRequest: A field is wrong, such as an unknown style.
-        """
-        return self._send(calls.rewrite(prompt, fields))
-
-    def rewrite_stream(self, prompt: str, **fields: Unpack[RewriteFields]) -> Stream[RewriteEvent]:
-        """Rewrite a short description into prompts and stream the text during generation.
-
-        Args:
-            prompt: The description.
-            **fields: Optional request fields, see ``RewriteFields``.
-
-        Returns:
-            A stream of ``RewriteDelta`` events. The last event is the complete ``Rewrites``.
-        """
-        return self._open(calls.rewrite_stream(prompt, fields))
-
-    def chat(self, messages: str | Sequence[ChatMessage], **fields: Unpack[ChatFields]) -> Chat:
-        """Answer a conversation with the language model.
-
-        Args:
-            messages: The conversation, or one user message as a string.
-            **fields: Optional request fields, see ``ChatFields``.
-
-        Returns:
-            The answers (``n`` of them) with token counts.
-
-        Raises:
-            InvalidRequest: A field is wrong, or the conversation exceeds the context length.
-            ModelNotFound: The server has no such model.
-        """
-        return self._send(calls.chat(messages, fields))
-
-    def chat_stream(self, messages: str | Sequence[ChatMessage], **fields: Unpack[ChatFields]) -> Stream[ChatDelta]:
-        """Answer a conversation and stream the text during generation.
-
-        Args:
-            messages: The conversation, or one user message as a string.
-            **fields: Optional request fields, see ``ChatFields``.
-
-        Returns:
-            A stream of ``ChatDelta`` events.
-        """
-        return self._open(calls.chat_stream(messages, fields))
-
-    def respond(self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]) -> Response:
-        """Create a response: text, or images if ``tools`` allows them.
-
-        Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
-            **fields: Optional request fields, see ``ResponseFields``.
-
-        Returns:
-            The response. Pass its ``id`` as ``previous_response_id`` to continue the conversation.
-
-        Raises:
-            InvalidRequest: A value is not accepted.
-        """
-        return self._send(calls.respond(given, fields))
-
-    def respond_stream(
-        self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
-    ) -> Stream[ResponseEvent]:
-        """Create a response and stream text and image previews.
-
-        Args:
-            given: The input, a string or a list of message objects as in the OpenAI Responses API.
-            **fields: Optional request fields, see ``ResponseFields``.
-
-        Returns:
-            A stream of ``ResponseDelta`` and ``ResponsePartial`` events. The last event is a ``ResponseEnd``.
-        """
-        return self._open(calls.respond_stream(given, fields))
-
-    def response(self, response_id: str) -> Response:
-        """Fetch a stored response.
-
-        Args:
-            response_id: The ID of the response.
-
-        Returns:
-            The response in its current state.
-
-        Raises:
-            InvalidRequest: No stored response has this ID.
-        """
-        return self._send(calls.response(response_id))
-
-    def cancel_response(self, response_id: str) -> Response:
-        """Cancel a background response.
-
-        Args:
-            response_id: The ID of the response.
-
-        Returns:
-            The response in its final state.
-
-        Raises:
-            InvalidRequest: No stored response has this ID.
-        """
-        return self._send(calls.cancel_response(response_id))
-
-    def forget_response(self, response_id: str) -> bool:
-        """Delete a stored response.
-
-        Args:
-            response_id: The ID of the response.
-
-        Returns:
-            True if it was deleted, False if it does not exist.
-        """
-        return self._send(calls.forget_response(response_id))
-
-    def embed(self, texts: str | Sequence[str], **fields: Unpack[EmbeddingFields]) -> Embeddings:
-        """Compute embeddings of texts with the text encoder of the image model.
-
-        Args:
-            texts: One text or several.
-            **fields: Optional request fields, see ``EmbeddingFields``.
-
-        Returns:
-            One vector of length 1 per text, in the order of ``texts``.
-
-        Raises:
-            InvalidRequest: A value is not accepted.
-        """
-        return self._send(calls.embed(texts, fields))
-
-    def models(self) -> tuple[Model, ...]:
-        """List every model name that a request may use.
-
-        Returns:
-            The models, the image model first.
-        """
-        return self._send(calls.models())
-
-    def capabilities(self) -> ServerCapabilities:
-        """Fetch the capabilities of the server.
-
-        Returns:
-            The fields of each endpoint with their bounds, and the models, limits and price of the server.
-        """
-        return self._send(calls.capabilities())
-
-    def model(self, name: str) -> Model:
-        """Fetch one model with its capabilities.
-
-        Args:
-            name: The name of the model or an alias.
-
-        Returns:
-            The model.
-
-        Raises:
-            ModelNotFound: The server has no such model.
-        """
-        return self._send(calls.model(name))
-
-    def upload(self, data: bytes, filename: str = "batch.jsonl", purpose: str = "batch") -> StoredFile:
-        """Store a file on the server, usually the input of a batch.
-
-        Args:
-            data: The contents of the file; ``batch_lines`` builds those of a batch.
-            filename: The name to list it by.
-            purpose: What the file is for, such as "batch" or "vision".
-
-        Returns:
-            The stored file.
-
-        Raises:
-            InvalidRequest: The file is too large, or the storage limit of this key is reached.
-        """
-        return self._send(stored.upload(data, filename, purpose))
-
-    def files(self, **fields: Unpack[PageFields]) -> Listed[StoredFile]:
-        """List one page of the stored files.
-
-        Args:
-            **fields: Optional request fields, see ``PageFields``.
-
-        Returns:
-            The files, the newest first unless ``order`` says otherwise.
-        """
-        return self._send(stored.files(fields))
-
-    def file(self, file_id: str) -> StoredFile:
-        """Fetch the metadata of a stored file.
-
-        Args:
-            file_id: The ID of the file.
-
-        Returns:
-            The file's name, size in bytes and times.
-
-        Raises:
-            InvalidRequest: No file has this ID.
-        """
-        return self._send(stored.file(file_id))
-
-    def file_content(self, file_id: str) -> bytes:
-        """Download the contents of a stored file.
-
-        Args:
-            file_id: The ID of the file.
-
-        Returns:
-            The contents.
-
-        Raises:
-            InvalidRequest: No file has this ID.
-        """
-        return self._send(stored.file_content(file_id))
-
-    def delete_file(self, file_id: str) -> bool:
-        """Delete a stored file.
-
-        Args:
-            file_id: The ID of the file.
-
-        Returns:
-            True if it was deleted, False if it does not exist.
-        """
-        return self._send(stored.delete_file(file_id))
-
-    def begin_batch(
-        self, file_id: str, endpoint: str = calls.GENERATIONS, metadata: Mapping[str, str] | None = None
-    ) -> StoredBatch:
-        """Start a batch: the server runs every request of an uploaded file when it is idle.
-
-        Args:
-            file_id: The ID of the input file, see ``upload``.
-            endpoint: The path that every line is a request for.
-            metadata: Strings to store with the batch.
-
-        Returns:
-            The new batch.
-
-        Raises:
-            InvalidRequest: The input file is missing or wrong, or too many batches are unfinished.
-        """
-        return self._send(stored.begin_batch(file_id, endpoint, metadata or {}))
-
-    def batch(self, batch_id: str) -> StoredBatch:
-        """Fetch the current state of a batch.
-
-        Args:
-            batch_id: The ID of the batch.
-
-        Returns:
-            The batch with its progress.
-
-        Raises:
-            InvalidRequest: No batch has this ID.
-        """
-        return self._send(stored.batch(batch_id))
-
-    def batches(self, **fields: Unpack[PageFields]) -> Listed[StoredBatch]:
-        """List one page of the batches.
-
-        Args:
-            **fields: Optional request fields, see ``PageFields``.
-
-        Returns:
-            The batches, the newest first unless ``order`` says otherwise.
-        """
-        return self._send(stored.batches(fields))
-
-    def cancel_batch(self, batch_id: str) -> StoredBatch:
-        """Cancel a batch; lines that are already done stay in its output file.
-
-        Args:
-            batch_id: The ID of the batch.
-
-        Returns:
-            The batch in its new state.
-
-        Raises:
-            InvalidRequest: The batch is already finished.
-        """
-        return self._send(stored.cancel_batch(batch_id))
-
-    def history(self, **fields: Unpack[HistoryFields]) -> Listed[HistoryEntry]:
-        """List one page of the images that were generated with this API key.
-
-        Args:
-            **fields: Optional request fields, see ``HistoryFields``.
-
-        Returns:
-            The entries, the newest first unless ``order`` says otherwise.
-        """
-        return self._send(stored.history(fields))
-
-    def history_entry(self, entry_id: str) -> HistoryEntry:
-        """Fetch one history entry.
-
-        Args:
-            entry_id: The ID of the entry, as in ``ImageFile.history_id``.
-
-        Returns:
-            The entry, with the request that reproduces the image.
-
-        Raises:
-            InvalidRequest: No history entry has this ID.
-        """
-        return self._send(stored.history_entry(entry_id))
-
-    def history_picture(self, entry_id: str) -> bytes:
-        """Download the image file of a history entry.
-
-        Args:
-            entry_id: The ID of the entry.
-
-        Returns:
-            The bytes of the file.
-
-        Raises:
-            InvalidRequest: No history entry has this ID.
-        """
-        return self._send(stored.history_picture(entry_id))
-
-    def history_thumbnail(self, entry_id: str) -> bytes:
-        """Download the thumbnail of a history entry.
-
-        Args:
-            entry_id: The ID of the entry.
-
-        Returns:
-            The bytes of a WebP file, at most 256 pixels wide and high.
-
-        Raises:
-            InvalidRequest: No history entry has this ID.
-        """
-        return self._send(stored.history_thumbnail(entry_id))
-
-    def forget(self, entry_id: str) -> bool:
-        """Delete a history entry and its image file.
-
-        Args:
-            entry_id: The ID of the entry.
-
-        Returns:
-            True if it was deleted, False if it does not exist.
-        """
-        return self._send(stored.forget(entry_id))
-
-    def forget_all(self) -> int:
-        """Delete the whole history of this API key, with the image files.
-
-        Returns:
-            How many entries were deleted.
-        """
-        return self._send(stored.forget_all())
-
-    def usage(self, days: int = 30) -> tuple[UsedDay, ...]:
-        """Fetch the daily usage of this API key.
-
-        Args:
-            days: How many days to report, including today (UTC).
-
-        Returns:
-            One entry per day with any usage, the newest first.
-
-        Raises:
-            InvalidRequest: ``days`` is not between 1 and 366.
-        """
-        return self._send(stored.usage(days))
-
-    def usage_by_key(self, days: int = 30) -> tuple[UsedDay, ...]:
-        """Fetch the daily usage of all API keys; requires the scope ``admin``.
-
-        Args:
-            days: How many days to report, including today (UTC).
-
-        Returns:
-            One entry per day and key with any usage, the newest first.
-
-        Raises:
-            InvalidRequest: ``days`` is not between 1 and 366.
-            DiffserveError: This key does not have the scope.
-        """
-        return self._send(stored.usage_by_key(days))
-
-    def is_ready(self) -> bool:
-        """Return whether the server accepts work now; it does not while it loads its models.
-
-        Returns:
-            True if it is ready.
-        """
-        return self._send(calls.ready())
-
-    def _send(self, call: Call[AnswerT]) -> AnswerT:
-        try:
-            response = self._http.request(
-                call.method, call.path, content=call.body, headers=dict(call.headers) if call.body else None
-            )
-        except httpx.HTTPError as error:
-            raise_for_transport(self.url, error)
-        return calls.read(call, self.url, response)
-
-    def _open(self, call: StreamCall[EventT]) -> Stream[EventT]:
-        timeout = calls.stream_timeout(self._timeout_s)
-        request = self._http.build_request(
-            "POST", call.path, content=call.body, headers=dict(call.headers), timeout=timeout
-        )
-        try:
-            response = self._http.send(request, stream=True)
-            if response.status_code != httpx.codes.OK:
-                response.read()
-                raise error_of_answer(self.url, response)
-        except httpx.HTTPError as error:
-            raise_for_transport(self.url, error)
-        return Stream(response, call.reader, self.url)
+        self._loop.close()
+
+    generate = _blocking(AsyncClient.generate)
+    generate_stream = _opening(AsyncClient.generate_stream)
+    edit = _blocking(AsyncClient.edit)
+    edit_stream = _opening(AsyncClient.edit_stream)
+    vary = _blocking(AsyncClient.vary)
+    verify = _blocking(AsyncClient.verify)
+    cancel = _blocking(AsyncClient.cancel)
+    interrupt = _blocking(AsyncClient.interrupt)
+    rewrite = _blocking(AsyncClient.rewrite)
+    rewrite_stream = _opening(AsyncClient.rewrite_stream)
+    chat = _blocking(AsyncClient.chat)
+    chat_stream = _opening(AsyncClient.chat_stream)
+    respond = _blocking(AsyncClient.respond)
+    respond_stream = _opening(AsyncClient.respond_stream)
+    response = _blocking(AsyncClient.response)
+    cancel_response = _blocking(AsyncClient.cancel_response)
+    forget_response = _blocking(AsyncClient.forget_response)
+    embed = _blocking(AsyncClient.embed)
+    models = _blocking(AsyncClient.models)
+    capabilities = _blocking(AsyncClient.capabilities)
+    model = _blocking(AsyncClient.model)
+    upload = _blocking(AsyncClient.upload)
+    files = _blocking(AsyncClient.files)
+    file = _blocking(AsyncClient.file)
+    file_content = _blocking(AsyncClient.file_content)
+    delete_file = _blocking(AsyncClient.delete_file)
+    begin_batch = _blocking(AsyncClient.begin_batch)
+    batch = _blocking(AsyncClient.batch)
+    batches = _blocking(AsyncClient.batches)
+    cancel_batch = _blocking(AsyncClient.cancel_batch)
+    history = _blocking(AsyncClient.history)
+    history_entry = _blocking(AsyncClient.history_entry)
+    history_picture = _blocking(AsyncClient.history_picture)
+    history_thumbnail = _blocking(AsyncClient.history_thumbnail)
+    forget = _blocking(AsyncClient.forget)
+    forget_all = _blocking(AsyncClient.forget_all)
+    usage = _blocking(AsyncClient.usage)
+    usage_by_key = _blocking(AsyncClient.usage_by_key)
+    is_ready = _blocking(AsyncClient.is_ready)

@@ -42,7 +42,7 @@ def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screensho
     here = visit()
     fill_in(here, samplers=("DDIM", "DPM++ 2M"), steps="1, 3")
     here.part("exp-converged").get_by_role("checkbox").uncheck()
-    here.expect_text("exp-estimate", r"4 combinations of .* 1 picture each: about \d+ (s|min)")
+    here.expect_text("exp-estimate", r"4 combinations of .* 1 image each: about \d+ (s|min)")
     here.press("exp-run")
     here.until("() => document.querySelectorAll('#exp-grid img').length > 0")
     screenshot(here, "experiment-running")
@@ -69,7 +69,7 @@ def test_a_stopped_experiment_keeps_what_it_painted_and_frees_the_rest(
 ) -> None:
     here = visit()
     fill_in(here, samplers=("DDIM", "DDPM"), steps="2, 1000")
-    here.expect_text("exp-estimate", r"4 combinations of .* 1 picture each.* about \d+ (s|min)")
+    here.expect_text("exp-estimate", r"4 combinations of .* 1 image each.* about \d+ (s|min)")
     here.part("exp-run").press("Enter")
     here.until("() => document.querySelectorAll('#exp-grid img').length > 0")
     wait_for(lambda: page_server.num_requests() > 0, SOON_S, "the experiment to paint")

@@ -84,7 +84,7 @@ def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
     here.choose("rewrite-mode", "Suggest")
     expect(here.part("suggest")).to_be_visible()
     here.press("suggest")
-    here.expect_text("difference", "say first")
+    here.expect_text("difference", "describe an image first")
     assert here.part("accept").count() == 0
     here.choose("rewrite-mode", "Off")
     here.write("prompt", "2 doggos in teh beach")

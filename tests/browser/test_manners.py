@@ -125,7 +125,7 @@ def test_what_visitors_write_into_an_experiment_stays_text(visit: Visitor, scree
     here.write("exp-prompts", NASTY)
     here.write("exp-seeds", 1)
     here.part("exp-converged").get_by_role("checkbox").uncheck()
-    here.expect_text("exp-estimate", r"2 combinations of sampler and steps, 1 picture each: about")
+    here.expect_text("exp-estimate", r"2 combinations of sampler and steps, 1 image each: about")
     here.press("exp-run")
     expect(here.part("exp-grid")).to_contain_text("**stars**")
     expect(here.part("exp-stop")).to_be_hidden()

@@ -33,7 +33,7 @@ def test_a_suggestion_is_edited_and_painted(visit: Visitor, screenshot: Screensh
     here.expect_text("difference", r"doggos.*two")
     screenshot(here, "suggested")
     here.write("suggestion", "three dogs on the beach")
-    here.expect_text("rewrite-note", "paints what stands in the prompt; a suggestion gets there once you accept it")
+    here.expect_text("rewrite-note", "uses the prompt above; accept a suggestion")
     here.set_advanced(steps=1)
     here.paint()
     assert prompt_in(here.save("download", tmp_path)) == WISH, "it was not accepted"

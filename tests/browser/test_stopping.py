@@ -26,7 +26,7 @@ def test_stop_frees_the_lanes_keeps_the_unfinished_pictures_and_the_page_paints_
 ) -> None:
     here = visit()
     start(here, LONG, count=2)
-    here.expect_caption("% painted")
+    here.expect_caption("% done")
     here.press("stop")
     wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane, long before a thousand steps are done")
     here.until_rested()
@@ -56,7 +56,7 @@ def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningSe
     leaving, staying = visit(), visit()
     start(staying, 200, seed=2)
     start(leaving, LONG, seed=1, count=4)  # the last to begin, or it may be done before it is stopped
-    leaving.expect_caption("% painted")
+    leaving.expect_caption("% done")
     leaving.press("stop")
     leaving.until_rested()
     staying.until_rested()
@@ -73,7 +73,7 @@ def test_what_one_visitor_asks_for_again_and_again_queues_in_the_engine(
     start(here, 400)  # of a thousand steps each, on a slow machine, the third would be more than one's share of time
     for num_more in (1, 2):
         here.field("prompt").press("Enter")
-        here.expect_caption(rf"{num_more} more of yours")
+        here.expect_caption(rf"{num_more} more queued")
         page_server.wait_for_requests(1 + num_more)
     here.press("stop")
     here.until_rested()

@@ -149,7 +149,7 @@ class Visit:
 
     def until_painting(self) -> None:
         """Wait until the caption counts steps, or tells how much of several pictures is painted."""
-        self.expect_caption(r"step [1-9]|[1-9]\d* % painted")
+        self.expect_caption(r"step [1-9]|[1-9]\d* % done")
 
     def until_rested(self) -> None:
         """Wait until Generate is back."""

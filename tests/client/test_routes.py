@@ -70,7 +70,7 @@ def requests_of_client() -> set[tuple[str, str]]:
         return httpx.Response(500)
 
     with Client("http://127.0.0.1:9") as client:
-        client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url=client.url)
+        client._client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=client.url)
         for method in methods(Client).values():
             with pytest.raises(DiffserveError):
                 method(client, *arguments(method))

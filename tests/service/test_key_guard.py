@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 from diffserve.api.errors import ConfigError, QueueFull
-from diffserve.client.on_behalf import HEADER, Asker, _told, ask_for, headers, own_key
+from diffserve.client.on_behalf import HEADER, Asker, _visitor, ask_for, headers, own_key
 from diffserve.service.admission import Clients
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
@@ -269,12 +269,12 @@ def test_requests_of_a_key_are_limited_by_the_minute(tmp_path: Path) -> None:
 def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) -> None:
     house = House(tmp_path)
     text, key = house.keys.add("few", ["generate"], 2)
-    token = _told.set("")
+    token = _visitor.set("")
     try:
         ask_for(Asker("10.0.0.1", "session", key.id))
         by_page = headers()
     finally:
-        _told.reset(token)
+        _visitor.reset(token)
     ways = [bearer(text), by_page, bearer(text), bearer(house.texts["generate"])]
     answers = house.ask(*(("POST", "/sdapi/v1/interrupt", told) for told in ways))
     assert [answer.status_code for answer in answers] == [200, 200, 429, 200]

@@ -96,7 +96,7 @@ def tell(running: RunningServer, story: Callable[[Page], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("fields", "said"), [({"prompt": " "}, "say what to paint"), ({"sampler": "nope"}, "nope")])
+@pytest.mark.parametrize(("fields", "said"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
 def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_is(
     server: RunningServer, fields: dict[str, str], said: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_i
         assert said in page.caption
         another = page.ask(steps=LONG, seed="4")
         await page.look(another)
-        await page.until(painting, lambda: "1 more of yours" in page.caption)
+        await page.until(painting, lambda: "1 more queued" in page.caption)
         assert said not in page.caption
         page.stop()
         await page.rest(painting)
@@ -128,10 +128,10 @@ def test_what_came_to_nothing_is_still_said_when_the_other_one_is_painted(server
         await page.look(painting)
         await page.rest(page.ask(prompt=""))
         await page.rest(painting)
-        assert "Painted in" in page.caption
-        assert "say what to paint" in page.caption
+        assert "Generated in" in page.caption
+        assert "prompt is empty" in page.caption
         await page.rest(page.ask())
-        assert "say what to paint" not in page.caption
+        assert "prompt is empty" not in page.caption
 
     tell(server, story)
 
@@ -221,7 +221,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
         assert page.shown["stop"]["visible"] is True
         is_loaded.set()
         await page.rest(request)
-        assert "Painted in" in page.caption
+        assert "Generated in" in page.caption
         given_up = page.ask(sampler="nope")
         is_loaded.clear()
         await page.until(given_up, lambda: EARLY in page.caption)

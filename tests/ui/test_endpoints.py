@@ -167,7 +167,7 @@ def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"prompt": "  "}, "say what to paint"),
+        ({"prompt": "  "}, "describe an image"),
         ({"prompt": FOX, "steps": "0"}, "from 1 to 1000"),
         ({"prompt": FOX, "seed": "seven"}, "seven"),
         ({"prompt": FOX, "sampler": "dimm"}, "ddim"),

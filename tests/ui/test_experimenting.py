@@ -59,7 +59,7 @@ def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
         return estimate, shown
 
     estimate, shown = asyncio.run(paint())
-    assert "2 combinations of sampler and steps, 1 picture each, and 1 converged one: about" in estimate
+    assert "2 combinations of sampler and steps, 1 image each, and 1 converged one: about" in estimate
     assert "only pictures of the embedded model" in estimate
     last = shown[-1]
     assert "Painted 3 pictures" in last.status
@@ -124,7 +124,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
         try:
             async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
                 shown.append(one)
-                if re.search(r"picture 1 of 2\b", one.status):
+                if re.search(r"image 1 of 2\b", one.status):
                     await asyncio.to_thread(cable.pull_out)
             return shown, shown[-1].csv["value"].read_text(encoding="utf-8")
         finally:
@@ -158,7 +158,7 @@ def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.Monkey
     going, over = asyncio.run(look())
     assert going is not None
     assert "Curves appear once" in going.curves_over_steps
-    assert "nothing to draw" in over.curves_over_steps
+    assert "no data for a curve" in over.curves_over_steps
 
 
 def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_them(

@@ -94,7 +94,7 @@ def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None
         ({"steps": "5,,10"}, "leaves a value out"),
         ({"steps": "five"}, "'five'"),
         ({"steps": "0"}, "^steps is 0"),
-        ({"steps": "5, 5000"}, "1000 steps is the most"),
+        ({"steps": "5, 5000"}, "1000 steps is the maximum"),
         ({"prompts": " \n"}, "write at least one"),
         ({"num_seeds": 1.5}, "1.5"),
         ({"num_seeds": 0.0}, "seeds is 0"),

@@ -38,7 +38,7 @@ def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is
             assert (await history.choose(chosen, here))[3] == gr.update(visible=False)
         assert (await history.delete(here))[4] == gr.update(value="Delete")
         assert all(value == gr.skip() for value in await history.restore(here))
-        assert "no longer here" in (await history.edit(here))[3]
+        assert "no longer exists" in (await history.edit(here))[3]
         assert visitors.of(request.session_hash).start is None
         for words, said in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
             assert said in (await history.search(words, here))[0]
@@ -49,20 +49,20 @@ def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is
 
 def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(tmp_path: Any) -> None:
     before, same, other = Looking("fox"), Looking("fox"), Looking("owl")
-    before.found, before.chosen, before.is_asking = [(entry(), tmp_path)], 0, True
+    before.found, before.selected, before.is_asking = [(entry(), tmp_path)], 0, True
     for looking in (same, other):
         looking.found = [(entry(id="newer"), tmp_path), (entry(), tmp_path)]
         looking.keep_choice(before)
-    assert (same.chosen, same.is_asking, other.chosen) == (1, True, None)
+    assert (same.selected, same.is_asking, other.selected) == (1, True, None)
     gone = Looking("fox")
     gone.keep_choice(before)
-    assert (gone.chosen, gone.is_asking) == (None, False)
+    assert (gone.selected, gone.is_asking) == (None, False)
 
 
 def test_what_others_wrote_is_text_and_deleting_asks_first(tmp_path: Any) -> None:
     looking = Looking("fox")
-    assert "No picture of yours" in looking.draw()[0]
-    looking.found, looking.chosen, looking.is_asking = [(entry(), tmp_path)], 0, True
+    assert "No image has all" in looking.draw()[0]
+    looking.found, looking.selected, looking.is_asking = [(entry(), tmp_path)], 0, True
     said, *_, delete = looking.draw()
     assert "&lt;b&gt;a fox" in said
     assert "8x8, seed 1, 1970-01-01 00:00 UTC" in said

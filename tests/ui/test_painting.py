@@ -64,8 +64,8 @@ def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
 
     said = asyncio.run(fail())
     assert said.count("out of memory") == 1
-    assert "Pictures 1, 3 and 4 failed: the device is out of memory." in said
-    assert "Picture 2 failed: something broke." in said
+    assert "Images 1, 3 and 4 failed: the device is out of memory." in said
+    assert "Image 2 failed: something broke." in said
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_server_that_is_away_is_a_sentence() -> None:
 def test_until_it_begins_its_place_is_said() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
-        said = {None: "waiting for a free place", 0: "waiting for a free place", 2: "place 3 in the queue"}
+        said = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
         for queue_position, text in said.items():
             painting.queue_position = queue_position
             assert progress_text(painting) == text
@@ -169,10 +169,10 @@ def test_several_pictures_are_told_as_one_work() -> None:
                 await painting._take(far)
                 shares.append(painting.share)
             assert shares == sorted(shares)
-        assert progress_text(several).startswith("0 of 3 finished, 58 % painted, about 3 s left")
-        assert progress_text(best).startswith("43 % painted, ")
+        assert progress_text(several).startswith("0 of 3 finished, 58 % done, about 3 s left")
+        assert progress_text(best).startswith("43 % done, ")
         await several._take(LostImage(id="1", image_index=0, failure=Failure(code="x", message="lost.")))
-        assert progress_text(several).startswith("1 of 3 finished, 58 % painted")
+        assert progress_text(several).startswith("1 of 3 finished, 58 % done")
 
     tell("http://127.0.0.1:9", story)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffserve.client import World
 from diffserve.models.vocabulary import read_vocabulary
-from ui.create.palette import said_of, shown, unknown_in
+from ui.create.palette import shown, unknown_in, warning_of
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "diffserve" / "embedded" / "weights"
 SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors=("orange",), words=("a", "fox"))
@@ -39,11 +39,11 @@ def test_words_that_the_model_was_never_taught_are_named() -> None:
 
 
 def test_they_are_said_as_text_and_not_all_of_many() -> None:
-    said = said_of(("<b>", "horse", *map(str, range(9))))
+    said = warning_of(("<b>", "horse", *map(str, range(9))))
     assert "<b>&lt;b&gt;</b>, <b>horse</b>" in said
     assert said.count("<b>") == 6
     assert "and 5 more" in said
-    assert said_of(()) == ""
+    assert warning_of(()) == ""
 
 
 def test_everything_can_be_clicked_in_words_that_the_model_knows() -> None:

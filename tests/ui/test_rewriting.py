@@ -19,7 +19,7 @@ from ui.create.rewriting import Rewriting, accept, choose, compare
 from ui.create.word_difference import difference_html
 
 WISH = "a <small> fox"
-SAID = status("Your own words are a good prompt already.")
+SAID = status("The prompt is already good.")
 
 
 @pytest.mark.parametrize("said", [None, "", SAID, difference_html(WISH, "a cat")])
@@ -35,7 +35,7 @@ def test_an_edit_that_is_taken_back_leaves_no_marks(said: str | None) -> None:
     assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
 
 
-def test_what_is_said_of_a_wish_that_is_a_good_prompt_stays() -> None:
+def test_what_is_warning_of_a_wish_that_is_a_good_prompt_stays() -> None:
     shown, _ = compare(WISH, WISH, SAID)
     assert shown == gr.skip()
 
@@ -48,7 +48,7 @@ def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
 def test_the_way_of_a_suggestion_into_a_picture_is_said_beside_the_choice() -> None:
     panel, note = choose("Suggest")
     assert panel["visible"]
-    assert "paints what stands in the prompt" in note
+    assert "uses the prompt above" in note
     assert choose("Off")[1] == ""
 
 
@@ -88,7 +88,7 @@ class Refusing:
         yield events()
 
 
-@pytest.mark.parametrize(("wish", "said"), [(" ", "Say first what"), (WISH, "The rewriter declined.")])
+@pytest.mark.parametrize(("wish", "said"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
 def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, said: str) -> None:
     async def last() -> tuple[object, ...]:
         events = Rewriting(Refusing(), None)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tests.ui.asking import Request
 from tests.ui.capabilities import MODEL
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import Form, order_of
-from ui.create.start import GONE, MASK, MAX_MARKS_CHARS, PageMarks, Starting, start_of
+from ui.create.start import MASK, MAX_MARKS_CHARS, MISSING_IMAGE, PageMarks, Starting, start_of
 from ui.server import Models, Server
 from ui.visitors import Visitors
 
@@ -44,7 +44,7 @@ def test_what_is_marked_comes_with_the_picture_and_its_own_size(tmp_path: Path) 
     assert order_of(Form(prompt="a fox", size="96x64"), MODEL, start).fields["size"] == "96x64"
     for noise in (None, "", marks(is_edit=False)):
         assert start_of(noise, "nonsense", tmp_path) is None
-    with pytest.raises(InvalidRequest, match=GONE[:30]):
+    with pytest.raises(InvalidRequest, match=MISSING_IMAGE[:30]):
         start_of(marks(), "", None)
     with pytest.raises(InvalidRequest, match="strength is '2'"):
         start_of(marks(), "2", tmp_path)
@@ -54,7 +54,7 @@ def test_what_is_marked_comes_with_the_picture_and_its_own_size(tmp_path: Path) 
     "odd", ["[", "[1]", "5", marks("data:image/svg+xml,x"), marks(MASK + "%%"), "x" * (MAX_MARKS_CHARS + 1)]
 )
 def test_marks_that_the_page_would_not_send_are_refused_in_a_sentence(odd: str) -> None:
-    with pytest.raises(InvalidRequest, match="mark it again"):
+    with pytest.raises(InvalidRequest, match="draw it again"):
         start_of(odd, "", Path("start.png"))
 
 
@@ -71,7 +71,7 @@ def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
         own, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
         visitor.pictures = [own]
         for name in (str(foreign.path), "/etc/passwd", None, {"path": [1]}, 7):
-            assert "no such picture" in (await starting.edit(name, Request()))[-1]  # type: ignore[arg-type]
+            assert "image no longer exists" in (await starting.edit(name, Request()))[-1]  # type: ignore[arg-type]
             assert visitor.start is None
         assert str(own.path) in (await starting.edit({"path": str(own.path)}, Request()))[1]  # type: ignore[arg-type]
         assert visitor.start == own.path
@@ -89,7 +89,7 @@ def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
         assert "PNG, JPEG or WebP" in (await starting.choose(str(upload), Request()))[-1]  # type: ignore[arg-type]
         assert visitor.start is not None, "what was there stays"
         visitor.start.unlink()
-        assert GONE in (await starting.restore(True, Request()))[-1]  # type: ignore[arg-type]
+        assert MISSING_IMAGE in (await starting.restore(True, Request()))[-1]  # type: ignore[arg-type]
         await server.close()
 
     monkeypatch.setattr(Server, "models", models)

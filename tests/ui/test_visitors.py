@@ -17,7 +17,7 @@ from ui.create.painting import FinishedPicture
 from ui.create.view import PARTS, Screen, follow, resume
 from ui.files import PageFiles
 from ui.server import Server
-from ui.visitors import MAX_EMPTY, MAX_TOKENS, Galleries, Visitor, Visitors, owner_named
+from ui.visitors import MAX_EMPTY, MAX_TOKENS, Galleries, Visitor, Visitors, owner_of_token
 
 TOKEN, OTHER = "0" * 32, "1" * 32
 GRACE_S = 0.5
@@ -182,15 +182,15 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
 
     with contextlib.closing(_Ended(files)):
         tell(server.url, story)
-        files._hold.close()  # as if its process had been killed
+        files._folder_lock.close()  # as if its process had been killed
         again = PageFiles()
-        pictures = Visitor(pictures=Galleries(again).take(owner_named(TOKEN))).pictures
+        pictures = Visitor(pictures=Galleries(again).take(owner_of_token(TOKEN))).pictures
         assert [picture.seed for picture in pictures] == [4, 3] or [picture.seed for picture in pictures] == [3, 4]
         assert all(picture.path.is_relative_to(again.folder) for picture in pictures)
         assert {picture.facts for picture in pictures} == {
             f"{pictures[0].settings}, seed 3", f"{pictures[0].settings}, seed 4"
         }  # fmt: skip
-        assert Galleries(again).take(owner_named(OTHER)) == []
+        assert Galleries(again).take(owner_of_token(OTHER)) == []
         again.stays = frozenset
         again.remove()
 

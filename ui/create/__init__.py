@@ -1,1 +1,1 @@
-"""The Create tab: a wish, its picture, and how it is painted."""
+"""The Create tab: prompt, settings and the generated images."""

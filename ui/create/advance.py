@@ -1,4 +1,4 @@
-"""How far a request is, told of all its pictures together."""
+"""Progress of a request over all its images."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from diffserve.client import CompletedImage, LostImage, Progress
 
 
 class Advance:
-    """What is told of a request's pictures, as it comes."""
+    """Progress of all images of a request."""
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}
         self._all_done_s: float | None = None
 
     def take(self, event: Progress | CompletedImage | LostImage, now_s: float) -> None:
-        """An event that came at ``now_s``, of any clock that does not go back."""
+        """Record ``event``, received at ``now_s`` on a monotonic clock."""
         match event:
             case Progress(image_index=index, request_seconds_left=seconds_left):
                 self._all_done_s = self._all_done_s if seconds_left is None else now_s + seconds_left
@@ -26,9 +26,9 @@ class Advance:
         self._shares[index] = max(share, self._shares.get(index, 0.0))
 
     def share(self, num_painted: int) -> float:
-        """How much of all steps of ``num_painted`` pictures is done, 0 to 1; it never shrinks."""
+        """Return the finished share of all steps of ``num_painted`` images, 0 to 1; it never decreases."""
         return min(1.0, sum(self._shares.values()) / num_painted)
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Until the last picture is there; ``None`` where nothing is known."""
+        """Return the seconds until all images are done, or None if unknown."""
         return None if self._all_done_s is None else max(0.0, self._all_done_s - now_s)

@@ -1,4 +1,4 @@
-"""What happens in the tab Create: painting, stopping, looking back, reading a picture's settings."""
+"""Events of the Create tab: generate, stop, select an image, load settings from an image."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor, decoded
 
 CALLED: Final = {"num_images": "count"}
-"""Fields that those who paint by gradio's client know by another name."""
+"""Fields with another name in gradio's client API."""
 
 A_LITTLE: Final = "0.15"
-"""So far a picture is varied where nobody says how far."""
+"""Default variation strength."""
 
 A_FEW: Final = 4
-"""Pictures of a variation, where as many may be asked for at a time."""
+"""Pictures of a variation, where as many may be request_form for at a time."""
 
 
 class CreateHandlers:
-    """The events of the tab, for all visitors."""
+    """Events of the Create tab, shared by all visitors."""
 
     def __init__(self, server: Server, visitors: Visitors, tab: CreateTab) -> None:
         self._server = server
@@ -44,7 +44,7 @@ class CreateHandlers:
         self._tab = tab
 
     def connect(self) -> None:
-        """Bind everything, within the page's context."""
+        """Bind all events; call it inside the page's context."""
         tab = self._tab
         fields, showing = tab.fields, tab.showing
         gr.on(
@@ -97,9 +97,10 @@ class CreateHandlers:
 
     @called_with(*(CALLED.get(name, name) for name in FORM_FIELDS), "marks")
     async def generate(self, *arguments: Any) -> AsyncIterator[list[Update]]:
-        """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane.
+        """Generate images and stream updates of the page; closing this generator cancels the request.
 
-        ``arguments``: what stands in the fields, in the order of ``FORM_FIELDS``, the marks, and gradio's request.
+        Args:
+            arguments: The values of ``FORM_FIELDS`` in order, the mask data, and gradio's request.
         """
         *values, marks, request = arguments
         form = Form.of(values)
@@ -109,105 +110,99 @@ class CreateHandlers:
         try:
             check_lengths(form)
             start = start_of(marks, form.strength, visitor.start)
-            picture = await asyncio.to_thread(_kept, visitor.control) if form.control else None
+            picture = await asyncio.to_thread(_read_if_present, visitor.control) if form.control else None
             try:
                 image = (await self._server.models()).image_of(form.model)
-                asked: CheckedForm | Form = order_of(form, image, start, picture)
-            except EngineUnavailable:  # nobody knows yet what the models can do
+                request_form: CheckedForm | Form = order_of(form, image, start, picture)
+            except EngineUnavailable:  # the capabilities of the models are not known yet
                 if form.control:
                     raise
-                asked = form
+                request_form = form
         except DiffserveError as error:
             trouble = visitor.trouble = sentence(error)
             yield screen.draw(caption=captions.status(trouble, is_error=True))
             return
-        async for update in follow(visitor, visitor.paint(self._server, asked, start), screen):
+        async for update in follow(visitor, visitor.paint(self._server, request_form, start), screen):
             yield update
 
     async def resume(self, request: gr.Request) -> AsyncIterator[list[Update]]:
-        """Show a page that was reloaded what it had, and what goes on."""
+        """Show a reloaded page its images and open requests."""
         async for update in resume(self._visitors.of(request.session_hash)):
             yield update
 
     async def stop(self, request: gr.Request) -> None:
-        """End all paintings of this visitor, and keep the unfinished pictures."""
+        """Stop all requests of this visitor, and keep the unfinished images."""
         self._visitors.of(request.session_hash).stop(keeps_unfinished=True)
 
-    async def look_back(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
-        """Show a picture of the gallery again."""
-        return _alone(self._visitors.of(request.session_hash).pictures, chosen.index)
+    async def look_back(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
+        """Show an image of the gallery."""
+        return _alone(self._visitors.of(request.session_hash).pictures, selection.index)
 
-    async def look_closer(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
-        """Show one of the pictures of a request alone."""
-        return _alone(self._visitors.of(request.session_hash).batch, chosen.index)
+    async def look_closer(self, selection: gr.SelectData, request: gr.Request) -> list[Update]:
+        """Show one image of a request alone."""
+        return _alone(self._visitors.of(request.session_hash).batch, selection.index)
 
     def reuse_seed(self, parameters: str) -> list[Update]:
-        """The seeds of the picture that is shown, and how far it was varied, into their fields; what no picture says
-        changes nothing.
-        """
+        """Return updates with the seeds and variation strength of the image; none if it has no parameters."""
         seeds = _seeds(parameters)
         return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
 
     async def vary(self, parameters: str, request: gr.Request) -> list[Update]:
-        """All fields for pictures like the one that is shown: each as far from its seed's as it is, or a little, in a
-        way of its own.
-        """
+        """Fill the form for variations of the image: its own variation strength, or a small one."""
         try:
             models = await self._server.models()
             form, notes = settings_of(parameters, models)
             few = min(A_FEW, models.image_of(form.model).max_images)
         except DiffserveError as error:
-            said = captions.status(sentence(error), is_error=True)
-            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
+            caption = captions.status(sentence(error), is_error=True)
+            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), caption]
         self._visitors.of(request.session_hash).begin_as(form)
         strength = form.typed.get("variation_strength") or A_LITTLE
         typed = {**form.typed, "variation_strength": strength, "variation_seed": None}
-        said = captions.status("Generate: each is another picture like that one.", notes=notes)
-        return [*msgspec.structs.replace(form, typed=typed, num_images=few).values, gr.update(open=True), said]
+        caption = captions.status(f"Ready to make {few} variations; press Generate.", notes=notes)
+        return [*msgspec.structs.replace(form, typed=typed, num_images=few).values, gr.update(open=True), caption]
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
-        """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.
-        The upload is removed.
-        """
+        """Fill the form with the parameters of the image in ``file``, and delete the upload."""
         try:
             if not file:
-                raise InvalidRequest("There is no picture; choose one.", param="image")
+                raise InvalidRequest("No image was uploaded; choose one.", param="image")
             models = await self._server.models()
             form, notes = await decoded(request, lambda decoder: _read_once(Path(file), models, decoder))
         except (DiffserveError, OSError) as error:
-            said = captions.status(sentence(error), is_error=True)
-            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
+            caption = captions.status(sentence(error), is_error=True)
+            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), caption]
         self._visitors.of(request.session_hash).begin_as(form)
-        said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
-        return [*form.values, gr.update(open=True), said]
+        caption = captions.status("Settings loaded from the image; press Generate.", notes=notes)
+        return [*form.values, gr.update(open=True), caption]
 
     async def look_at_start(self, request: gr.Request) -> list[Update]:
-        """Show no picture to begin from where the settings that were read know of none."""
+        """Hide the image to edit if the loaded settings do not use one."""
         return still_shown(self._visitors.of(request.session_hash).start)
 
     async def read_control(self, file: str | None, request: gr.Request) -> list[Update]:
-        """Keep the picture in ``file`` for this visitor's ControlNet. The upload is removed."""
+        """Store the image in ``file`` as this visitor's control image, and delete the upload."""
         try:
             if not file:
-                raise InvalidRequest("There is no picture; choose one.", param="image")
+                raise InvalidRequest("No image was uploaded; choose one.", param="image")
             files = self._server.files
-            kept, said = await decoded(request, lambda decoder: _keep_control(Path(file), files, decoder))
+            stored, description = await decoded(request, lambda decoder: _keep_control(Path(file), files, decoder))
         except (DiffserveError, OSError) as error:
             return [gr.skip(), captions.status(sentence(error), is_error=True)]
-        self._visitors.of(request.session_hash).control = kept
-        return [said, gr.skip()]
+        self._visitors.of(request.session_hash).control = stored
+        return [description, gr.skip()]
 
 
 def _keep_control(file: Path, files: PageFiles, reader: ImageReader) -> tuple[Path, str]:
-    """Keep an uploaded image; return its place and what to show of it."""
+    """Store an uploaded control image and return its path and description."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)
     picture = reader.decode_image(data)
     return files.write(data, file.name), f"{file.name[:MAX_NAME_CHARS]}, {picture.width_px}x{picture.height_px}"
 
 
-def _kept(file: Path | None) -> bytes | None:
-    """What is in ``file``; ``None`` where it is gone."""
+def _read_if_present(file: Path | None) -> bytes | None:
+    """Return the contents of ``file``, or None if it no longer exists."""
     try:
         return None if file is None else file.read_bytes()
     except OSError:
@@ -215,9 +210,7 @@ def _kept(file: Path | None) -> bytes | None:
 
 
 def _agree(fields: Fields) -> None:
-    """Quality and Aspect say what is painted: choosing one empties Steps or Size, which would win, and what is typed
-    there takes the choice back.
-    """
+    """Keep choices and exact values consistent: choosing Quality or Aspect empties Steps or Size, and vice versa."""
     for choice, number in ((fields.quality, fields.steps), (fields.aspect, fields.size)):
         choice.input(js="() => ''", outputs=number, **SILENT)
         number.input(
@@ -229,7 +222,7 @@ def _agree(fields: Fields) -> None:
 
 
 def _seeds(parameters: str) -> tuple[str, str, str] | None:
-    """Seed, variation seed and how far it was varied; ``None`` where ``parameters`` are none."""
+    """Return seed, variation seed and variation strength, or None if ``parameters`` has none."""
     try:
         form = form_of(parameters, None)
     except InvalidRequest:
@@ -238,7 +231,7 @@ def _seeds(parameters: str) -> tuple[str, str, str] | None:
 
 
 def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
-    """The one with the number ``index``; nothing new where there is none."""
+    """Return updates that show the image with the number ``index``; none if there is no such image."""
     if not isinstance(index, int) or not 0 <= index < len(pictures):
         return Screen().draw()
     picture = pictures[index]
@@ -246,22 +239,26 @@ def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
 
 
 def _read_once(file: Path, models: Models, reader: ImageReader) -> tuple[Form, tuple[str, ...]]:
-    """Return what an uploaded ``file``, which is removed, puts into the fields, and why the result may differ."""
+    """Read the settings of an uploaded file, delete it, and return form values and reasons for differences."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)
     return settings_in(data, models, reader)
 
 
 def settings_in(data: bytes, models: Models, reader: ImageReader = images) -> tuple[Form, tuple[str, ...]]:
-    """Return what the image file ``data`` puts into the fields, and why the result may differ.
+    """Read the settings of the image file ``data``; this is slow, so call it in a thread.
 
-    Takes a while: call it in a thread. Raises InvalidRequest.
+    Returns:
+        The form values, and the reasons why the result may differ.
+
+    Raises:
+        InvalidRequest: The file has no parameters.
     """
     return settings_of(infotext_of(data, reader), models)
 
 
 def settings_of(infotext: str, models: Models) -> tuple[Form, tuple[str, ...]]:
-    """The same for the parameters of a picture."""
+    """Convert parameters as text to form values, and reasons why the result may differ."""
     name = parse_infotext(infotext).fields.get("Model")
     image = models.image_of(name)
     form = msgspec.structs.replace(form_of(infotext, image), model=name if name in models.names else models.image_id)

@@ -1,4 +1,4 @@
-"""The tab Create: a wish, its settings, and the picture that comes of it. Layout here, what happens in ``creating``."""
+"""Layout of the Create tab: prompt, image and settings. ``handlers`` has its events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GALLERY_COLUMNS: Final = 6
 
 
 class Fields(NamedTuple):
-    """Everything that can be set, as :class:`ui.create.parameters.Form` has it."""
+    """All input components, as in ``ui.create.parameters.Form``."""
 
     prompt: gr.Textbox
     negative_prompt: gr.Textbox
@@ -55,12 +55,12 @@ class Fields(NamedTuple):
 
     @property
     def all(self) -> list[Component]:
-        """One after the other, as :data:`ui.create.parameters.FORM_FIELDS` names them."""
+        """The components in the order of ``ui.create.parameters.FORM_FIELDS``."""
         return [*self[:-1], *self.typed.values()]
 
 
 class Wording(NamedTuple):
-    """The rewriter's part."""
+    """Components of the prompt rewriter."""
 
     suggest: gr.Button
     panel: gr.Column
@@ -72,7 +72,7 @@ class Wording(NamedTuple):
 
 
 class CreateOutputs(NamedTuple):
-    """What a painting changes, in the order in which ``creating`` fills it."""
+    """Components that a request updates, in order."""
 
     picture: gr.Image
     batch: gr.Gallery
@@ -90,7 +90,7 @@ class CreateOutputs(NamedTuple):
 
 
 class CreateTab(NamedTuple):
-    """All parts of the tab."""
+    """All components of the tab."""
 
     fields: Fields
     wording: Wording
@@ -108,18 +108,18 @@ class CreateTab(NamedTuple):
 
 
 def lay_out() -> CreateTab:
-    """Build the tab in the current context. Three blocks: the wish, the picture, the settings (see ``page.css``)."""
+    """Build the tab in the current context, in three blocks: prompt, image, settings (see ``page.css``)."""
     with gr.Row(elem_id="create"):
         with gr.Column(elem_id="wish"):
             prompt, generate, stop = _wish()
-            known = palette.lay_out()
+            palette_panel = palette.lay_out()
             rewrite_mode, wording = _wording()
             begin = start.lay_out()
         with gr.Column(elem_id="show"):
             showing = _show(generate, stop)
         with gr.Column(elem_id="settings"):
             model = gr.Dropdown(
-                [("The server's own", "")],
+                [("Default", "")],
                 value="",
                 label="Model",
                 allow_custom_value=True,
@@ -132,20 +132,20 @@ def lay_out() -> CreateTab:
             aspect = gr.Radio(
                 [(name.capitalize(), name) for name in ASPECTS], value="square", label="Aspect", elem_id="aspect"
             )
-            count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Pictures", elem_id="count", buttons=[])
-            advanced, random_seed, rest = _advanced()
+            count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Images", elem_id="count", buttons=[])
+            advanced, random_seed, advanced_fields = _advanced()
             controlling, read_control, controls = _controlling()
-            read_parameters = _upload("Read the settings of a picture", "read-parameters")
-    chosen: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
-    chosen["strength"] = begin.strength
-    fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **chosen, **rest, **controls)
+            read_parameters = _upload("Load settings from an image", "read-parameters")
+    selected: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
+    selected["strength"] = begin.strength
+    fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **selected, **advanced_fields, **controls)
     token = gr.Textbox(visible=False)
     was_lost, was_edit = gr.Checkbox(visible=False), gr.Checkbox(visible=False)
     return CreateTab(
         fields,
         wording,
         showing,
-        known,
+        palette_panel,
         begin,
         token,
         was_lost,
@@ -161,7 +161,7 @@ def lay_out() -> CreateTab:
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
     prompt = gr.Textbox(
         label="Prompt",
-        placeholder="What would you like to see?",
+        placeholder="Describe an image...",
         lines=1,
         max_lines=8,
         autofocus=True,
@@ -186,7 +186,7 @@ def _wording() -> tuple[gr.Radio, Wording]:
         suggest = gr.Button("Suggest a prompt", size="sm", elem_id="suggest")
         suggestion = gr.Textbox(
             label="Suggestion",
-            info="Change it as you like, then accept it.",
+            info="Edit it if needed, then accept it.",
             lines=2,
             max_lines=8,
             placeholder=" ",
@@ -202,26 +202,26 @@ def _wording() -> tuple[gr.Radio, Wording]:
 
 def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
     picture = gr.Image(
-        label="Picture",
+        label="Image",
         show_label=False,
         type="filepath",
         format="png",
         interactive=False,
         buttons=["fullscreen"],
         elem_id="picture",
-        alt_text="The picture that was painted last",
+        alt_text="The latest image",
     )
-    batch = thumbnails("The pictures of one request", "batch")
+    batch = thumbnails("Images of one request", "batch")
     caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
-    painted_from = gr.HTML(label="Painted from", elem_id="painted-from", elem_classes="quiet")
+    painted_from = gr.HTML(label="Prompt used", elem_id="painted-from", elem_classes="quiet")
     with gr.Row(elem_id="actions"):
-        reuse_seed = gr.Button("Use this seed again", size="sm", interactive=False, elem_id="reuse-seed")
-        vary = gr.Button("Vary this picture", size="sm", interactive=False, elem_id="vary")
+        reuse_seed = gr.Button("Reuse seed", size="sm", interactive=False, elem_id="reuse-seed")
+        vary = gr.Button("Make variations", size="sm", interactive=False, elem_id="vary")
         copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
         download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
-        edit = gr.Button("Edit this picture", size="sm", interactive=False, elem_id="edit-this")
+        edit = gr.Button("Edit image", size="sm", interactive=False, elem_id="edit-this")
     parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
-    gallery = thumbnails("Painted on this page", "gallery")
+    gallery = thumbnails("Images of this session", "gallery")
     return CreateOutputs(
         picture,
         batch,
@@ -240,7 +240,7 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
 
 
 def thumbnails(label: str, elem_id: str) -> gr.Gallery:
-    """Pictures to choose one of, not there while there are none."""
+    """Return a gallery whose images can be selected, hidden while empty."""
     return gr.Gallery(
         label=label,
         show_label=False,
@@ -257,14 +257,14 @@ def thumbnails(label: str, elem_id: str) -> gr.Gallery:
 
 
 def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
-    """The panel, the button beside the seed, and the other fields by their names in ``Fields``."""
+    """Return the Advanced panel, the button next to the seed, and the fields by their names in ``Fields``."""
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
-        negative = gr.Textbox("", label="Negative prompt", info="What should not be there.", elem_id="negative-prompt")
+        negative = gr.Textbox("", label="Negative prompt", info="What to avoid.", elem_id="negative-prompt")
         with gr.Row():
-            steps = _number("Steps", "as the quality says", "steps", info="From noise to picture.")
-            guidance = _number("Guidance", "the model's own", "guidance", info="How closely your words are followed.")
+            steps = _number("Steps", "from quality", "steps", info="Number of denoising steps.")
+            guidance = _number("Guidance", "default", "guidance", info="How closely to follow the prompt.")
         sampler = gr.Dropdown(
-            [("Model's own", "")],
+            [("Default", "")],
             value="",
             label="Sampler",
             info="A sigma schedule may follow, such as DPM++ 2M Karras.",
@@ -272,22 +272,22 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             elem_id="sampler",
         )
         spacing = gr.Dropdown(
-            [("Model's own", ""), *((f"{words} ({name})", name) for name, words in SPACINGS.items())],
+            [("Default", ""), *((f"{words} ({name})", name) for name, words in SPACINGS.items())],
             value="",
-            label="Where the steps lie",
-            info="On the way from noise to picture.",
+            label="Step spacing",
+            info="How the steps are spread over the noise levels.",
             elem_id="spacing",
         )
         noise_source = gr.Dropdown(
-            [("Server's own", ""), *NOISE_SOURCES.items()],
+            [("Default", ""), *NOISE_SOURCES.items()],
             value="",
-            label="Noise",
-            info="Where a seed's numbers come from.",
+            label="RNG source",
+            info="Random number generator of the noise.",
             elem_id="noise-source",
         )
         with gr.Row():
-            size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
-            loras = _number("Adapters", "none", "loras", info="LoRA by name and how much of it: ink:0.8, paper.")
+            size = _number("Size", "from aspect", "size", info="In pixels, 512x512.")
+            loras = _number("Adapters", "none", "loras", info="LoRA names with weights: ink:0.8, paper.")
         typed: dict[str, gr.Textbox] = {}
         names = tuple(TYPED)
         for at in range(0, len(names), 2):
@@ -307,22 +307,22 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
 
 
 def _controlling() -> tuple[gr.Accordion, gr.UploadButton, dict[str, Any]]:
-    """The panel, there where the model has ControlNets, its button, and its fields by their names in ``Fields``."""
+    """Return the ControlNet panel, its upload button, and its fields by their names in ``Fields``."""
     with gr.Accordion("ControlNet", open=False, visible=False, elem_id="controlling") as panel:
         name = gr.Dropdown([("None", "")], value="", label="ControlNet", allow_custom_value=True, elem_id="control")
         picture = gr.Textbox(
-            "", label="Its picture", placeholder="none yet", interactive=False, max_lines=1, elem_id="control-picture"
+            "", label="Control image", placeholder="none", interactive=False, max_lines=1, elem_id="control-picture"
         )
-        choose = _upload("Choose its picture", "read-control")
+        choose = _upload("Choose a control image", "read-control")
         preprocessor = gr.Dropdown(
-            [("Take it as it is, a control map", ""), ("Find its edges first (canny)", "canny")],
+            [("None (a control map)", ""), ("Edges (canny)", "canny")],
             value="",
-            label="What is done with it",
+            label="Preprocessor",
             elem_id="preprocessor",
         )
         with gr.Row():
-            scale = _number("How much of it", "1", "control-scale", info="0 to 2.")
-            steps = _number("At work", "in all steps", "control-steps", info="From and to, as parts of the way: 0-0.5.")
+            scale = _number("Weight", "1", "control-scale", info="0 to 2.")
+            steps = _number("Active steps", "all", "control-steps", info="Start and end as fractions: 0-0.5.")
     fields = {"control": name, "control_scale": scale, "control_steps": steps}
     return panel, choose, {**fields, "preprocessor": preprocessor, "control_picture": picture}
 
@@ -334,12 +334,12 @@ def _upload(label: str, elem_id: str) -> gr.UploadButton:
 
 
 def _typed(name: str) -> gr.Textbox:
-    """The same for a field of ``TYPED``."""
+    """Return the text field for the entry ``name`` of ``TYPED``."""
     return _number(TYPED[name].label, TYPED[name].placeholder, name.replace("_", "-"), info=TYPED[name].info)
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
-    """A number that may be left out: gradio's own field for numbers makes a zero of nothing."""
+    """Return a text field for an optional number; gradio's number field turns an empty value into zero."""
     return gr.Textbox(
         "",
         label=label,

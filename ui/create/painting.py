@@ -1,4 +1,4 @@
-"""One request for pictures as the page follows it: from its place in the queue to its files."""
+"""A request for images as the page follows it, from the queue to its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from diffserve.media.infotext import parse_infotext, seeds_told
 from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled, seeds_named, told
-from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
+from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, as_sentence, sentence
 
 STOP_S: Final = 60.0
 """Seconds that the page waits for unfinished pictures after Stop."""
@@ -36,17 +36,21 @@ log = logging.getLogger("diffserve.page")
 
 
 class FinishedPicture(msgspec.Struct, frozen=True):
-    """A finished picture: the server's own file, and what it says of itself.
+    """Finished image with its parameters.
 
-    prompt    what it was painted from
-    wish      what was asked for
-    rewrites  whether it was to be rewritten first
-    infotext  the parameters in the file
-    warnings  what the server said about it
-    number    which of its request, from 0
-    begun     what it began from, where that was not noise
-    variation_seed  towards whose noise it was varied, ``None`` where it was not
-    stopped   "step 5 of 20" where it was stopped there, and is not finished
+    Attributes:
+        path: The file as the server sent it.
+        seed: The seed of its noise.
+        prompt: The prompt that it was generated from.
+        wish: The prompt of the request.
+        rewrites: Whether the prompt was to be rewritten first.
+        infotext: The parameters in the file.
+        warnings: Warnings of the server.
+        settings: A summary of the parameters.
+        number: Its index in the request.
+        begun: Text about the stored latents that it started from, empty if it started from noise.
+        variation_seed: The seed of its variation noise, None without a variation.
+        stopped: "step 5 of 20" if it was stopped there and is not finished.
     """
 
     path: Path
@@ -64,34 +68,35 @@ class FinishedPicture(msgspec.Struct, frozen=True):
 
     @property
     def facts(self) -> str:
-        """How it was painted: "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
+        """Summary of its parameters, such as "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
         return f"{self.settings}, {self.label}{self.begun}"
 
     @property
     def label(self) -> str:
-        """By which it is told from others of its request: "seed 7", "seed 7, variation seed 9"."""
+        """The seeds that distinguish it from other images of the request, such as "seed 7, variation seed 9"."""
         return seeds_told(self.seed, self.variation_seed)
 
 
 class Painting:
-    """A request that is being painted in a task of its own, as soon as the server has loaded its models.
+    """Request that runs in a task as soon as the server has loaded its models.
 
-    asked      an order, or a form that is to become one once it is known what the models can do
-    is_early   whether it waits for the models
-    shut_out   why the server takes no more of it for now, empty where it does; it asks again
-    pictures   those that are finished, in their order
-    preview    the newest file of the way there, ``None`` before the first
-    error      why it ended, for a person
+    Attributes:
+        request: A checked form, or a form that is checked once the capabilities of the models are known.
+        is_early: Whether it waits for the models.
+        shut_out: Why the server refuses it for now, empty if it does not; it is retried.
+        pictures: The finished images in order.
+        preview: The file of the newest preview, None before the first.
+        error: Why it failed, for the user.
     """
 
     def __init__(
         self,
         server: Server,
-        asked: CheckedForm | Form,
+        request: CheckedForm | Form,
         changed: Callable[[FinishedPicture | None], None],
         start: StartFile | None = None,
     ) -> None:
-        self.asked = asked
+        self.request = request
         self._start = start
         self.is_early = False
         self.shut_out = ""
@@ -113,46 +118,48 @@ class Painting:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the request has ended."""
         return self._task.done()
 
     @property
     def num_images(self) -> int:
-        """How many pictures are asked for."""
-        return self.asked.num_images or 1
+        """The number of requested images."""
+        return self.request.num_images or 1
 
     @property
     def num_painted(self) -> int:
-        """The same with those of which only the best are kept."""
-        best_of = self.asked.fields.get("best_of") if isinstance(self.asked, CheckedForm) else None
+        """The number of images to generate, including those that ``best_of`` discards."""
+        best_of = self.request.fields.get("best_of") if isinstance(self.request, CheckedForm) else None
         return max(self.num_images, best_of or 0)
 
     @property
     def share(self) -> float:
-        """How much of all pictures together is painted, 0 to 1."""
+        """The finished share of all images, 0 to 1."""
         return self._advance.share(self.num_painted)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last of all pictures is there; ``None`` while that is not known."""
+        """Expected seconds until all images are done, None if unknown."""
         return self._advance.seconds_left(time.monotonic())
 
     @property
     def num_finished(self) -> int:
-        """Pictures that are painted or lost."""
+        """The number of images that are done or failed."""
         return len(self._done)
 
     @property
-    def lost(self) -> tuple[str, ...]:
-        """Why pictures failed, each reason once, and none that is why it ended."""
-        told = {reason: _numbered(sorted(indices)) for reason, indices in self._lost.items()}
+    def failures(self) -> tuple[str, ...]:
+        """Reasons for failed images, each once, without the reason why the request itself failed."""
+        images_of = {reason: _numbered(sorted(indices)) for reason, indices in self._lost.items()}
         return tuple(
-            f"{who} failed: {reason}" for reason, who in told.items() if whole(as_labelled(reason)) != self.error
+            f"{images} failed: {reason}"
+            for reason, images in images_of.items()
+            if as_sentence(as_labelled(reason)) != self.error
         )
 
     @property
     def slowest(self) -> Progress | None:
-        """How far the picture is that will take longest; ``None`` while all wait."""
+        """Progress of the unfinished image with the most steps left; None while all wait."""
         going = [progress for index, progress in self._progress.items() if index not in self._done]
         return max(going, key=lambda progress: (progress.steps or 0) - (progress.step or 0), default=None)
 
@@ -183,7 +190,7 @@ class Painting:
         self._task.cancel()
 
     async def wait(self) -> None:
-        """Until it is over. Never raises what went wrong."""
+        """Wait until the request has ended; never raises its error."""
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
@@ -201,14 +208,14 @@ class Painting:
             self._changed(None)
 
     async def _paint_when_ready(self) -> None:
-        """Ask again while the models are being loaded or the queue is full, but never once something was painted."""
+        """Run the request; retry while the models load or the queue is full, but not after the first progress."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                if isinstance(self.asked, Form):
-                    image = (await self._server.models()).image_of(self.asked.model)
-                    self.asked = order_of(self.asked, image, self._start)
-                async with await self._stream(self.asked) as stream:
+                if isinstance(self.request, Form):
+                    image = (await self._server.models()).image_of(self.request.model)
+                    self.request = order_of(self.request, image, self._start)
+                async with await self._stream(self.request) as stream:
                     async for event in stream:
                         self.is_early, self.shut_out = False, ""
                         await self._take(event)
@@ -224,17 +231,17 @@ class Painting:
             self._changed(None)
             await asyncio.sleep(wait_s)
 
-    async def _stream(self, asked: CheckedForm) -> AsyncStream[ImageEvent]:
+    async def _stream(self, request: CheckedForm) -> AsyncStream[ImageEvent]:
         client, start = self._server.client, self._start
         if start is None:
-            return client.generate_stream(asked.prompt, **asked.fields)
+            return client.generate_stream(request.prompt, **request.fields)
         try:
             picture = await asyncio.to_thread(start.path.read_bytes)
         except OSError:
-            raise InvalidRequest("The picture to begin from is gone; choose it again.", param="image") from None
+            raise InvalidRequest("The image to edit no longer exists; choose it again.", param="image") from None
         strength = {} if start.strength is None else {"strength": start.strength}
-        fields = cast(StreamedEditFields, {**asked.fields, **strength})
-        return client.edit_stream(asked.prompt, picture, start.mask, **fields)
+        fields = cast(StreamedEditFields, {**request.fields, **strength})
+        return client.edit_stream(request.prompt, picture, start.mask, **fields)
 
     async def _take(self, event: ImageEvent) -> None:
         if not isinstance(event, PartialImage):
@@ -259,9 +266,9 @@ class Painting:
         self._changed(None)
 
     async def _picture(self, event: CompletedImage) -> FinishedPicture:
-        assert isinstance(self.asked, CheckedForm), "only an order is painted"
-        prompt = event.revised_prompt or self.asked.prompt
-        infotext, sampler = await asyncio.to_thread(_own_words, event.file)
+        assert isinstance(self.request, CheckedForm), "only an order is painted"
+        prompt = event.revised_prompt or self.request.prompt
+        infotext, sampler = await asyncio.to_thread(_read_parameters, event.file)
         seeds = seeds_named(event.seed, event.variation_seed)
         num_steps = await asyncio.to_thread(_interrupted_after, infotext)
         path = await self._file(event.file, f"{prompt[:40]}-{seeds}.{event.output_format}")
@@ -271,8 +278,8 @@ class Painting:
             path=path,
             seed=event.seed,
             prompt=prompt,
-            wish=self.asked.prompt,
-            rewrites=self.asked.rewrites,
+            wish=self.request.prompt,
+            rewrites=self.request.rewrites,
             infotext=infotext,
             warnings=event.warnings,
             settings=", ".join(
@@ -283,11 +290,11 @@ class Painting:
                     event.size,
                     *map(_lora_label, event.loras),
                     *(() if event.strength is None else (f"strength {event.strength:g}",)),
-                    *told(self.asked.fields),
+                    *told(self.request.fields),
                 )
             ),
             number=event.image_index,
-            begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
+            begun="" if event.similarity is None else _origin_text(event.similarity, event.skipped_steps),
             variation_seed=event.variation_seed,
             stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",
         )
@@ -296,14 +303,14 @@ class Painting:
         return await asyncio.to_thread(self._server.files.write, data, name)
 
 
-def _begun(similarity: float, skipped_steps: int) -> str:
+def _origin_text(similarity: float, skipped_steps: int) -> str:
     return f", without the first {skipped_steps} from a prompt {similarity:g} similar"
 
 
 def _numbered(indices: Sequence[int]) -> str:
-    """ "Picture 2", "Pictures 1, 2 and 4"."""
-    *others, last = (str(index + 1) for index in indices)
-    return f"Pictures {', '.join(others)} and {last}" if others else f"Picture {last}"
+    """Return "Image 2" or "Images 1, 2 and 4"."""
+    *earlier, last = (str(index + 1) for index in indices)
+    return f"Images {', '.join(earlier)} and {last}" if earlier else f"Image {last}"
 
 
 def _lora_label(lora: Lora) -> str:
@@ -318,10 +325,10 @@ def _interrupted_after(infotext: str) -> str:
         return ""
 
 
-def _own_words(file: bytes) -> tuple[str, str | None]:
-    """What a picture's ``file`` says of itself, and its sampler; nothing where it cannot be read."""
+def _read_parameters(file: bytes) -> tuple[str, str | None]:
+    """Return the parameters in a file and the sampler; empty and None if it has none."""
     try:
-        infotext = str(read_infotext(file) or "")  # Pillow has a kind of its own
+        infotext = str(read_infotext(file) or "")  # Pillow returns a subclass of str
         return infotext, sampler_of(infotext)
     except InvalidRequest:
         return "", None

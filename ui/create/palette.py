@@ -1,6 +1,4 @@
-"""A model of a closed world, at the page: what it can paint, to be clicked, and the words of a prompt that it does not
-know, with an offer to have them rewritten.
-"""
+"""Vocabulary of a model with a closed vocabulary: buttons for its words, and a warning for unknown words."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from ui.events import PRIVATE, SILENT
 from ui.server import Server
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
-"""Objects that take no article."""
+"""Objects without an article."""
 
 PREPOSITIONS: Final = {"beach": "on"}
-"""Of places; the others take "in"."""
+"""Prepositions of places other than "in"."""
 
 MAX_LOOKED_AT_CHARS: Final = 4_000
 Update = Any  # a value of a component, or what gr.update gives
 
 
 class Palette(NamedTuple):
-    """Its parts."""
+    """Components of the vocabulary panel."""
 
     unknown: gr.HTML
     rewrite: gr.Button
@@ -39,10 +37,10 @@ class Palette(NamedTuple):
 
 
 def lay_out() -> Palette:
-    """Build it in the current context, not to be seen until there is something to say."""
+    """Build the panel in the current context, hidden."""
     unknown = gr.HTML(elem_id="unknown-words", elem_classes="quiet")
-    rewrite = gr.Button("Put it into words it knows", size="sm", visible=False, elem_id="rewrite-unknown")
-    with gr.Accordion("What it can paint", open=False, visible=False, elem_id="palette") as panel:
+    rewrite = gr.Button("Rewrite with known words", size="sm", visible=False, elem_id="rewrite-unknown")
+    with gr.Accordion("Vocabulary", open=False, visible=False, elem_id="palette") as panel:
         things = gr.HTML(elem_id="palette-things")
     return Palette(unknown, rewrite, panel, things)
 
@@ -55,7 +53,7 @@ def connect(
     model: gr.Dropdown,
     palette: Palette,
 ) -> None:
-    """Name what the model does not know as it is written; the offer switches to suggestions."""
+    """Bind the events: unknown words are word_labels while typing, and the button switches to suggestions."""
 
     async def look(prompt: str | None, loras: str | None, mode: str, model: str | None) -> tuple[str, Update]:
         try:
@@ -64,7 +62,7 @@ def connect(
             return "", gr.update(visible=False)
         world = models.image_of(model).world
         words = unknown_in(prompt or "", world, loras or "") if mode != "Auto" else ()
-        return said_of(words), gr.update(visible=bool(words) and models.language is not None)
+        return warning_of(words), gr.update(visible=bool(words) and models.language is not None)
 
     gr.on(
         [prompt.change, loras.change, rewrite_mode.change, model.change],
@@ -85,41 +83,39 @@ def shown(world: World | None) -> tuple[Update, Update]:
 
 
 def unknown_in(prompt: str, world: World | None, loras: str = "") -> tuple[str, ...]:
-    """Words of ``prompt`` that a model of ``world`` was never taught, nor an adapter of that name, asked for there or
-    in the field of ``loras``.
-    """
+    """Return the words of ``prompt`` that neither the model nor one of the LoRAs in use knows."""
     if world is None or not world.words:
         return ()
     prompt = prompt[:MAX_LOOKED_AT_CHARS]
     try:
         text, tagged = read_tags(prompt)
         names = [lora.name.rpartition("/")[2] for lora in (*tagged, *read_list(loras))]
-    except InvalidRequest:  # half written
+    except InvalidRequest:  # not finished typing
         text, names = prompt, []
     with suppress(InvalidRequest):
         return unknown_words(text, (*world.words, *names, *map(plural, names)))
     return ()
 
 
-def said_of(words: Sequence[str]) -> str:
-    """What is said of ``words`` that are not known, as HTML."""
+def warning_of(words: Sequence[str]) -> str:
+    """Return the warning about unknown ``words`` as HTML; empty if there are none."""
     if not words:
         return ""
-    named = [f"<b>{html.escape(word[:40])}</b>" for word in words[:MOST_NAMED]]
-    more = len(words) - MOST_NAMED
-    named += [f"{more} more"] if more > 0 else []
-    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
-    return f'<p role="status">This model does not know {listed}, and would paint without.</p>'
+    word_labels = [f"<b>{html.escape(word[:40])}</b>" for word in words[:MOST_NAMED]]
+    num_hidden = len(words) - MOST_NAMED
+    word_labels += [f"{num_hidden} more"] if num_hidden > 0 else []
+    listed = f"{', '.join(word_labels[:-1])} and {word_labels[-1]}" if len(word_labels) > 1 else word_labels[0]
+    return f'<p role="status">This model does not know {listed}, and would ignore it.</p>'
 
 
 def _rows(world: World) -> Iterator[str]:
     yield _row("Things", "thing", [(name, _with_article(name), plural(name)) for name in world.objects])
     yield _row("Places", "place", [(name, f"{PREPOSITIONS.get(name, 'in')} the {name}", "") for name in world.places])
-    yield _row("Colours behind", "place", [(name, f"on {_with_article(name)} background", "") for name in world.colors])
+    yield _row("Backgrounds", "place", [(name, f"on {_with_article(name)} background", "") for name in world.colors])
 
 
 def _row(title: str, kind: str, says: Sequence[tuple[str, str, str]]) -> str:
-    """Buttons of (name, what one puts into the prompt, what one puts after a number), under ``title``."""
+    """Return buttons of (label, inserted text, text after a number) under ``title``, as HTML."""
     buttons = "".join(
         f'<button type="button" data-kind="{kind}" data-say="{html.escape(say)}" data-many="{html.escape(many)}">'
         f"{html.escape(name)}</button>"

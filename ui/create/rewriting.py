@@ -1,4 +1,4 @@
-"""Off, Suggest, Auto: a suggestion that is written word by word, compared with the wish, and taken or not."""
+"""Prompt rewriting on the page: a streamed suggestion, its difference to the prompt, accept and revert."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from ui.create.layout import CreateTab
 from ui.create.word_difference import difference_html, is_marked
 from ui.events import PRIVATE, SILENT
 from ui.fields import check_text
-from ui.server import Server, sentence, whole
+from ui.server import Server, as_sentence, sentence
 from ui.visitors import ask_for_visitor
 
-NOTHING_TO_REWRITE: Final = "Say first what you would like to see; then it can be put into better words."
+NOTHING_TO_REWRITE: Final = "Describe an image first, then it can be rewritten."
 NOTES: Final = {
     "Off": "",
-    "Suggest": "Generate paints what stands in the prompt; a suggestion gets there once you accept it.",
-    "Auto": "The language model turns your words into a prompt before they are painted.",
+    "Suggest": "Generate uses the prompt above; accept a suggestion to use it.",
+    "Auto": "The language model rewrites your prompt before generating.",
 }
 EDITABLE: Final = "() => ({{__type__: 'update', interactive: {}}})"
-"""What somebody types into a suggestion that is still being written would be written over."""
+"""Locks the suggestion while it is streamed, because typed text would be overwritten."""
 
 Update = Any  # a value of a component, or what gr.update gives
 HIDDEN: Final[Update] = gr.update(visible=False)
 
 
 class Rewriting:
-    """The events of the rewriter's part, for all visitors."""
+    """Events of the prompt rewriter, shared by all visitors."""
 
     def __init__(self, server: Server, tab: CreateTab) -> None:
         self._server = server
         self._tab = tab
 
     def connect(self) -> None:
-        """Bind everything, within the page's context. ``wish`` remembers what stood in the prompt."""
+        """Bind all events; call it inside the page's context. ``wish`` stores the original prompt."""
         tab, wording = self._tab, self._tab.wording
         wish = gr.State("")
         tab.fields.rewrite_mode.change(choose, tab.fields.rewrite_mode, [wording.panel, wording.note], **PRIVATE)
-        asked = [wording.suggest.click, tab.palette.rewrite.click]
-        gr.on(asked, js=EDITABLE.format("false"), outputs=wording.suggestion, **SILENT)
+        suggest_clicks = [wording.suggest.click, tab.palette.rewrite.click]
+        gr.on(suggest_clicks, js=EDITABLE.format("false"), outputs=wording.suggestion, **SILENT)
         suggested = gr.on(
-            asked,
+            suggest_clicks,
             self.suggest,
             tab.fields.prompt,
             [wording.suggestion, wording.difference, wording.accept, wording.revert, wish],
@@ -56,7 +56,7 @@ class Rewriting:
         )
         suggested.then(js=EDITABLE.format("true"), outputs=wording.suggestion, **SILENT)
         gr.on(
-            [wording.suggestion.input, wording.suggestion.blur],  # gradio misses the first change after its own
+            [wording.suggestion.input, wording.suggestion.blur],  # gradio misses the first change after its own update
             compare,
             [wish, wording.suggestion, wording.difference],
             [wording.difference, wording.accept],
@@ -78,7 +78,7 @@ class Rewriting:
         )
 
     async def suggest(self, prompt: str | None, request: gr.Request) -> AsyncIterator[tuple[Update, ...]]:
-        """(suggestion, difference, accept, revert, wish), again and again while the words come."""
+        """Yield (suggestion, difference, accept, revert, wish) while the suggestion is streamed."""
         written, prompt = "", prompt or ""
         try:
             check_text(prompt, "prompt")
@@ -102,24 +102,29 @@ class Rewriting:
 
 
 def choose(mode: str) -> tuple[Update, str]:
-    """Show what belongs to the ``mode``."""
+    """Return updates that show the controls and the note of ``mode``."""
     return gr.update(visible=mode == "Suggest"), NOTES.get(mode, "")
 
 
-def compare(wish: str, suggestion: str, said: str | None) -> tuple[Update, Update]:
-    """The difference after an edit. What was ``said`` of a suggestion that is the wish itself stays, but for the marks
-    of an edit that was taken back. What would change nothing cannot be accepted. InvalidRequest for a text that is too
-    long to be a prompt.
+def compare(wish: str, suggestion: str, note: str | None) -> tuple[Update, Update]:
+    """Return updates after an edit of the suggestion: the difference, and whether it can be accepted.
+
+    A note about an unchanged suggestion stays.
+
+    Raises:
+        InvalidRequest: The suggestion is too long.
     """
     check_text(suggestion, "suggestion")
-    is_settled = suggestion == wish and bool(said) and not is_marked(said or "")
+    is_settled = suggestion == wish and bool(note) and not is_marked(note or "")
     shown = gr.skip() if is_settled else difference_html(wish, suggestion) if suggestion.strip() else ""
     return shown, gr.update(visible=_is_new(wish, suggestion))
 
 
 def accept(suggestion: str, prompt: str) -> tuple[str, Update, Update]:
-    """The suggestion becomes the prompt, and there is nothing left to accept; an empty one does not. InvalidRequest for
-    one that is too long to be a prompt.
+    """Replace the prompt by the suggestion unless it is empty.
+
+    Raises:
+        InvalidRequest: The suggestion is too long.
     """
     check_text(suggestion, "suggestion")
     check_text(prompt, "prompt")
@@ -129,7 +134,7 @@ def accept(suggestion: str, prompt: str) -> tuple[str, Update, Update]:
 
 
 def revert(wish: str) -> tuple[str, str, str, Update, Update]:
-    """The wish is the prompt again, and the suggestion is gone."""
+    """Restore the original prompt and remove the suggestion."""
     return wish, "", "", HIDDEN, HIDDEN
 
 
@@ -138,19 +143,19 @@ def _is_new(wish: str, suggestion: str) -> bool:
 
 
 def _offered(wish: str, suggestion: str, *, is_done: bool) -> tuple[Update, ...]:
-    """(suggestion, difference, accept, revert) of a suggestion; while it is being written it cannot be accepted."""
+    """Return (suggestion, difference, accept, revert); a suggestion that is still streamed cannot be accepted."""
     accept = gr.update(visible=is_done and _is_new(wish, suggestion))
     return suggestion, difference_html(wish, suggestion), accept, HIDDEN
 
 
 def _nothing(why: str, *, is_error: bool = False) -> tuple[Update, ...]:
-    """(suggestion, difference, accept, revert) where nothing is suggested: there is nothing to be pressed."""
+    """Return (suggestion, difference, accept, revert) for no suggestion, with the reason."""
     return "", status(why, is_error=is_error), HIDDEN, HIDDEN
 
 
 def _suggested(wish: str, answer: Rewrites) -> tuple[Update, ...]:
-    """What the finished answer shows: the first prompt, or the wish and why it is better left as it is."""
+    """Return the updates for the final answer: its first prompt, or the original one and the reason."""
     first = answer.prompts[0]
     if first.revised_prompt is None:
-        return wish, status(whole(first.warning or "your own words are a good prompt already")), HIDDEN, HIDDEN
+        return wish, status(as_sentence(first.warning or "the prompt is already good")), HIDDEN, HIDDEN
     return _offered(wish, first.revised_prompt, is_done=True)

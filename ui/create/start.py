@@ -1,7 +1,7 @@
-"""A picture that somebody begins from, at the page: sent, or one that was painted here, with what is marked on it.
+"""The panel with an image to edit: an uploaded image or one of the page, with an optional mask.
 
-What is marked is the browser's (``mark.js``): it sends the mask with the request. The picture stays with the visitor,
-as a file of the page, so that a page that is reloaded has it again.
+The mask is drawn in the browser (``mark.js``) and sent with the request. The image is stored as a file of the visitor,
+so that a reloaded page shows it again.
 """
 
 from __future__ import annotations
@@ -29,92 +29,90 @@ from ui.visitors import Visitors, decoded
 
 MAX_MARKS_CHARS: Final = 900_000
 MAX_START_BYTES: Final = 4_000_000
-"""Of a PNG: with its mask, in base64, it is no more than a server takes."""
+"""Largest PNG: with its mask in base64 it fits the server's body limit."""
 
 JPEG_QUALITY: Final = 95
 MASK: Final = "data:image/png;base64,"
-GONE: Final = "The picture to begin from is no longer here; choose it again, or press Begin from noise."
-EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="The picture to begin from"></div>
-<div role="group" aria-label="Marking" class="marking">
-<button type="button" data-mark="brush" aria-pressed="true">Mark</button>
-<button type="button" data-mark="erase" aria-pressed="false">Unmark</button>
+MISSING_IMAGE: Final = "The image to edit no longer exists; choose it again, or press Remove image."
+EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="The image to edit"></div>
+<div role="group" aria-label="Mask" class="marking">
+<button type="button" data-mark="brush" aria-pressed="true">Brush</button>
+<button type="button" data-mark="erase" aria-pressed="false">Eraser</button>
 <button type="button" data-mark="undo">Undo</button>
 <button type="button" data-mark="invert">Invert</button>
 <button type="button" data-mark="clear">Clear</button>
-<label>Brush <input type="range" id="brush" min="1" max="60" value="12"></label></div>
+<label>Brush size <input type="range" id="brush" min="1" max="60" value="12"></label></div>
 <p id="marked" role="status"></p>"""
 
-PUT_AWAY: Final = '<span data-from="noise" hidden></span>'
-"""In place of the editor: the browser forgets the picture, and what was marked on it."""
+NO_IMAGE: Final = '<span data-from="noise" hidden></span>'
+"""Replaces the editor, so that the browser forgets the image and its mask."""
 
 Update = Any  # a value of a component, or what gr.update gives
 
 
 class StartPanel(NamedTuple):
-    """The parts of the panel. ``marks``: what the browser tells of it with a request, as :class:`PageMarks` in JSON."""
+    """Components of the panel; ``marks`` is ``PageMarks`` in JSON, set by the browser with each request."""
 
     panel: gr.Accordion
     choose: gr.UploadButton
     editor: gr.HTML
     strength: gr.Textbox
     remove: gr.Button
-    said: gr.HTML
+    note: gr.HTML
     marks: gr.Textbox
 
     @property
     def outputs(self) -> list[Any]:
-        """What :func:`shown` updates."""
-        return [self.panel, self.editor, self.remove, self.said]
+        """The components that ``shown`` updates."""
+        return [self.panel, self.editor, self.remove, self.note]
 
 
 class PageMarks(msgspec.Struct, frozen=True):
-    """Whether the page shows a picture to begin from, and its mask as a data URL, empty where nothing is marked."""
+    """Whether the page shows an image to edit, and its mask as a data URL, empty without a mask."""
 
     is_edit: bool = False
     mask: str = ""
 
 
 def lay_out() -> StartPanel:
-    """Build it in the current context, closed."""
-    with gr.Accordion("Edit a picture", open=False, elem_id="start") as panel:
+    """Build the panel in the current context, closed."""
+    with gr.Accordion("Edit an image", open=False, elem_id="start") as panel:
         choose = gr.UploadButton(
-            "Choose a picture", file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id="start-choose"
+            "Choose an image", file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id="start-choose"
         )
         keep_no_copies(choose)
         editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
         strength = gr.Textbox(
             "",
             label="Strength",
-            info="How much is painted anew, 0 to 1.",
-            placeholder="0.75, or 1 where something is marked",
+            info="How much of the image changes, 0 to 1.",
+            placeholder="0.75, or 1 with a mask",
             max_lines=1,
             html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
             elem_id="strength",
         )
-        remove = gr.Button("Begin from noise", size="sm", visible=False, elem_id="start-remove")
-        said = gr.HTML(elem_id="start-said")
-    return StartPanel(panel, choose, editor, strength, remove, said, gr.Textbox("", label="Marks", visible=False))
+        remove = gr.Button("Remove image", size="sm", visible=False, elem_id="start-remove")
+        note = gr.HTML(elem_id="start-note")
+    return StartPanel(panel, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))
 
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
-    """Updates of panel, editor, remove and said; a ``picture`` opens the panel, none puts away the one that was there,
-    unless there is ``trouble`` with that.
-    """
+    """Return updates of ``StartPanel.outputs`` that show ``picture``, remove it if None, or show an error."""
     return [
         gr.update(open=True) if picture or trouble else gr.skip(),
-        EDITOR.format(quote(str(picture))) if picture else "" if trouble else PUT_AWAY,
+        EDITOR.format(quote(str(picture))) if picture else "" if trouble else NO_IMAGE,
         gr.update(visible=bool(picture or trouble)),
         status(trouble, is_error=True) if trouble else "",
     ]
 
 
 def still_shown(picture: Path | None) -> list[Update]:
-    """Updates of the same once a ``picture`` may have been put away: one that is there stays as it is."""
+    """Return updates of ``StartPanel.outputs`` that remove the image if ``picture`` is None, else change nothing."""
     return shown(None) if picture is None else [gr.skip()] * 4
 
 
 class Starting:
-    """The events of the panel, for all visitors."""
+    """Events of the panel, shared by all visitors."""
 
     def __init__(self, server: Server, visitors: Visitors, panel: StartPanel) -> None:
         self._server = server
@@ -122,7 +120,7 @@ class Starting:
         self._panel = panel
 
     def connect(self, edit: gr.Button, picture: gr.Image) -> None:
-        """Bind everything, within the page's context. ``edit`` begins from the ``picture`` that is shown."""
+        """Bind all events; ``edit`` starts from the image in ``picture``. Call it inside the page's context."""
         panel = self._panel
         panel.choose.upload(self.choose, panel.choose, panel.outputs, **PRIVATE)
         edited = edit.click(self.edit, picture, panel.outputs, preprocess=False, js="(shown) => [shown]", **PRIVATE)
@@ -130,14 +128,14 @@ class Starting:
         panel.remove.click(self.remove, None, panel.outputs, js="() => diffserve.unmark()", **PRIVATE)
 
     async def choose(self, file: str | None, request: gr.Request) -> list[Update]:
-        """Begin from the upload ``file``, which is removed: upright, opaque and no larger than the server paints."""
+        """Use the upload ``file``, which is deleted: rotated, opaque and limited to the model's largest size."""
         try:
             if not file:
-                raise InvalidRequest("There is no picture; choose one.", param="image")
+                raise InvalidRequest("No image was uploaded; choose one.", param="image")
             try:
                 models = await self._server.models()
                 most_px = max(image.max_side_px for image in (models.image, *models.others.values()))
-            except EngineUnavailable:  # the server brings it to its own size
+            except EngineUnavailable:  # the server resizes it
                 most_px = None
             data, name = await decoded(request, lambda decoder: _read_once(Path(file), most_px, decoder))
             path = await asyncio.to_thread(self._server.files.write, data, name)
@@ -147,47 +145,49 @@ class Starting:
         return shown(path)
 
     async def edit(self, picture: Any, request: gr.Request) -> list[Update]:
-        """Begin from the ``picture`` that is shown, one of this visitor's own."""
+        """Use the shown ``picture``, if it belongs to this visitor."""
         visitor = self._visitors.of(request.session_hash)
         name = picture.get("path") if isinstance(picture, dict) else picture
-        own = next((one.path for one in visitor.pictures if str(one.path) == name and one.path.is_file()), None)
-        if own is None:
-            return [gr.skip()] * 3 + [status("There is no such picture any more; paint it again.", is_error=True)]
-        visitor.start = own
-        return shown(own)
+        path = next((each.path for each in visitor.pictures if str(each.path) == name and each.path.is_file()), None)
+        if path is None:
+            return [gr.skip()] * 3 + [status("This image no longer exists; generate it again.", is_error=True)]
+        visitor.start = path
+        return shown(path)
 
     async def remove(self, request: gr.Request) -> list[Update]:
-        """Begin from noise again."""
+        """Remove the image to edit."""
         self._visitors.of(request.session_hash).start = None
         return shown(None)
 
     async def restore(self, is_edit: bool | None, request: gr.Request) -> list[Update]:
-        """What a page that was reloaded had; ``is_edit``: whether it had any."""
+        """Show the image of a reloaded page; ``is_edit`` says whether the browser had one."""
         visitor = self._visitors.of(request.session_hash)
         if visitor.start is None:
-            return shown(None, GONE if is_edit else None)
+            return shown(None, MISSING_IMAGE if is_edit else None)
         return shown(visitor.start)
 
 
 def start_of(marks: str | None, strength: str | None, picture: Path | None) -> StartFile | None:
-    """What a request begins from: the visitor's ``picture``, where the page says that it is to. InvalidRequest where
-    that is gone, and where what is said makes no sense.
+    """Return the image and mask of a request, or None if it starts from noise.
+
+    Raises:
+        InvalidRequest: The image no longer exists, or the mask or strength is invalid.
     """
     if not marks:
         return None
     try:
         if len(marks) > MAX_MARKS_CHARS:
             raise ValueError("too long")
-        told = msgspec.json.decode(marks, type=PageMarks)
-        if told.mask and not told.mask.startswith(MASK):
+        page_marks = msgspec.json.decode(marks, type=PageMarks)
+        if page_marks.mask and not page_marks.mask.startswith(MASK):
             raise ValueError("no PNG")
-        mask = base64.b64decode(told.mask.removeprefix(MASK), validate=True) if told.mask else None
-    except (ValueError, binascii.Error):  # msgspec's errors are of the former
-        raise InvalidRequest("What is marked cannot be read; clear it and mark it again.", param="mask") from None
-    if not told.is_edit:
+        mask = base64.b64decode(page_marks.mask.removeprefix(MASK), validate=True) if page_marks.mask else None
+    except (ValueError, binascii.Error):  # msgspec's errors are ValueErrors
+        raise InvalidRequest("The mask cannot be read; clear it and draw it again.", param="mask") from None
+    if not page_marks.is_edit:
         return None
     if picture is None:
-        raise InvalidRequest(GONE, param="image")
+        raise InvalidRequest(MISSING_IMAGE, param="image")
     return StartFile(path=picture, mask=mask, strength=read_number(strength, "strength", 1.0))
 
 
@@ -197,7 +197,7 @@ def _read_once(file: Path, most_px: int | None, reader: ImageReader) -> tuple[by
     The file is a PNG or, where that is large, a JPEG. Raises InvalidRequest.
     """
     try:
-        picture = reader.decode_image(file.read_bytes(), name="The picture")
+        picture = reader.decode_image(file.read_bytes(), name="The image")
     finally:
         file.unlink(missing_ok=True)
     longest = max(picture.width_px, picture.height_px)

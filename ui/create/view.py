@@ -1,4 +1,4 @@
-"""What the tab Create shows of a visitor's paintings and pictures: only what is new is sent."""
+"""Updates of the Create tab for a visitor's requests and images; only changes are sent."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from ui.visitors import Visitor
 
 UPDATE_EVERY_S: Final = 0.25
 LOOK_EVERY_S: Final = 1.0
-"""A page is told at least so often, so that one that is gone is noticed."""
+"""Longest time between updates; sending one reveals that a page is closed."""
 
 PARTS: Final = CreateOutputs._fields
 OF_PICTURE: Final = frozenset(
     {"picture", "batch", "painted_from", "parameters", "reuse_seed", "vary", "copy_parameters", "download", "edit"}
 )
-"""Those that speak of the picture that is shown, and of no other."""
+"""Components that describe the image on display."""
 
 OF_RUNNING: Final = frozenset({"generate", "stop"})
-"""Those that are told anew each time: gradio forgets what a part is told before it stands, as after a reload."""
+"""Components that are always sent, because gradio drops updates of a component that is not built yet."""
 
 Update = Any  # a value of a component, or what gr.update gives
 
 
 class Screen:
-    """What one page shows of a painting: only what changed is sent."""
+    """The state of one page, to send only changed components."""
 
     def __init__(self) -> None:
         self._sent: dict[str, Update] = {}
 
     def draw(self, **values: Update) -> list[Update]:
-        """Updates for all parts of :class:`ui.create.layout.CreateOutputs`, in order; those not named stay as they are.
+        """Return updates of all ``CreateOutputs`` in order; components that are not named do not change.
 
-        A new picture brings along all that speaks of it: somebody may have looked back at another one meanwhile.
+        A new image is sent with all components that describe it, because the visitor may have selected another one
+        meanwhile.
         """
         new = {name for name, value in values.items() if name not in self._sent or self._sent[name] != value}
         new |= values.keys() & OF_RUNNING
@@ -51,7 +52,7 @@ class Screen:
 
 
 def shown(picture: FinishedPicture) -> dict[str, Update]:
-    """A finished ``picture``, and what can be done with it."""
+    """Return the values that show a finished ``picture`` and enable its buttons."""
     return {
         **shown_unfinished(picture.path, is_finished=True),
         "painted_from": captions.painted_from(picture),
@@ -61,7 +62,7 @@ def shown(picture: FinishedPicture) -> dict[str, Update]:
 
 
 def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict[str, Update]:
-    """A ``preview``, or no picture at all: nothing can be done with it."""
+    """Return the values that show a ``preview`` or no image, with its buttons disabled."""
     off = gr.update(interactive=is_finished)
     return {
         "picture": None if preview is None else str(preview),
@@ -77,18 +78,18 @@ def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict
 
 
 def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dict[str, Update]:
-    """All ``pictures`` of one request in place of a single one; where there is but one, that."""
+    """Return the values that show all ``pictures`` of one request together; a single one is shown alone."""
     if len(pictures) == 1:
         return shown(pictures[0])
     visitor.batch = list(pictures)
     together = gr.update(value=[(str(picture.path), picture.label) for picture in pictures], visible=True)
     words = {captions.painted_from(picture) for picture in pictures}
-    said = words.pop() if len(words) == 1 else ""
-    return shown_unfinished(pictures[-1].path) | {"batch": together, "painted_from": said}
+    prompt_note = words.pop() if len(words) == 1 else ""
+    return shown_unfinished(pictures[-1].path) | {"batch": together, "painted_from": prompt_note}
 
 
 async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:
-    """What a page that was reloaded had shown before, and all that is still being painted for it."""
+    """Yield updates that restore a reloaded page and follow its open requests."""
     screen, going = Screen(), list(visitor.paintings)
     shown_before = {"gallery": _gallery(visitor), **_latest(visitor)} if visitor.pictures else {}
     if visitor.trouble is not None and not going:
@@ -100,12 +101,12 @@ async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:
 
 
 async def follow(visitor: Visitor, painting: Painting, screen: Screen) -> AsyncIterator[list[Update]]:
-    """Everything that is to be seen of ``painting``, at most four times a second, and its end."""
+    """Yield updates for ``painting``, at most four times a second, until it ends."""
     with visitor.watching():
         while not painting.is_over:
-            seen, began_s = visitor.news, asyncio.get_running_loop().time()
+            last_news, began_s = visitor.news, asyncio.get_running_loop().time()
             yield screen.draw(**_going_on(visitor, painting))
-            await visitor.wait_for_news(seen, LOOK_EVERY_S)
+            await visitor.wait_for_news(last_news, LOOK_EVERY_S)
             rest_s = UPDATE_EVERY_S - (asyncio.get_running_loop().time() - began_s)
             if rest_s > 0 and not painting.is_over:
                 await asyncio.sleep(rest_s)
@@ -113,7 +114,7 @@ async def follow(visitor: Visitor, painting: Painting, screen: Screen) -> AsyncI
 
 
 def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
-    """Of several paintings the oldest is shown."""
+    """Return the values for a running request; only the oldest of several is shown."""
     paintings = visitor.paintings
     if not paintings or paintings[0] is not painting:
         return {}
@@ -128,11 +129,11 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
 
 
 def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
-    """Its picture; where there is none, the newest of the gallery in place of its preview."""
+    """Return the values for an ended request: its images, or else the newest image of the gallery."""
     visitor.trouble = painting.error or visitor.trouble
-    is_beside_older = not painting.pictures and bool(visitor.pictures)
+    shows_older = not painting.pictures and bool(visitor.pictures)
     parts = {
-        "caption": captions.caption_of(painting, trouble=visitor.trouble, is_beside_older=is_beside_older),
+        "caption": captions.caption_of(painting, trouble=visitor.trouble, shows_older=shows_older),
         "gallery": _gallery(visitor),
         **_buttons(visitor.is_busy),
     }
@@ -144,11 +145,11 @@ def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
 
 
 def _latest(visitor: Visitor) -> dict[str, Update]:
-    """The pictures of the last request, or the last picture there is, while nothing newer is to be seen."""
+    """Return the values that show the images of the last request, or the newest image."""
     together, newest = visitor.latest, visitor.pictures[0]
     if len(together) > 1:
-        said = captions.status(captions.batch_facts(together), notes=together[-1].warnings)
-        return shown_together(visitor, together) | {"caption": said}
+        caption = captions.status(captions.batch_facts(together), notes=together[-1].warnings)
+        return shown_together(visitor, together) | {"caption": caption}
     return shown(newest) | {"caption": captions.picture_caption(newest)}
 
 

@@ -1,4 +1,4 @@
-"""What changed between a wish and a prompt, word by word."""
+"""Word-by-word difference between a prompt and its rewrite."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ class WordRun(NamedTuple):
 
 
 def difference(old: str, new: str) -> tuple[WordRun, ...]:
-    """Pieces in order: without the "added" ones they have the words of ``old``, without the "removed" those of ``new``.
+    """Return runs of words in order: without "added" runs they form ``old``, without "removed" runs ``new``.
 
-    Blanks are not compared; those between words that are in both texts come from ``new``.
+    Spaces are not compared; between words of both texts they come from ``new``.
     """
-    whole = (WordRun("same", new),) if old == new else (WordRun("removed", old), WordRun("added", new))
+    unaligned = (WordRun("same", new),) if old == new else (WordRun("removed", old), WordRun("added", new))
     if max(len(old), len(new)) > MAX_CHARS:
-        return whole
+        return unaligned
     before, after = _words(old), _words(new)
     if max(len(before), len(after)) > MAX_WORDS:
-        return whole
+        return unaligned
     return tuple(_joined(_compared(before, after)))
 
 
 def difference_html(old: str, new: str) -> str:
-    """The same for a page, <del> and <ins> around what changed; every character of the texts is escaped."""
+    """Return the difference as escaped HTML with <del> and <ins>."""
     marks = {"same": "{}", "added": "<ins>{}</ins>", "removed": "<del>{}</del>"}
     return "".join(marks[piece.kind].format(html.escape(piece.text)) for piece in difference(old, new))
 
 
 def is_marked(markup: str) -> bool:
-    """Whether ``markup`` from ``difference_html`` says that anything changed."""
+    """Return whether ``markup`` from ``difference_html`` has changes."""
     return "<del>" in markup or "<ins>" in markup
 
 
 def _words(text: str) -> list[str]:
-    """The words of ``text`` with the blanks behind them, one more than ``MAX_WORDS`` at most."""
-    return [found[0] for found in islice(_WORDS.finditer(text), MAX_WORDS + 1)]
+    """Split ``text`` into words with the following spaces, at most ``MAX_WORDS`` + 1."""
+    return [match[0] for match in islice(_WORDS.finditer(text), MAX_WORDS + 1)]
 
 
 def _compared(before: list[str], after: list[str]) -> Iterator[WordRun]:
@@ -65,11 +65,11 @@ def _compared(before: list[str], after: list[str]) -> Iterator[WordRun]:
 
 
 def _apart(text: str, goes_on: bool) -> str:
-    """``text`` with a blank behind it where other words follow that would stick to it."""
+    """Append a space to ``text`` if another word would follow it directly."""
     return f"{text} " if text and goes_on and text[-1].isalnum() else text
 
 
 def _joined(pieces: Iterable[WordRun]) -> Iterator[WordRun]:
-    """Without empty ones, and neighbours of one kind as one."""
+    """Drop empty runs and join neighbors of the same kind."""
     for kind, run in groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.kind):
         yield WordRun(kind, "".join(piece.text for piece in run))

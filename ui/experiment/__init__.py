@@ -1,1 +1,1 @@
-"""The Experiment tab: samplers and step counts compared in a grid that fills."""
+"""The Experiment tab: comparison of samplers and step counts."""

@@ -1,4 +1,4 @@
-"""What is painted of an experiment so far, square by square, and its files. No gradio, no server."""
+"""Images and measurements of an experiment so far, by grid cell. Uses neither gradio nor a server."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from diffserve.media.images import decode_image
 from ui.experiment.speed import Timing
 
 SHOWN: Final[Place] = (0, 0)
-"""The picture that stands in the grid: of the first prompt and the first seed."""
+"""The image in the grid: that of the first prompt and seed."""
 
 LEAST_GROUPS: Final = 5
-"""Of fewer prompts, or seeds of an only one, a bootstrap interval says nothing."""
+"""Fewest prompts, or seeds of a single prompt, for a bootstrap interval."""
 
 
 @dataclass
 class Square:
-    """A cell of the grid on its way.
+    """Progress of one grid cell.
 
-    look       newest file of the shown picture, a preview at first
-    trouble    why it cannot be painted
-    fractions  how far each picture is, 0 to 1
+    Attributes:
+        cell: The sampler settings.
+        look: The newest file of the shown image, a preview at first.
+        trouble: Why the cell cannot be generated.
+        records: The finished images.
+        fractions: The progress of each image, 0 to 1.
     """
 
     cell: Cell
@@ -39,20 +42,21 @@ class Square:
 
     @property
     def is_shown_whole(self) -> bool:
-        """Whether the picture in the grid is finished."""
+        """Whether the image in the grid is finished."""
         return SHOWN in self.records
 
     @property
     def measured_places(self) -> set[Place]:
-        """Which pictures have been held against their converged ones."""
+        """The images that were compared with their references."""
         return {place for place, record in self.records.copy().items() if record.distance is not None}
 
 
 class Board:
-    """All squares of a plan, the converged one included, and a file in ``folder`` for every picture.
+    """All cells of a plan, including the reference, with a file in ``folder`` for each image.
 
-    version  grows with every change
-    timing   seconds of a picture alone, ``None`` until that is measured
+    Attributes:
+        version: A counter that grows with every change.
+        timing: Time of a single image, None until it is measured.
     """
 
     def __init__(self, plan: SweepPlan, folder: Path) -> None:
@@ -63,21 +67,21 @@ class Board:
         self._folder = folder
 
     def save(self, finished: FinishedImage) -> None:
-        """Keep a picture as the server sent it."""
+        """Store an image as the server sent it."""
         self.file_of(finished.image.cell, finished.image.place).write_bytes(finished.file)
 
     def load(self, cell: Cell, place: Place) -> StoredImage | None:
-        """The pixels of a picture, once it is painted."""
+        """Return the pixels of an image, or None if it is not finished."""
         if place not in self.squares[cell].records:
             return None
         return StoredImage(decode_image(self.file_of(cell, place).read_bytes()).array, None)
 
     def records(self, cell: Cell) -> dict[Place, ImageRecord]:
-        """What is known of a cell's pictures."""
+        """Return the finished images of ``cell``."""
         return self.squares[cell].records
 
     def add(self, cell: Cell, record: ImageRecord) -> None:
-        """A picture is finished, or was held against its converged one."""
+        """Add a finished image, or its measurements."""
         square = self.squares[cell]
         square.records[record.place] = record
         square.fractions[record.place] = 1.0
@@ -86,7 +90,7 @@ class Board:
         self.version += 1
 
     def handle(self, event: PaintEvent) -> None:
-        """What a painter says of pictures that are on their way."""
+        """Record the progress, preview or refusal in ``event``."""
         match event:
             case RowsDone():
                 for image, rows in event.rows.items():
@@ -101,28 +105,28 @@ class Board:
         self.version += 1
 
     def set_timing(self, timing: Timing) -> None:
-        """All is painted, and it is measured how long a picture takes alone."""
+        """Set the measured time of a single image."""
         self.timing = timing
         self.version += 1
 
     def file_of(self, cell: Cell, place: Place, what: str = "picture") -> Path:
-        """Where a picture or a preview of it is kept."""
+        """Return the path of an image or of a preview."""
         return self._folder / f"{cell.slug}-p{place[0] + 1}-s{place[1] + 1}-{what}.png"
 
     def tidy(self) -> None:
-        """Remove every file that the grid does not show."""
+        """Delete all files that the grid does not show."""
         shown = {square.look for square in self.squares.values()}
         for file in set(self._folder.iterdir()) - shown:
             file.unlink()
 
     @property
     def num_painted(self) -> int:
-        """Finished pictures, the converged ones included."""
+        """The number of finished images, references included."""
         return sum(len(square.records) for square in self.squares.values())
 
     @property
     def rows_done(self) -> float:
-        """UNet rows of what is painted together, unfinished pictures by their share; refused cells count as done."""
+        """UNet rows done so far, with the share of unfinished images; refused cells count as done."""
         num_places = len(self.plan.places)
         shares = (
             (square.cell.rows, num_places if square.trouble else sum(square.fractions.values()))
@@ -132,30 +136,32 @@ class Board:
 
     @property
     def fair_places(self) -> tuple[Place, ...]:
-        """Where every cell that has any picture has one: comparing other pictures would not be paired.
+        """The prompts and seeds for which every started cell has an image, so that comparisons are paired.
 
-        Where some of these pictures have been held against their converged ones in every cell, only they count. A cell
-        that was given up takes no part in this, unless all were.
+        If some of them are measured in every cell, only those count. Refused cells are ignored unless all were refused.
         """
-        begun = [square for cell in self.plan.cells if (square := self.squares[cell]).records]
-        whole = [square for square in begun if square.trouble is None] or begun
-        common = _in_all(square.records.copy() for square in whole)
-        measured = common & _in_all(square.measured_places for square in whole)
+        started = [square for cell in self.plan.cells if (square := self.squares[cell]).records]
+        accepted = [square for square in started if square.trouble is None] or started
+        common = _in_all(square.records.copy() for square in accepted)
+        measured = common & _in_all(square.measured_places for square in accepted)
         return tuple(place for place in self.plan.places if place in (measured or common))
 
     def summaries(self, guess: Timing) -> tuple[CellSummary, ...]:
-        """A row for each cell with pictures at the fair places, the converged one last. Seconds of a picture alone are
-        its UNet rows times what one takes, by ``guess`` until that is measured; of the engine's own time nothing is
-        known here.
+        """Return one row for each cell with images at all fair places, the reference last.
+
+        Args:
+            guess: The time of a single image until it is measured.
         """
         places, timing = self.fair_places, self.timing or guess
         records = {cell: square.records.copy() for cell, square in self.squares.items()}
-        whole = {cell: known for cell, known in records.items() if places and set(places) <= set(known)}
-        analysis = Analysis(self.plan, whole, places=places, least_groups=LEAST_GROUPS)
-        return tuple(summarise(analysis, cell, timing.of_cell(analysis.records(cell), cell)) for cell in whole)
+        complete = {
+            cell: cell_records for cell, cell_records in records.items() if places and set(places) <= set(cell_records)
+        }
+        analysis = Analysis(self.plan, complete, places=places, least_groups=LEAST_GROUPS)
+        return tuple(summarise(analysis, cell, timing.of_cell(analysis.records(cell), cell)) for cell in complete)
 
 
-def _in_all(found: Iterable[Iterable[Place]]) -> set[Place]:
-    """The places that are in each of ``found``."""
-    sets = [set(places) for places in found]
+def _in_all(groups: Iterable[Iterable[Place]]) -> set[Place]:
+    """Return the places that are in all ``groups``."""
+    sets = [set(places) for places in groups]
     return set.intersection(*sets) if sets else set()

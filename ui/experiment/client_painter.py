@@ -1,4 +1,4 @@
-"""Paint an experiment with a server, through the client: many pictures at once, as many as the server takes."""
+"""Generates the images of an experiment with a server, several at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ui.experiment.board import SHOWN
 from ui.experiment.speed import Timing, time_alone
 
 AT_ONCE: Final = 16
-"""Pictures in flight: enough to fill a batch; others' requests find room beside them."""
+"""Concurrent requests: enough to fill a batch, and few enough to leave room for other clients."""
 
 PREVIEWS: Final = 2
 LONGEST_WAIT_S, SHORTEST_WAIT_S = 30.0, 0.25
@@ -25,9 +25,10 @@ Tell = Callable[[PaintEvent], None]
 
 
 class ClientPainter:
-    """Paints with a server. A cell whose request is refused is painted no further.
+    """Generates images with a server; a cell whose request is refused is skipped from then on.
 
-    is_waiting  whether the server's queue was full a moment ago
+    Attributes:
+        is_waiting: Whether a request waits because the server's queue is full.
     """
 
     def __init__(self, client: AsyncClient, plan: SweepPlan, model: str = "") -> None:
@@ -39,7 +40,11 @@ class ClientPainter:
         self._task: asyncio.Task[None] | asyncio.Task[Timing] | None = None
 
     async def paint(self, images: Iterable[PlannedImage]) -> AsyncGenerator[PaintEvent, None]:
-        """What the server says; after :meth:`close` what it had said until then. Raises what the client raises."""
+        """Yield events of ``images``; after ``close``, those received until then.
+
+        Raises:
+            DiffserveError: The client failed.
+        """
         events: asyncio.Queue[PaintEvent | None] = asyncio.Queue()
         self._task = task = asyncio.create_task(self._paint_all(iter(images), events.put_nowait))
         task.add_done_callback(lambda _: events.put_nowait(None))
@@ -54,12 +59,16 @@ class ClientPainter:
             raise error
 
     def close(self) -> None:
-        """Give up what is in flight, at the server's next step."""
+        """Cancel the running requests at the server's next step."""
         if self._task is not None:
             self._task.cancel()
 
     async def time_alone(self) -> Timing:
-        """How long one picture of the plan takes alone. Raises what the client raises."""
+        """Measure how long one image of the plan takes without concurrency.
+
+        Raises:
+            DiffserveError: The client failed.
+        """
         self._task = task = asyncio.create_task(
             self._patiently(partial(time_alone, self._client, self._plan, self._model))
         )
@@ -77,7 +86,7 @@ class ClientPainter:
             raise error
 
     async def _work(self, images: Iterator[PlannedImage], tell: Tell) -> None:
-        """One of those who paint, picture after picture."""
+        """Generate images one after the other."""
         for image in images:
             if image.cell not in self._refused:
                 try:
@@ -86,7 +95,7 @@ class ClientPainter:
                     self._refuse(image, error.message, tell)
 
     async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
-        """``work``, and again after a while for as long as the server's queue is full."""
+        """Await ``work()``, and retry it while the server's queue is full."""
         while True:
             try:
                 return await work()
@@ -96,14 +105,14 @@ class ClientPainter:
                 self.is_waiting = False
 
     async def _stream(self, image: PlannedImage, tell: Tell) -> None:
-        prompt, rows_told = self._plan.prompts[image.prompt_index], 0.0
+        prompt, reported_rows = self._plan.prompts[image.prompt_index], 0.0
         async with self._client.generate_stream(prompt, **self._fields(image)) as events:
             async for event in events:
                 match event:
                     case Progress(step=int(step), steps=int(steps)):
                         rows = image.cell.rows * step / (steps + 1)
-                        tell(RowsDone({image: rows - rows_told}))
-                        rows_told = rows
+                        tell(RowsDone({image: rows - reported_rows}))
+                        reported_rows = rows
                     case PartialImage():
                         tell(PreviewImage(image, event.file, event.partial_image_index))
                     case CompletedImage():
@@ -113,9 +122,7 @@ class ClientPainter:
                         self._refuse(image, event.failure.message, tell)
 
     def _fields(self, image: PlannedImage) -> StreamedImageFields:
-        """A request of the plan; never rewritten, so that all cells paint one prompt, and at the server's own page
-        without a watermark: what is measured is what was painted.
-        """
+        """Return the request fields of ``image``: no rewriting and no watermark, so that all cells are comparable."""
         fields = StreamedImageFields(
             watermark=False,
             sampler=image.cell.sampler,

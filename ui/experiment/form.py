@@ -1,4 +1,4 @@
-"""From what stands in the form of an experiment to its plan. No gradio, no server."""
+"""Conversion of the experiment form to a plan. Uses neither gradio nor a server."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from diffserve.client import ImageCapabilities
 from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan, numbers, quote, whole_numbers
 
 MAX_PICTURES: Final = 400
-"""A page that is left open should not paint for a night; ``diffserve sweep`` may."""
+"""Largest experiment of the page; ``diffserve sweep`` has no such limit."""
 
 MAX_FORM_CHARS: Final = 100_000
-"""Of all prompts together."""
+"""Limit for all prompts together."""
 
 FORM_WORDS: Final = {"num_steps": "steps", "guidance_scale": "guidance"}
-"""From names of fields, as messages begin with them, to the form's own."""
+"""Form labels of the field names in messages."""
 
 
 class ExperimentForm(NamedTuple):
-    """What somebody chose, as the form has it.
+    """Values of the experiment form.
 
-    steps, prompts  text: counts with commas between them, a prompt on each line
-    num_seeds       pictures of each prompt, with the seeds first_seed, first_seed + 1, ...
-    guidance_scale  a number, or text that holds one; nothing for the model's own
-    has_converged   whether every picture is held against the converged one of its seed
-    model           that paints, by its name; nothing for the server's own
+    Attributes:
+        samplers: Sampler names.
+        steps: Step counts, separated by commas.
+        prompts: One prompt per line.
+        num_seeds: Images of each prompt, with the seeds first_seed, first_seed + 1, and so on.
+        first_seed: The first seed.
+        guidance_scale: A number or text with a number; empty uses the model's default.
+        has_converged: Whether to compare images with a reference of the same seed.
+        model: Name of the model; empty uses the server's default.
     """
 
     samplers: Sequence[str]
@@ -41,14 +45,17 @@ class ExperimentForm(NamedTuple):
 
 
 def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
-    """The plan of ``form`` for the model ``image``, which takes a while: call it in a thread. InvalidRequest for
-    anything that could not be painted.
+    """Return the plan of ``form`` for the model ``image``; this is slow, so call it in a thread.
+
+    Raises:
+        InvalidRequest: The form is invalid.
     """
     steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
-    most = image.train_timesteps
-    if max(steps) > most:
+    max_steps = image.train_timesteps
+    if max(steps) > max_steps:
         raise InvalidRequest(
-            f"steps has {max(steps)}; the model was trained with {most} timesteps, so {most} steps is the most.",
+            f"steps has {max(steps)}; the model was trained with {max_steps} timesteps, so "
+            f"{max_steps} steps is the maximum.",
             param="steps",
         )
     prompts = _prompts(form.prompts)
@@ -58,13 +65,13 @@ def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
             steps=steps,
             guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
             prompts=prompts,
-            num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
-            first_seed=_whole(form.first_seed, "first seed", 0),
-            reference_steps=min(REFERENCE_STEPS, most) if form.has_converged else None,
+            num_seeds=_integer(form.num_seeds, "images of each prompt", 1),
+            first_seed=_integer(form.first_seed, "first seed", 0),
+            reference_steps=min(REFERENCE_STEPS, max_steps) if form.has_converged else None,
         )
     if plan.num_images > MAX_PICTURES:
         raise InvalidRequest(
-            f"that is {plan.num_images} pictures, and the page paints at most {MAX_PICTURES}; choose fewer prompts, "
+            f"that is {plan.num_images} images, and the page generates at most {MAX_PICTURES}; choose fewer prompts, "
             "seeds, samplers or step counts, or use diffserve sweep, which can be interrupted.",
             param="prompts",
         )
@@ -73,28 +80,28 @@ def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
 
 @contextmanager
 def _in_words_of_the_form() -> Iterator[None]:
-    """What is refused is called as the form calls it."""
+    """Rename fields in error messages as the form labels them."""
     try:
         yield
     except InvalidRequest as error:
-        name, is_first, rest = error.message.partition(" ")
-        raise InvalidRequest(FORM_WORDS.get(name, name) + is_first + rest, param=error.param) from error
+        name, is_first, predicate = error.message.partition(" ")
+        raise InvalidRequest(FORM_WORDS.get(name, name) + is_first + predicate, param=error.param) from error
 
 
-def _samplers(chosen: Sequence[str]) -> tuple[str, ...]:
-    """Each once; names that are no text, or too long, are nobody's."""
-    if not chosen:
+def _samplers(names: Sequence[str]) -> tuple[str, ...]:
+    """Check the sampler names and remove duplicates."""
+    if not names:
         raise InvalidRequest("no sampler is chosen; choose at least one.", param="samplers")
-    if not all(isinstance(name, str) and len(name) <= MAX_SAMPLER_CHARS for name in chosen):
+    if not all(isinstance(name, str) and len(name) <= MAX_SAMPLER_CHARS for name in names):
         raise InvalidRequest(
             f"a sampler is chosen that is no name of at most {MAX_SAMPLER_CHARS} characters; choose from the list.",
             param="samplers",
         )
-    return tuple(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys(names))
 
 
 def _prompts(text: str) -> tuple[str, ...]:
-    """One of each line that is not empty."""
+    """Split ``text`` into its nonempty lines and check their number."""
     if len(text) > MAX_FORM_CHARS:
         raise InvalidRequest(
             f"the prompts have {len(text)} characters; at most {MAX_FORM_CHARS} are taken.", param="prompts"
@@ -104,7 +111,7 @@ def _prompts(text: str) -> tuple[str, ...]:
         raise InvalidRequest("there is no prompt; write at least one, each on a line of its own.", param="prompts")
     if len(prompts) > MAX_PICTURES:
         raise InvalidRequest(
-            f"there are {len(prompts)} prompts, and the page paints at most {MAX_PICTURES} pictures; write fewer.",
+            f"there are {len(prompts)} prompts, and the page generates at most {MAX_PICTURES} images; write fewer.",
             param="prompts",
         )
     return prompts
@@ -122,7 +129,7 @@ def _guidance(value: str | float | None, default: float) -> float:
     return scales[0]
 
 
-def _whole(value: float | None, name: str, default: int) -> int:
+def _integer(value: float | None, name: str, default: int) -> int:
     if value is None:
         return default
     if value != value or value != int(value):

@@ -1,4 +1,4 @@
-"""What happens in the tab Experiment: estimating, painting, stopping, leaving."""
+"""Events of the Experiment tab: estimate, run, stop, leave."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server, sentence
 from ui.visitors import ask_for_visitor
 
-NOT_YET: Final = "How long this takes is known once the server has loaded its models."
+NOT_YET: Final = "The duration is known once the server has loaded its models."
 
 
 class ExperimentHandlers:
-    """The events of one page's tab; runs are kept by the session that gradio gives each open page."""
+    """Events of the tab; runs are stored by gradio session."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -43,7 +43,7 @@ class ExperimentHandlers:
         has_converged: bool,
         model: str | None,
     ) -> str:
-        """How much will be painted, and how long that takes, as HTML; or why it cannot be."""
+        """Return the size and duration of the experiment as HTML, or why it is invalid."""
         form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model)
         try:
             plan, check = await asyncio.to_thread(_read, form, await self._image(model))
@@ -67,7 +67,7 @@ class ExperimentHandlers:
         model: str | None,
         request: gr.Request,
     ) -> AsyncIterator[Shown]:
-        """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
+        """Run the experiment and stream the grid, then curves and files; closing this generator stops it."""
         form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model)
         try:
             if not await self._server.client.is_ready():
@@ -75,7 +75,7 @@ class ExperimentHandlers:
                 await self._server.wait_for_models()
             image = await self._image(model)
             plan, check = await asyncio.to_thread(_read, form, image)
-            yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))
+            yield Shown(status=status("Measuring the speed of the server."), run=gr.update(interactive=False))
             speed = await self._probe.speed(self._server.client, model or "")
             folder = self._server.files.new_folder()
         except (DiffserveError, OSError) as error:
@@ -88,7 +88,7 @@ class ExperimentHandlers:
         mine.add(run)
         try:
             yield view.beginning()
-            ask_for_visitor(request)  # here, for every step of this generator has a context of its own
+            ask_for_visitor(request)  # here, because each step of this generator runs in its own context
             async with aclosing(run.watch()) as moments:
                 async for _ in moments:
                     if (shown := await view.news()) is not None:
@@ -102,12 +102,12 @@ class ExperimentHandlers:
             self._server.files.keep(folder)
 
     async def stop(self, request: gr.Request) -> None:
-        """End what this page paints; what is painted stays."""
+        """Stop the experiments of this page and keep their finished images."""
         for run in self._runs.get(request.session_hash or "", ()):
             run.stop()
 
     async def leave(self, request: gr.Request) -> None:
-        """The page was closed."""
+        """Stop the experiments of a closed page."""
         for run in self._runs.pop(request.session_hash or "", ()):
             run.stop()
 
@@ -116,6 +116,10 @@ class ExperimentHandlers:
 
 
 def _read(form: ExperimentForm, image: ImageCapabilities) -> tuple[SweepPlan, PromptCheck]:
-    """The plan of ``form``, and what checks its pictures. InvalidRequest where it cannot be painted."""
+    """Return the plan of ``form`` and the checker for its prompts.
+
+    Raises:
+        InvalidRequest: The form is invalid.
+    """
     plan = read_form(form, image)
     return plan, PromptCheck(image.family, plan.prompts)

@@ -1,4 +1,4 @@
-"""The tab Experiment: what to compare, the grid, the curves. Layout and looks here, what happens in ``handlers``."""
+"""Layout and styles of the Experiment tab. ``handlers`` has its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
 
-SAID: Final = """
+STATUS_STYLE: Final = """
 p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .note { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color-subdued); }
 .error p:not(.note) { color: var(--error-text-color); }
@@ -59,16 +59,16 @@ DEFAULT_STEPS: Final = "5, 10, 20, 50"
 DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a blue background"
 DEFAULT_SEEDS: Final = 2
 NUM_HELD_OUT: Final = 8
-UNKNOWN_YET: Final = "Looking how long this takes."
-LOST: Final = "What was painted here was lost with the server; press Run to paint it again."
+UNKNOWN_YET: Final = "Estimating the duration."
+LOST: Final = "This experiment was lost with the server; press Run to start it again."
 ASK_AGAIN_S: Final = 2.0
-"""While the models are being loaded, how long something takes is asked again so often."""
+"""How often the estimate is retried while the models load."""
 
-NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: what a step buys, and what a second buys."
+NOTHING_YET: Final = "Images appear here as they are generated, then curves of quality over steps and over seconds."
 
 
 class ExperimentFields(NamedTuple):
-    """What to compare, in the order of :class:`ui.experiment.form.ExperimentForm`."""
+    """Input components in the order of ``ui.experiment.form.ExperimentForm``."""
 
     samplers: gr.Dropdown
     steps: gr.Textbox
@@ -81,7 +81,7 @@ class ExperimentFields(NamedTuple):
 
 
 class ExperimentOutputs(NamedTuple):
-    """What an experiment changes, in the order of :class:`ui.experiment.view.Shown`."""
+    """Components that an experiment updates, in the order of ``ui.experiment.view.Shown``."""
 
     status: gr.HTML
     grid: gr.HTML
@@ -94,11 +94,11 @@ class ExperimentOutputs(NamedTuple):
 
 
 def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
-    """Lay out the ``tab`` of the ``page`` in the current context and bind its events; its looks come with it."""
+    """Build ``tab`` in the current context and bind its events."""
     with gr.Row(elem_id="exp"):
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
-            estimate = _html("exp-estimate", "Estimate", SAID, status(UNKNOWN_YET))
+            estimate = _html("exp-estimate", "Estimate", STATUS_STYLE, status(UNKNOWN_YET))
             with gr.Row(elem_id="exp-buttons"):
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible="hidden")
@@ -117,24 +117,22 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         info="One row each. A sigma schedule may follow, such as DPM++ 2M Karras.",
         elem_id="exp-samplers",
     )
-    steps = gr.Textbox(
-        DEFAULT_STEPS, label="Steps", info="One column each, with commas between them.", elem_id="exp-steps"
-    )
+    steps = gr.Textbox(DEFAULT_STEPS, label="Steps", info="One column each, separated by commas.", elem_id="exp-steps")
     prompts = gr.Textbox(
-        DEFAULT_PROMPTS, label="Prompts", info="One on each line.", lines=2, max_lines=10, elem_id="exp-prompts"
+        DEFAULT_PROMPTS, label="Prompts", info="One per line.", lines=2, max_lines=10, elem_id="exp-prompts"
     )
-    held_out = gr.Button(f"Take {NUM_HELD_OUT} test prompts", size="sm", visible=False, elem_id="exp-held-out")
+    held_out = gr.Button(f"Use {NUM_HELD_OUT} test prompts", size="sm", visible=False, elem_id="exp-held-out")
     with gr.Row():
         num_seeds = gr.Number(
             DEFAULT_SEEDS,
             label="Seeds",
-            info="of each prompt",
+            info="per prompt",
             precision=0,
             min_width=80,
             elem_id="exp-seeds",
         )
         first_seed = gr.Number(
-            0, label="First seed", info="then counting", precision=0, min_width=80, elem_id="exp-first-seed"
+            0, label="First seed", info="then ascending", precision=0, min_width=80, elem_id="exp-first-seed"
         )
         guidance = gr.Textbox(
             "",
@@ -147,29 +145,29 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         )
     has_converged = gr.Checkbox(
         True,
-        label="Compare with the converged picture",
-        info="The same seed painted by DDIM in 200 steps. It takes as long as several of the others.",
+        label="Compare with a reference image",
+        info="The same seed with 200 DDIM steps, which takes as long as several other images.",
         elem_id="exp-converged",
     )
     model = gr.Dropdown(
-        [("The server's own", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
+        [("Default", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
     )
     return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model), held_out
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
-    said = _html("exp-status", "Status", SAID, status(NOTHING_YET))
+    note = _html("exp-status", "Status", STATUS_STYLE, status(NOTHING_YET))
     grid = _html("exp-grid", "Grid", GRID)
     over_steps = _html("exp-curves-steps", "Curves over steps", CURVES)
     over_seconds = _html("exp-curves-seconds", "Curves over seconds", CURVES)
     with gr.Row(elem_id="exp-files"):
         csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
         png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
-    return ExperimentOutputs(said, grid, over_steps, over_seconds, csv, png, run, stop)
+    return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, run, stop)
 
 
 def _html(name: str, label: str, looks: str, value: str = "") -> gr.HTML:
-    """Return a part that is written as HTML, with its own looks; scripts see ``label``."""
+    """Return an HTML component with its own styles; the API shows ``label``."""
     return gr.HTML(value, label=label, elem_id=name, css_template=looks, apply_default_css=False)
 
 
@@ -203,20 +201,18 @@ def _connect(
         queue=False,  # gradio loses an event that is queued in the moment in which a page's last one ends
     )
     again = gr.Timer(ASK_AGAIN_S, active=False)
-    for asked in (estimated, again.tick(events.estimate, list(fields), estimate, **PRIVATE)):
-        asked.then(lambda said: gr.Timer(active=said == status(NOT_YET)), estimate, again, **PRIVATE)
+    for estimate_event in (estimated, again.tick(events.estimate, list(fields), estimate, **PRIVATE)):
+        estimate_event.then(lambda text: gr.Timer(active=text == status(NOT_YET)), estimate, again, **PRIVATE)
     held_out.click(lambda: "\n".join(held_out_prompts(NUM_HELD_OUT)), None, fields.prompts, **PRIVATE)
 
     async def greet(model: str | None) -> tuple[Any, ...]:
-        """Once the models are loaded: which there are, the samplers on offer, and test prompts where they mean
-        something.
-        """
+        """Return updates with models, samplers and test prompts once the models are loaded."""
         try:
             models = await server.wait_for_models()
         except DiffserveError as error:
             return gr.skip(), gr.skip(), gr.skip(), status(sentence(error), is_error=True)
-        named = [("The server's own", ""), *((name, name) for name in models.others)]
-        return *_of_model(models, model), gr.update(choices=named, visible=bool(models.others)), gr.skip()
+        choices = [("Default", ""), *((name, name) for name in models.others)]
+        return *_of_model(models, model), gr.update(choices=choices, visible=bool(models.others)), gr.skip()
 
     async def choose(model: str | None) -> tuple[Any, ...]:
         try:
@@ -226,7 +222,7 @@ def _connect(
 
     keep_form(page, "experiment", fields)
     page.load(
-        js=f"(said) => diffserve.wasLost('experiment') ? {json.dumps(status(LOST, is_error=True))} : said",
+        js=f"(text) => diffserve.wasLost('experiment') ? {json.dumps(status(LOST, is_error=True))} : text",
         inputs=outputs.status,
         outputs=outputs.status,
         **SILENT,
@@ -237,7 +233,7 @@ def _connect(
 
 
 def _of_model(models: Models, model: str | None) -> tuple[Any, Any]:
-    """The samplers of ``model``, and whether test prompts mean something to it."""
+    """Return updates with the samplers of ``model``, and whether test prompts apply to it."""
     image = models.image_of(model)
     choices = [(choice.label, choice.name) for choice in image.samplers]
     return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY)

@@ -1,4 +1,4 @@
-"""An experiment of the page as it runs. What is painted is kept, whatever happens; what is not is given up."""
+"""A running experiment of the page; finished images are kept if it stops or fails."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ui.experiment.client_painter import ClientPainter
 from ui.experiment.speed import ServerSpeed
 
 LOOK_EVERY_S: Final = 0.25
-"""How often somebody who watches is told."""
+"""Longest time between updates."""
 
 log = logging.getLogger("diffserve.page")
 
 
 class GridRun:
-    """One experiment. ``watch`` paints it; ``stop`` ends that.
+    """Experiment that ``watch`` runs and ``stop`` ends.
 
-    board       what is painted so far
-    check       what checks the pictures against their prompts
-    error       what ended it early, ``None`` where nothing did
-    is_stopped  whether somebody ended it
-    is_timing   whether all is painted, and it is measured how long a picture takes alone
+    Attributes:
+        board: The images so far.
+        check: The checker of images against their prompts.
+        error: The error that ended it, or None.
+        is_stopped: Whether it was stopped.
+        is_timing: Whether only the time of a single image is left to measure.
     """
 
     def __init__(self, client: AsyncClient, plan: SweepPlan, check: PromptCheck, folder: Path, model: str = "") -> None:
@@ -46,14 +47,11 @@ class GridRun:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server's queue was full a moment ago."""
+        """Whether a request waits because the server's queue is full."""
         return self._painter.is_waiting
 
     async def watch(self) -> AsyncGenerator[None, None]:
-        """Paint; every moment in which something may have changed. Leaving it early gives up the rest.
-
-        Raises nothing of what a server does: ``error`` says it.
-        """
+        """Run the experiment; yield whenever something may have changed. Server errors are stored in ``error``."""
         if self.is_stopped:
             return
         self._start_s = time.monotonic()
@@ -71,18 +69,18 @@ class GridRun:
                 self.error = error
 
     def stop(self) -> None:
-        """Paint no further; what is in flight ends at the server's next step."""
+        """Stop; running requests end at the server's next step."""
         self.is_stopped = True
         self._painter.close()
 
     def seconds_left(self, speed: ServerSpeed) -> float:
-        """How long the rest takes: by what was painted so far, at first by ``speed``."""
+        """Return the expected remaining time: from the progress so far, at first from ``speed``."""
         if self.is_timing:
             return 0.0
         elapsed_s = time.monotonic() - self._start_s
-        begun = self.board.rows_done / self.plan.num_painted_rows
-        by_now = elapsed_s / begun if begun > 0.1 else speed.seconds(self.plan)
-        return by_now * (1 - begun)
+        share_done = self.board.rows_done / self.plan.num_painted_rows
+        total_s = elapsed_s / share_done if share_done > 0.1 else speed.seconds(self.plan)
+        return total_s * (1 - share_done)
 
     async def _paint_all(self) -> None:
         plan, measures, board = self.plan, ImageMeasures(self.check), self.board

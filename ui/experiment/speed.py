@@ -1,4 +1,4 @@
-"""How fast a server paints, measured with a few short pictures: what an experiment will take, before it is begun."""
+"""Speed of a server, measured with a few short requests, to estimate the duration of an experiment."""
 
 from __future__ import annotations
 
@@ -25,38 +25,36 @@ FRESH_S: Final = 900.0
 
 
 class Timing(NamedTuple):
-    """One picture alone: seconds of a UNet row, and of all that is not a row (the text, pixels, the file, the way)."""
+    """Time of an image: seconds per UNet row, and seconds for text, decoding, file and transfer."""
 
     row_s: float
     rest_s: float
 
     def seconds(self, evaluations: float) -> float:
-        """Of a picture of so many UNet rows."""
+        """Return the seconds of an image with ``evaluations`` UNet rows."""
         return evaluations * self.row_s + self.rest_s
 
     def of_cell(self, records: Sequence[ImageRecord], cell: Cell) -> SoloTime:
-        """Of a picture such as ``records`` of ``cell``."""
+        """Return the times of an average image in ``records`` of ``cell``."""
         evaluations = fmean(record.evaluations for record in records)
         return SoloTime((1000 * self.row_s * evaluations / cell.num_steps,), (self.seconds(evaluations),))
 
 
 class ServerSpeed(NamedTuple):
-    """How a server paints one picture alone, and what a picture takes among others: they share calls of the UNet, and
-    what is not a row of one goes on beside the rows of the others.
-    """
+    """Times of an image alone, and of one that shares UNet calls with others."""
 
     alone: Timing
     together: Timing
 
     def seconds(self, plan: SweepPlan) -> float:
-        """How long the whole of ``plan`` takes, the timing at its end included."""
+        """Return the duration of ``plan``, including the final timing."""
         together = plan.num_painted_rows * self.together.row_s + plan.num_images * self.together.rest_s
         rows = TIMED_STEPS * plan.cells[0].rows / plan.cells[0].num_steps
         return together + TIMED_PICTURES * self.alone.seconds(rows)
 
 
 class StepTime(NamedTuple):
-    """A clock in seconds, and steps that are done by then, of one of the pictures of a request."""
+    """Time at which an image of a request had finished ``step`` steps."""
 
     clock_s: float
     step: int
@@ -64,26 +62,31 @@ class StepTime(NamedTuple):
 
 
 class WatchedRequest(NamedTuple):
-    """A request as it was told of.
+    """Request with the times of its events.
 
-    told         every step that was told, as it came
-    evaluations  UNet rows of all its pictures
-    num_steps    of each of them
+    Attributes:
+        start_s: When it was sent.
+        steps: All step events in order of arrival.
+        end_s: When it ended.
+        evaluations: UNet rows of all its images.
+        num_steps: Steps of each image.
     """
 
     start_s: float
-    told: tuple[StepTime, ...]
+    steps: tuple[StepTime, ...]
     end_s: float
     evaluations: int
     num_steps: int
 
 
 class TimedRequest(NamedTuple):
-    """A picture that was watched alone.
+    """Times of an image that ran alone.
 
-    steps_s      seconds of every step but the first, which nobody saw begin
-    rest_s       seconds before the first step and after the last
-    evaluations  its UNet rows
+    Attributes:
+        steps_s: Seconds of every step but the first, whose start is unknown.
+        rest_s: Seconds before the first step and after the last.
+        evaluations: Its UNet rows.
+        num_steps: Its steps.
     """
 
     steps_s: tuple[float, ...]
@@ -103,7 +106,11 @@ async def watch(
     n: int = 1,
     guidance: float | None = None,
 ) -> WatchedRequest:
-    """Paint and look at the clock. Raises what the client raises, and DiffserveError where a picture is lost."""
+    """Run a request and record the times of its events.
+
+    Raises:
+        DiffserveError: The client failed, or an image was lost.
+    """
     fields = StreamedImageFields(
         sampler=sampler, num_inference_steps=steps, seed=seed, n=n, prompt_rewriter="off", partial_images=0
     )
@@ -111,71 +118,79 @@ async def watch(
         fields["guidance_scale"] = guidance
     if model:
         fields["model"] = model
-    start_s, told = time.perf_counter(), list[StepTime]()
+    start_s, step_times = time.perf_counter(), list[StepTime]()
     num_steps, evaluations = steps, 0
     async with client.generate_stream(prompt, **fields) as events:
         async for event in events:
             match event:
                 case Progress(image_index=int(index), step=int(step), steps=int(num_steps)):
-                    told.append(StepTime(time.perf_counter(), step, index))
+                    step_times.append(StepTime(time.perf_counter(), step, index))
                 case CompletedImage():
                     evaluations += event.usage.num_evaluations
                 case LostImage():
                     raise DiffserveError(event.failure.message, code=event.failure.code)
-    return WatchedRequest(start_s, tuple(told), time.perf_counter(), evaluations, num_steps)
+    return WatchedRequest(start_s, tuple(step_times), time.perf_counter(), evaluations, num_steps)
 
 
-def timed(one: WatchedRequest) -> TimedRequest:
-    """From what was told of a picture alone to its times."""
-    told, num_steps = one.told, one.num_steps
-    if len(told) < 2:  # too few steps to be told of each: what lies between is spread evenly
-        return TimedRequest(((one.end_s - one.start_s) / num_steps,) * num_steps, 0.0, one.evaluations, num_steps)
-    steps_s = each_step_s(told)
-    around_s = told[0].clock_s - one.start_s + one.end_s - told[-1].clock_s
-    rest_s = max(0.0, around_s - told[0].step * median(steps_s))
-    return TimedRequest(steps_s, rest_s, one.evaluations, num_steps)
+def timed(request: WatchedRequest) -> TimedRequest:
+    """Convert the events of a single image to its times."""
+    steps, num_steps = request.steps, request.num_steps
+    if len(steps) < 2:  # too few events: spread the time evenly
+        return TimedRequest(
+            ((request.end_s - request.start_s) / num_steps,) * num_steps, 0.0, request.evaluations, num_steps
+        )
+    steps_s = each_step_s(steps)
+    around_s = steps[0].clock_s - request.start_s + request.end_s - steps[-1].clock_s
+    rest_s = max(0.0, around_s - steps[0].step * median(steps_s))
+    return TimedRequest(steps_s, rest_s, request.evaluations, num_steps)
 
 
 def timing_together(request: WatchedRequest, num_images: int) -> Timing:
-    """Of a picture among the others of ``request``, all of which must be looked at: a call of the UNet moves as many of
-    them as the server sees fit, and any single one may wait for others for most of the time.
+    """Return the time of an image among the others of ``request``.
+
+    All images must be counted: a UNet call advances as many of them as the server chooses, so a single one may wait.
     """
     steps_of: dict[int, int] = {}
     at_s, until_there, is_going = request.start_s, 0, False
-    for moment in request.told:
+    for moment in request.steps:
         is_going = is_going or moment.image_index in steps_of
         steps_of[moment.image_index] = moment.step
-        if not is_going:  # those who begin together are told of one after the other
+        if not is_going:  # the first events of all images arrive one after the other
             at_s, until_there = moment.clock_s, sum(steps_of.values())
     whole_s = request.end_s - request.start_s
     num_steps = sum(steps_of.values()) - until_there
     if num_steps <= 0:
         return Timing(whole_s / request.evaluations, 0.0)
-    step_s = (request.told[-1].clock_s - at_s) / num_steps
+    step_s = (request.steps[-1].clock_s - at_s) / num_steps
     row_s = step_s * request.num_steps * num_images / request.evaluations
     return Timing(row_s, max(0.0, whole_s - row_s * request.evaluations) / num_images)
 
 
-def each_step_s(told: Sequence[StepTime]) -> tuple[float, ...]:
-    """Seconds of every step after the first that was told; steps that were told at once share the time evenly."""
+def each_step_s(steps: Sequence[StepTime]) -> tuple[float, ...]:
+    """Return the seconds of every step after the first event; steps of one event share its time evenly."""
     each: list[float] = []
-    for before, after in pairwise(told):
+    for before, after in pairwise(steps):
         num_steps = after.step - before.step
         each += [(after.clock_s - before.clock_s) / num_steps] * num_steps
     return tuple(each)
 
 
 def timing_of(requests: Sequence[TimedRequest]) -> Timing:
-    """Medians over all steps of pictures that were painted alike, so that a moment in which the machine did something
-    else, or other people's pictures, weighs no more than the steps that it lasted.
+    """Return the median times of similar images.
+
+    Medians over all steps limit the weight of short disturbances by other work.
     """
-    step_s = median(second for one in requests for second in one.steps_s)
+    step_s = median(second for request in requests for second in request.steps_s)
     rows_a_step = requests[0].evaluations / requests[0].num_steps
-    return Timing(step_s / rows_a_step, median(one.rest_s for one in requests))
+    return Timing(step_s / rows_a_step, median(request.rest_s for request in requests))
 
 
 async def measure(client: AsyncClient, model: str) -> ServerSpeed:
-    """A short picture by ``model`` alone, a few times, then several together. Raises what the client raises."""
+    """Measure a short image of ``model`` several times alone, then several images together.
+
+    Raises:
+        DiffserveError: The client failed.
+    """
     how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "seed": 0}
     alone = [timed(await watch(client, PROBE_PROMPT, steps=PROBE_STEPS, **how)) for _ in range(TIMED_PICTURES)]
     together = await watch(client, PROBE_PROMPT, steps=TOGETHER_STEPS, n=TOGETHER_PICTURES, **how)
@@ -183,22 +198,30 @@ async def measure(client: AsyncClient, model: str) -> ServerSpeed:
 
 
 async def time_alone(client: AsyncClient, plan: SweepPlan, model: str) -> Timing:
-    """Paint a picture of ``plan`` a few times, alone and with its guidance. Raises what the client raises."""
+    """Measure an image of ``plan`` several times alone.
+
+    Raises:
+        DiffserveError: The client failed.
+    """
     steps, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.guidance[0]
     how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": steps, "seed": plan.first_seed}
     watched = [await watch(client, plan.prompts[0], guidance=scale, **how) for _ in range(TIMED_PICTURES)]
-    return timing_of([timed(one) for one in watched])
+    return timing_of([timed(request) for request in watched])
 
 
 class SpeedProbe:
-    """Knows the speed of one server's models; measures it once, and again when that is long ago."""
+    """Cache of the measured speed of each model; old measurements are repeated."""
 
     def __init__(self) -> None:
         self._speeds: dict[str, tuple[ServerSpeed, float]] = {}
         self._lock = asyncio.Lock()
 
     async def speed(self, client: AsyncClient, model: str = "") -> ServerSpeed:
-        """That of ``model``, "" the server's own, measured now where it is not known. Raises what the client raises."""
+        """Return the speed of ``model``, or of the default model if empty.
+
+        Raises:
+            DiffserveError: The client failed.
+        """
         async with self._lock:
             if model not in self._speeds or time.monotonic() - self._speeds[model][1] > FRESH_S:
                 self._speeds[model] = await measure(client, model), time.monotonic()

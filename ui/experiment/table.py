@@ -1,7 +1,4 @@
-"""The grid of an experiment as HTML: samplers as rows, steps as columns, in each square the picture as it comes about.
-
-Everything that comes from outside is escaped.
-"""
+"""The grid of an experiment as HTML: samplers as rows, steps as columns. All text from outside is escaped."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from diffserve.experiments.plan import Cell
 from ui.experiment.board import SHOWN, Board, Square
 
 Address = Callable[[Path], str]
-"""Where a browser finds a file."""
+"""Returns the URL of a file."""
 
 
 def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
-    """The table; ``names`` says how samplers are called."""
-    plan, more = board.plan, len(board.plan.places) - 1
-    rest = f"; {more} more for each, not shown" if more else ""
-    caption = f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{rest}"
+    """Return the table as HTML; ``names`` has the labels of the samplers."""
+    plan, num_hidden = board.plan, len(board.plan.places) - 1
+    hidden_note = f"; {num_hidden} more for each, not shown" if num_hidden else ""
+    caption = f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{hidden_note}"
     steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
     heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
     for reference in plan.references:
@@ -33,7 +30,7 @@ def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
         squares = "".join(_square(board, cell, names, address) for cell in cells)
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
-        f'<div class="exp-scroll" tabindex="0" role="region" aria-label="pictures by sampler and steps"><table>'
+        f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
         f"<caption>{caption}</caption>"
         f'<thead><tr><th scope="col" class="corner">steps</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div>"
@@ -44,7 +41,7 @@ def _square(board: Board, cell: Cell, names: Mapping[str, str], address: Address
     square = board.squares[cell]
     name = f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps"
     if square.trouble is not None:
-        return f'<td class="trouble" title="{escape(square.trouble)}">not painted</td>'
+        return f'<td class="trouble" title="{escape(square.trouble)}">not generated</td>'
     share = sum(square.fractions.values()) / len(board.plan.places)
     bar = f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
     return f"<td>{_look(square, name, address)}{bar}<small>{_worth(board, square)}</small></td>"
@@ -55,12 +52,12 @@ def _look(square: Square, name: str, address: Address) -> str:
         return '<div class="blank"></div>'
     source = escape(address(square.look))
     if not square.is_shown_whole:
-        return f'<img class="preview" src="{source}" alt="{escape(name)}, being painted">'
+        return f'<img class="preview" src="{source}" alt="{escape(name)}, in progress">'
     return f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{escape(name)}"></a>'
 
 
 def _worth(board: Board, square: Square) -> str:
-    """What is known of its pictures, in a few characters."""
+    """Return the measurements of a cell in a few characters."""
     records = list(square.records.values())
     hits = [record.parts.exact for record in records if record.parts is not None]
     if len(hits) == 1 and len(board.plan.places) == 1:

@@ -1,4 +1,4 @@
-"""What a page shows of an experiment as it goes: status, grid, curves, files. Only what is new."""
+"""Updates of the Experiment tab: status, grid, curves, files; only changes are sent."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from ui.files import PageFiles
 from ui.server import sentence
 
 TELL_EVERY_S: Final = 1.0
-"""A page is told at least so often, so that one that is gone is noticed."""
+"""Longest time between updates; sending one reveals that a page is closed."""
 
 CURVES_EVERY_S: Final = 1.5
 SECONDS_ARE: Final = "evaluations times the measured time of one alone"
 THUMBNAIL_PX: Final = 256
 MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
 UNMEASURED: Final = (
-    "There is nothing to draw a curve from: compare with the converged picture, or write prompts that the checker of "
+    "There is no data for a curve: compare with a reference image, or use prompts that the checker of "
     "the embedded model knows."
 )
-PAIRED: Final = "prompt and seed has a picture of every sampler and step count, and a converged one beside them."
-UNPAIRED: Final = f"There is nothing to draw a curve from: no {PAIRED}"
+PAIRED: Final = "prompt and seed has an image for every sampler and step count, and a reference."
+UNPAIRED: Final = f"There is no data for a curve: no {PAIRED}"
 PENDING: Final = f"Curves appear once a {PAIRED}"
 
 
 class Shown(NamedTuple):
-    """New values of what an experiment changes, in the order of :class:`ui.experiment.layout.ExperimentOutputs`."""
+    """New values of the components, in the order of ``ui.experiment.layout.ExperimentOutputs``."""
 
     status: Any = gr.skip()
     grid: Any = gr.skip()
@@ -59,7 +59,7 @@ class Shown(NamedTuple):
 
 
 class View:
-    """What a page shows of a run; only what is new."""
+    """The state of a page that shows a run, to send only changes."""
 
     def __init__(self, run: GridRun, speed: ServerSpeed, names: dict[str, str]) -> None:
         self._run = run
@@ -70,7 +70,7 @@ class View:
         self._told_s = self._drawn_s = self._start_s = time.monotonic()
 
     def beginning(self) -> Shown:
-        """Empty squares; Run becomes Stop."""
+        """Return an empty grid, with Stop in place of Run."""
         return Shown(
             self._status(), self._grid(), "", "",
             gr.update(value=None, visible=False), gr.update(value=None, visible=False),
@@ -78,7 +78,7 @@ class View:
         )  # fmt: skip
 
     async def news(self) -> Shown | None:
-        """What changed since the last time; ``None`` where nothing did and nothing need be said."""
+        """Return what changed since the last call; None if nothing did and no update is due."""
         board, now_s = self._run.board, time.monotonic()
         is_new = board.version != self._seen
         if not is_new and now_s - self._told_s < TELL_EVERY_S:
@@ -92,7 +92,7 @@ class View:
         return shown._replace(curves_over_steps=steps, curves_over_seconds=seconds)
 
     async def ending(self, files: PageFiles) -> Shown:
-        """The curves of what is painted, the files, and how it ended; Stop becomes Run."""
+        """Return curves, files and the final status, with Run in place of Stop."""
         buttons = ({**shown_if(True), "interactive": True}, shown_if(False))
         try:
             steps, seconds = await asyncio.to_thread(self._curves)
@@ -110,7 +110,7 @@ class View:
         return self._run.board.summaries(self._speed.alone)
 
     def _curves(self, pending: str = "") -> tuple[str, str]:
-        """Both figures as HTML, with what must be known to read them; where there are none yet, ``pending`` or why."""
+        """Return both charts as HTML with notes; without data, ``pending`` or the reason."""
         summaries = self._summaries()
         if not summaries:
             return "", ""
@@ -124,19 +124,19 @@ class View:
         return svg.figure(steps), svg.figure(seconds) + notes
 
     def _seconds_text(self) -> str:
-        """Where the seconds of a picture come from."""
+        """Return how the seconds of an image were determined."""
         timing = self._run.board.timing or self._speed.alone
         when = (
-            f"medians of {TIMED_PICTURES} pictures painted alone after all others"
+            f"medians of {TIMED_PICTURES} images generated alone after all others"
             if self._run.board.timing
-            else f"medians of {TIMED_PICTURES} short pictures painted alone beforehand"
+            else f"medians of {TIMED_PICTURES} short images generated alone beforehand"
         )
-        rest = f", and {_short_text(timing.rest_s)} for text, pixels and file" if timing.rest_s >= 0.001 else ""
-        each = f"its UNet evaluations times {_short_text(timing.row_s)}{rest}"
-        return f"Seconds are those of one picture alone: {each}; {when}."
+        rest_text = f", and {_short_text(timing.rest_s)} for text, pixels and file" if timing.rest_s >= 0.001 else ""
+        each = f"its UNet evaluations times {_short_text(timing.row_s)}{rest_text}"
+        return f"Seconds are those of one image alone: {each}; {when}."
 
     def _files(self, files: PageFiles) -> tuple[Path | None, Path | None]:
-        """The table and the picture on disk; none where nothing was painted."""
+        """Write the table and the chart; return None for both if no image is done."""
         summaries, board = self._summaries(), self._run.board
         if not summaries:
             return None, None
@@ -146,17 +146,15 @@ class View:
     def _status(self) -> str:
         run, plan = self._run, self._run.plan
         if run.is_timing:
-            return status("measuring how long one picture takes alone", share=1.0)
-        text = (
-            f"picture {run.board.num_painted} of {plan.num_images}, {seconds_text(run.seconds_left(self._speed))} left"
-        )
+            return status("measuring how long one image takes alone", share=1.0)
+        text = f"image {run.board.num_painted} of {plan.num_images}, {seconds_text(run.seconds_left(self._speed))} left"
         if run.is_waiting:
             text += "; the server's queue is full, the rest waits for room"
         return status(text, share=min(1.0, run.board.rows_done / plan.num_painted_rows))
 
     def _end_status(self) -> str:
         run, board = self._run, self._run.board
-        kept = f"{board.num_painted} of {run.plan.num_images} pictures are painted"
+        count_text = f"{board.num_painted} of {run.plan.num_images} images are done"
         notes = [
             f"{self._names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
             for cell, square in board.squares.items()
@@ -165,30 +163,30 @@ class View:
         if run.check.why_not is not None:
             notes.append(f"Prompt match is not measured: {run.check.why_not}")
         if run.error is not None:
-            return status(f"{sentence(run.error)} {kept} and kept.", notes=notes, is_error=True)
+            return status(f"{sentence(run.error)} {count_text} and kept.", notes=notes, is_error=True)
         if run.is_stopped:
-            return status(f"Stopped: {kept} and kept.", notes=notes)
+            return status(f"Stopped: {count_text} and kept.", notes=notes)
         took = seconds_text(time.monotonic() - self._start_s)
-        return status(f"Painted {board.num_painted} pictures in {took}.", notes=notes)
+        return status(f"Generated {board.num_painted} images in {took}.", notes=notes)
 
 
 def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
-    """Beyond which cell time buys little, by the first measure whose front has a knee; empty where none has."""
+    """Describe the knee of the first chart that has one; empty if none has."""
     for chart in charts:
         if (best := chart.knee) is not None:
             cell, measure = best.summary.cell, chart.measure
             return (
-                f"Dashed: what cannot be had both better and faster. Ringed, its knee: "
+                f"Dashed: settings that no other beats in both quality and time. Ringed, its knee: "
                 f"{names.get(cell.sampler, cell.sampler)} with {cell.num_steps} steps; beyond {best.x:.2g} s and "
-                f"{measure.write(best.value.value)} ({measure.title}) time buys less."
+                f"{measure.write(best.value.value)} ({measure.title}) more time improves it less."
             )
     return ""
 
 
 def work_text(plan: SweepPlan) -> str:
-    """ "12 combinations of sampler and steps, 4 pictures each, and 4 converged ones"."""
+    """Describe ``plan``, such as "12 combinations of sampler and steps, 4 images each, and 4 converged ones"."""
     each = len(plan.places)
-    pictures = "1 picture" if each == 1 else f"{each} pictures each"
+    pictures = "1 image" if each == 1 else f"{each} images each"
     if len(plan.cells) > 1:
         pictures = f"{len(plan.cells)} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
     converged = f", and {each} converged {'one' if each == 1 else 'ones'}" if plan.references else ""
@@ -196,12 +194,12 @@ def work_text(plan: SweepPlan) -> str:
 
 
 def _short_text(seconds: float) -> str:
-    """ "67.6 ms", "1.4 s"."""
+    """Format a duration, such as "67.6 ms" or "1.4 s"."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
 
 
 def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
-    """From samplers as cells write them to their labels; a sigma schedule follows as it is."""
+    """Return the label of each sampler in ``plan``, followed by its sigma schedule."""
     labels = {choice.name: choice.label for choice in image.samplers}
     names = {}
     for text in dict.fromkeys(cell.sampler for cell in plan.cells):
@@ -211,17 +209,17 @@ def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
 
 
 def address(file: Path) -> str:
-    """Where a browser finds a file of this process, from the page."""
+    """Return the URL of a file, relative to the page."""
     return f"gradio_api/file={quote(str(file))}"
 
 
 def table_of(summaries: Sequence[CellSummary]) -> str:
-    """CSV, one line a square, with the names of ``diffserve sweep``; ``seconds_are`` says where seconds come from."""
-    return write_csv([one for one in summaries if not one.cell.is_reference], seconds_are=SECONDS_ARE)
+    """Return the results as CSV, in the format of ``diffserve sweep``."""
+    return write_csv([summary for summary in summaries if not summary.cell.is_reference], seconds_are=SECONDS_ARE)
 
 
 def sheet_of(summaries: Sequence[CellSummary], board: Board) -> bytes:
-    """The grid and the curves below it, as PNG. Takes a second or two: call it in a thread."""
+    """Return the grid and curves as PNG; this takes seconds, so call it in a thread."""
     from diffserve.experiments import plots
 
     looks = {cell: square.look for cell, square in board.squares.items() if square.look is not None}

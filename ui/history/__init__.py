@@ -1,1 +1,1 @@
-"""The History tab: what was painted for whoever looks, kept by the server."""
+"""The History tab: images that the server stores for the visitor's key."""
