@@ -14,7 +14,7 @@ from diffserve.api.sampling_params import COUNTS, NUMBERS
 from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import ServedModel
 from diffserve.media.images import MEDIA_TYPES
-from diffserve.service.endpoint import Asks
+from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body
 from diffserve.service.models import ALIASES, model_entry, told_of
 from diffserve.service.texts.schemas import SamplingBody
@@ -33,7 +33,7 @@ OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "
 class Offer(NamedTuple):
     """An endpoint: which kind of model it asks, and what it takes."""
 
-    asks: Asks
+    asks: Capability
     body: type[Body]
 
 
@@ -74,9 +74,9 @@ def models_told(
     config: ServeConfig,
 ) -> dict[str, dict[str, Any]]:
     """By the name of each model what ``told_of`` says, and the ``endpoints`` that it answers."""
-    kinds: dict[str, list[Asks]] = {model.name: ["image"] for model in models}
+    kinds: dict[str, list[Capability]] = {model.name: ["image"] for model in models}
     if language is not None:
-        can: list[Asks] = ["text", "chat"] if language.has_chat_template else ["text"]
+        can: list[Capability] = ["text", "chat"] if language.has_chat_template else ["text"]
         kinds[language.model_id] = kinds.get(language.model_id, []) + can
     return {
         name: one | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
-from diffserve.service.images.pictures_in import is_address
+from diffserve.service.images.inputs import is_address
 from diffserve.service.threads import ANSWERS, FILES
 from diffserve.version import __version__
 

@@ -18,9 +18,9 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.lifecycle import json_response, owner_of, read_body
-from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
-from diffserve.service.responses.kept import KeptResponse, KeptResponses
+from diffserve.service.responses.response_store import ResponseStore, StoredResponse
 from diffserve.service.responses.schemas import Item, Metadata
+from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
 
 MAX_ITEMS: Final = 20
 """That one begins with; more come with responses."""
@@ -59,7 +59,7 @@ class Conversations:
     """Those that are kept, and their routes."""
 
     def __init__(self) -> None:
-        self._kept = KeptResponses(called="conversation")
+        self._kept = ResponseStore(called="conversation")
 
     async def begin(self, request: Request) -> Response:
         """A new one. Pictures in its items are data URLs."""
@@ -67,7 +67,7 @@ class Conversations:
         turns = _with_ids(read_turns(body.items, _nothing, "items")) if body.items else ()
         name = f"conv_{secrets.token_hex(16)}"
         told = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
-        kept = KeptResponse(owner_of(request), msgspec.json.encode(told), turns)
+        kept = StoredResponse(owner_of(request), msgspec.json.encode(told), turns)
         self._kept.put(name, kept)
         return json_response(kept.body, body.warnings)
 
@@ -122,7 +122,7 @@ class Conversations:
         before = self._kept.get(name, owner)
         return self._kept.put(name, before._replace(turns=(*before.turns, *_with_ids(turns))))
 
-    def _found(self, request: Request) -> KeptResponse:
+    def _found(self, request: Request) -> StoredResponse:
         return self._kept.get(_name(request), owner_of(request))
 
     def _item(self, request: Request) -> Turn:

@@ -15,7 +15,7 @@ from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses
 from diffserve.service.http.sending import send_file
-from diffserve.service.images.remembering import PictureHistory
+from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.stored.files import listed
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
@@ -34,7 +34,7 @@ SEARCH: Final = (
 class HistoryRoutes:
     """The routes of ``history``."""
 
-    def __init__(self, app: FastAPI, history: PictureHistory, owners: Owners) -> None:
+    def __init__(self, app: FastAPI, history: ImageHistory, owners: Owners) -> None:
         self._history = history
         self._owners = owners
         told: dict[str, Any] = {"summary": "What was painted", "openapi_extra": query(*PAGE_PARAMETERS, *SEARCH)}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diffserve.api.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
-from diffserve.service.endpoint import Checked
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.texts.texts import CheckedTexts
 
 Json = dict[str, Any]
@@ -129,7 +129,7 @@ def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None
     return {**_head(plan, kind), "choices": choices, **told}
 
 
-def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
+def usage(plan: RequestPlan, used: Sequence[TextUsage]) -> Json:
     """Tokens as OpenAI counts them, and seconds of the device, summed over the prompts of a request."""
     prompt_tokens = sum(one.prompt_tokens for one in used)
     output_tokens = sum(one.output_tokens for one in used)

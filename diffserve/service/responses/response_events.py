@@ -17,21 +17,20 @@ import base64
 from collections import Counter
 from typing import Any, Final
 
-from diffserve.api.errors import DiffserveError
+from diffserve.api.errors import DiffserveError, ModerationBlocked
 from diffserve.api.text_types import TextDelta
 from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
-from diffserve.service.images.answers import delivery, image_entry
-from diffserve.service.images.events import Throttle
-from diffserve.service.images.painting import CheckedImages
-from diffserve.service.responses.answers import (
+from diffserve.service.images.openai_encoder import Throttle, blocked_image, delivery_fields, image_entry
+from diffserve.service.images.plan import ImagePlan
+from diffserve.service.responses.response_objects import (
     Json,
     call_error,
     call_of,
+    completed_call,
     logprob_of,
     message_of,
-    painted_call,
     response_error,
     response_of,
     text_part,
@@ -116,27 +115,29 @@ class TextEvents:
         return [message_of(self._item_id, "incomplete", [text_part(self._text)])]
 
 
-class CallEvents:
+class CallEncoder:
     """Pictures while they are painted, in the place of ``images.events.ImageEvents``: each is an item, by its index.
 
     Those with pictures take a while: call them in a thread.
     """
 
-    def __init__(self, events: ResponseEvents, painting: CheckedImages, ids: list[str]) -> None:
+    encodes_images = True
+
+    def __init__(self, events: ResponseEvents, plan: ImagePlan, ids: list[str]) -> None:
         self._events = events
-        self._painting = painting
+        self._plan = plan
         self._ids = ids
         self._throttle = Throttle()
         self._num_partials: Counter[int] = Counter()
         self._begun: set[int] = set()
-        self.output = [call_of(painting, item_id, "in_progress") for item_id in ids]
+        self.output = [call_of(plan, item_id, "in_progress") for item_id in ids]
         self.results: list[ImageResult] = []
         self.warnings: list[str] = []
 
     def queued(self, event: Accepted | Queued, **fields: Any) -> bytes | None:
         """The place in the queue, and the seconds until all of it is done; with the first of these it begins."""
         opened = self._opened()
-        if not self._painting.has_progress:
+        if not self._plan.has_progress:
             return opened or None
         left = {"seconds_left": event.seconds_left, "request_seconds_left": event.seconds_left}
         return opened + self._events.write(PROGRESS, step=0, queue_position=event.queue_position, **left, **fields)
@@ -147,7 +148,7 @@ class CallEvents:
         if not self._is_told(index):
             return None
         head = self._generating(index)
-        if not self._painting.has_progress or not self._throttle.lets_pass(progress):
+        if not self._plan.has_progress or not self._throttle.allows(progress):
             return head or None
         far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
         whole = progress.request_seconds_left
@@ -155,13 +156,13 @@ class CallEvents:
 
     def partial(self, preview: Preview) -> bytes | None:
         """A picture of the way."""
-        picture, painting, index = preview.picture, self._painting, preview.image_index
+        picture, plan, index = preview.picture, self._plan, preview.image_index
         if not self._is_told(index):
             return None
-        file = painting.preview_file(picture)
+        file = plan.preview_file(picture)
         number = self._num_partials[index]
         self._num_partials[index] += 1
-        how = delivery(painting) | {"size": f"{picture.width_px}x{picture.height_px}"}
+        how = delivery_fields(plan) | {"size": f"{picture.width_px}x{picture.height_px}"}
         return self._generating(index) + self._call(
             index,
             "partial_image",
@@ -172,8 +173,8 @@ class CallEvents:
 
     def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
         """A finished picture."""
-        index, entry = result.image_index, image_entry(self._painting, result)
-        item = self.output[index] = painted_call(self._painting, self._ids[index], entry, result)
+        index, entry = result.image_index, image_entry(self._plan, result)
+        item = self.output[index] = completed_call(self._plan, self._ids[index], entry, result)
         self.results.append(result)
         self.warnings = list(dict.fromkeys([*self.warnings, *warnings]))
         head = self._generating(index) + self._call(index, "completed")
@@ -184,8 +185,12 @@ class CallEvents:
         if not self._is_told(failed.image_index):
             return None
         index, said = failed.image_index, call_error(failed.code, told(failed))
-        item = self.output[index] = call_of(self._painting, self._ids[index], "failed") | {"error": said}
+        item = self.output[index] = call_of(self._plan, self._ids[index], "failed") | {"error": said}
         return self._opened() + self._events.write("output_item.done", output_index=index, item=item)
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
+        """Encode that the safety filter blocked an image; a response with one image fails instead."""
+        return self.image_failed(blocked_image(result, error)) if self._plan.request.num_images > 1 else None
 
     def so_far(self, error: DiffserveError) -> list[Json]:
         """What there was when it broke off because of ``error``: what was not finished has failed."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from diffserve.api.types import FULL_INTERVAL, GenerationRequest, ImageResult
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.kept_pictures import KeptPicture, KeptPictures
+from diffserve.service.images.image_store import ImageStore, StoredImage
 from diffserve.service.stored.owners import Owners
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
@@ -39,7 +39,7 @@ T = TypeVar("T")
 log = logging.getLogger("diffserve.http")
 
 
-class PictureHistory:
+class ImageHistory:
     """``rows`` and the ``pictures`` that they name. ``urls``: those that are also at a URL, by the same names.
 
     All that is done with it is done in one thread, in the order in which it is asked for: an answer does not wait until
@@ -47,7 +47,7 @@ class PictureHistory:
     """
 
     def __init__(
-        self, rows: History, pictures: KeptPictures, owners: Owners, urls: KeptPictures | None, *, is_kept: bool
+        self, rows: History, pictures: ImageStore, owners: Owners, urls: ImageStore | None, *, is_kept: bool
     ) -> None:
         self.rows = rows
         self._pictures = pictures
@@ -83,10 +83,10 @@ class PictureHistory:
         if is_much:
             done.result()
 
-    def of(self, request: Request) -> Remembered | None:
+    def writer(self, request: Request) -> HistoryWriter | None:
         """Where the pictures of ``request`` go; ``None`` where none is kept."""
         owner = self._owners.known(request) if self._is_kept else None
-        return None if owner is None else Remembered(self, owner)
+        return None if owner is None else HistoryWriter(self, owner)
 
     def add(
         self, entry_id: str, owner: str, file: bytes, name: str, words: str, model: str, recipe: dict[str, Any]
@@ -96,14 +96,14 @@ class PictureHistory:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free - len(file) < SPARE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._pictures.keep(file, name)
+        self._pictures.store(file, name)
         try:
             self.rows.add(entry_id, owner, name, words, model, recipe)
         except BaseException:
             self._pictures.remove(name)
             raise
 
-    def open(self, entry: Entry) -> KeptPicture:
+    def open(self, entry: Entry) -> StoredImage:
         """The picture of ``entry``; HttpError 404 where it is gone."""
         try:
             return self._pictures.open(entry.file)
@@ -120,10 +120,10 @@ class PictureHistory:
         self.rows.forget(files, for_good=True)
 
 
-class Remembered:
+class HistoryWriter:
     """The history as one request writes it."""
 
-    def __init__(self, history: PictureHistory, owner: str) -> None:
+    def __init__(self, history: ImageHistory, owner: str) -> None:
         self._history = history
         self._owner = owner
 

@@ -42,7 +42,7 @@ _HOST: Final = re.compile(r"(?:[A-Za-z0-9._\-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?
 log = logging.getLogger("diffserve.http")
 
 
-class KeptPictures:
+class ImageStore:
     """A folder for this user alone, of at most ``max_bytes``: the oldest pictures go first, all after ``kept_s``.
 
     Safe to share between threads; ``now`` is the clock that the files' times are held against. ``headers`` go with
@@ -69,7 +69,7 @@ class KeptPictures:
         self._num_bytes: int | None = None  # unknown before the first look
         self._lock = threading.Lock()
 
-    def keep(self, data: bytes, name: str) -> str:
+    def store(self, data: bytes, name: str) -> str:
         """Keep ``data`` from now on under ``name``, a new one. OSError where it cannot be."""
         if len(data) > self._max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -95,7 +95,7 @@ class KeptPictures:
             self._num_bytes = None  # to be counted anew
             (self._folder / name).unlink(missing_ok=True)
 
-    def open(self, name: str) -> KeptPicture:
+    def open(self, name: str) -> StoredImage:
         """The picture called ``name``. HttpError 404 where there is none, or its hour is over."""
         try:
             if _NAME.fullmatch(name) is None:
@@ -104,7 +104,7 @@ class KeptPictures:
             status = os.fstat(file.fileno())
             left_s = status.st_mtime + self._kept_s - self._now()
             if left_s > 0:
-                return KeptPicture(name, file, status.st_size, left_s, self._headers)
+                return StoredImage(name, file, status.st_size, left_s, self._headers)
             file.close()
         except OSError:
             pass
@@ -162,7 +162,7 @@ class KeptPictures:
         return found
 
 
-class KeptPicture(NamedTuple):
+class StoredImage(NamedTuple):
     """An open ``file`` of ``num_bytes`` that is kept for ``left_s`` more."""
 
     name: str
@@ -187,20 +187,20 @@ def new_name(image_format: ImageFormat) -> str:
     return f"{secrets.token_hex(16)}.{image_format}"
 
 
-class PictureUrls:
+class ImageUrls:
     """The URLs of one request's pictures; ``warnings`` of those that could not be kept. Takes a while: use it in a
     thread.
     """
 
-    def __init__(self, pictures: KeptPictures, base_url: str) -> None:
+    def __init__(self, pictures: ImageStore, base_url: str) -> None:
         self.warnings: list[str] = []
         self._pictures = pictures
         self._base_url = base_url
 
-    def keep(self, file: bytes, name: str) -> str | None:
+    def store(self, file: bytes, name: str) -> str | None:
         """The URL of ``file``; ``None``, with a warning, where it cannot be kept."""
         try:
-            return f"{self._base_url}{ROUTE}/{self._pictures.keep(file, name)}"
+            return f"{self._base_url}{ROUTE}/{self._pictures.store(file, name)}"
         except OSError as error:
             log.error("a picture could not be kept", extra={"reason": error.strerror or type(error).__name__})
             self.warnings = [NOT_KEPT]

@@ -14,19 +14,19 @@ from typing import Final, NamedTuple
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
-from diffserve.service.responses.conversation import Turn
+from diffserve.service.responses.turns import Turn
 
 MAX_RESPONSES: Final = 1000
 MAX_BYTES: Final = 32 << 20
 
 
-class KeptResponse(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response.
 
     owner  the id of the key that it was made with, "" where there are none
     body   its object as JSON
     turns  the whole conversation, its own output included
-    asked  which of them its input was
+    input_span  which of them its input was
     work   the request that still makes it in the background, "" once it is over
     events those that it was told with, where it was made and told in the background, and is over
     """
@@ -34,7 +34,7 @@ class KeptResponse(NamedTuple):
     owner: str
     body: bytes
     turns: tuple[Turn, ...]
-    asked: slice = slice(0)
+    input_span: slice = slice(0)
     work: str = ""
     events: tuple[bytes, ...] = ()
 
@@ -44,7 +44,7 @@ class KeptResponse(NamedTuple):
         return len(self.body) + sum(map(len, self.events)) + sum(turn.num_bytes for turn in self.turns)
 
 
-class KeptResponses:
+class ResponseStore:
     """By id. Where there are too many, or too many bytes, the oldest of whoever has most of them goes first: nobody
     drives out what others keep, and one that is still being made goes last. One that is larger than ``max_bytes`` is
     not kept at all.
@@ -57,9 +57,9 @@ class KeptResponses:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def put(self, response_id: str, response: KeptResponse) -> bool:
+    def put(self, response_id: str, response: StoredResponse) -> bool:
         """Keep it, in place of what it was; False where there is no room."""
         if response.num_bytes > self._max_bytes:
             return False
@@ -73,7 +73,7 @@ class KeptResponses:
             self._drop(lambda one: 1)
         return response_id in self._kept
 
-    def get(self, response_id: str, owner: str) -> KeptResponse:
+    def get(self, response_id: str, owner: str) -> StoredResponse:
         """Raises HttpError 404 where it is not there for ``owner``."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
@@ -111,7 +111,7 @@ class KeptResponses:
         del self._kept[response_id]
         self._num_bytes -= found.num_bytes
 
-    def _drop(self, weigh: Callable[[KeptResponse], int]) -> None:
+    def _drop(self, weigh: Callable[[StoredResponse], int]) -> None:
         """Forget the oldest of the owner whose responses weigh most, and of these first one that is over."""
         owned = Counter[str]()
         for one in self._kept.values():

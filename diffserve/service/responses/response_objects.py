@@ -10,11 +10,11 @@ from diffserve.api.text_types import TextUsage, TokenInfo
 from diffserve.api.types import ImageResult
 from diffserve.service.http.bodies import FLEX
 from diffserve.service.http.errors import BLOCKED
-from diffserve.service.images.answers import delivery, recipe
-from diffserve.service.images.answers import usage as image_usage
-from diffserve.service.images.painting import CheckedImages
-from diffserve.service.responses.conversation import Turn
+from diffserve.service.images.openai_encoder import delivery_fields, recipe
+from diffserve.service.images.openai_encoder import usage as image_usage
+from diffserve.service.images.plan import ImagePlan
 from diffserve.service.responses.schemas import PAINTS, ConversationId, ResponseBody, TextFormat, Tool, ToolChoice
+from diffserve.service.responses.turns import Turn
 from diffserve.service.texts.answers import bounded
 
 Json = dict[str, Any]
@@ -26,7 +26,7 @@ ERROR_CODES: Final[dict[type[DiffserveError], str]] = {
 }
 """OpenAI's code of a failed response, by the error; all others are ``server_error``."""
 
-NOTHING_SAID = TextUsage(prompt_tokens=0, output_tokens=0)
+NO_TOKENS = TextUsage(prompt_tokens=0, output_tokens=0)
 """By a language model that was not asked."""
 
 
@@ -100,9 +100,9 @@ def usage_of(used: TextUsage) -> Json:
     }
 
 
-def tool_usage_of(painting: CheckedImages, results: list[ImageResult]) -> Json:
+def tool_usage_of(plan: ImagePlan, results: list[ImageResult]) -> Json:
     """What painting took."""
-    return {"image_gen": image_usage(painting, results), "web_search": {"num_requests": 0}}
+    return {"image_gen": image_usage(plan, results), "web_search": {"num_requests": 0}}
 
 
 def message_of(item_id: str, status: str, content: list[Json]) -> Json:
@@ -121,9 +121,9 @@ def logprob_of(token: TokenInfo) -> Json:
     return _token(token.text, token.logprob) | {"top_logprobs": top}
 
 
-def call_of(painting: CheckedImages, item_id: str, status: str) -> Json:
+def call_of(plan: ImagePlan, item_id: str, status: str) -> Json:
     """A picture that is asked for."""
-    action = "generate" if painting.start is None else "edit"
+    action = "generate" if plan.start is None else "edit"
     return {"id": item_id, "type": f"{PAINTS}_call", "status": status, "result": None, "action": action}
 
 
@@ -136,12 +136,12 @@ def call_error(code: str, message: str) -> Json:
     return told | {"moderation_details": details}
 
 
-def painted_call(painting: CheckedImages, item_id: str, entry: Json, result: ImageResult) -> Json:
+def completed_call(plan: ImagePlan, item_id: str, entry: Json, result: ImageResult) -> Json:
     """A picture that is there, with how it was painted."""
     told = {name: value for name, value in entry.items() if name != "b64_json"}
-    how = recipe(painting, result) | delivery(painting) | told
+    how = recipe(plan, result) | delivery_fields(plan) | told
     picture = {"result": entry["b64_json"], "revised_prompt": result.prompt}
-    return how | call_of(painting, item_id, "completed") | picture
+    return how | call_of(plan, item_id, "completed") | picture
 
 
 def output_turns(output: list[Json]) -> list[Turn]:
