@@ -478,7 +478,7 @@ def test_with_a_language_model_the_choice_decides(text_client: OpenAI) -> None:
     rewritten = text_client.responses.create(**asked)
     assert rewritten.output[0].revised_prompt == FOX
     assert rewritten.model_extra is not None
-    assert "instructions change nothing of a picture." in rewritten.model_extra["warnings"]
+    assert "instructions do not change an image." in rewritten.model_extra["warnings"]
     after = text_client.responses.create(model="talker", input="umlaut", temperature=0, previous_response_id=painted.id)
     assert after.output_text == "ein Bär \N{FOX FACE}"
 

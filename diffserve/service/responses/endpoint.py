@@ -1,10 +1,7 @@
-"""``POST /v1/responses``: read, check, ask the language model or have it painted, tell, and keep; and those that are
-kept: ``GET`` and ``DELETE /v1/responses/{id}``, ``GET /v1/responses/{id}/input_items``; and ``POST .../cancel`` for one
-that is made in the background, while nobody waits for it. One that is told there too, as a stream, goes on when its
-client hangs up, and ``GET /v1/responses/{id}?stream=true&starting_after=N`` tells what came after event N.
+"""``POST /v1/responses`` and the routes of stored responses: retrieve, delete, cancel, list input items.
 
-What is asked for, a text or a picture, says ``planning``. Pictures are painted by the endpoints of pictures, under
-their bounds and in their queue.
+A response is a text of the language model or images of the shared image service. Background responses go on after
+their client disconnects; their event streams can be followed again from any event.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from diffserve.service.lifecycle import (
 )
 from diffserve.service.models import check_language_model, is_alias
 from diffserve.service.responses.conversations import TOO_LONG, Conversations
-from diffserve.service.responses.event_log import EventLog, retold
+from diffserve.service.responses.event_log import EventLog, replay
 from diffserve.service.responses.follow_ups import merge_warnings, prompt_of
 from diffserve.service.responses.response_events import CallEncoder, ResponseEvents, TextEvents
 from diffserve.service.responses.response_objects import (
@@ -227,12 +224,12 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                 return await self._followed(record.follow(0), request, headers)
 
             response = await self._followed(record.follow(0), request, headers)
-            response.lasting = Lasting(again, record.whole)
+            response.lasting = Lasting(again, record.joined)
             return response
         return json_response(begun, plan.warnings)
 
     def _end(self, response_id: str, record: EventLog) -> None:
-        """What made a response in the background is over, and all of it is in ``record``."""
+        """Store the events of a finished background response."""
         record.close()
         del self._logs[response_id]
         self.store.note_events(response_id, tuple(record.events))
@@ -240,15 +237,15 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
     async def _followed(
         self, events: Events, request: Request, headers: dict[str, str] | None = None
     ) -> EventStreamResponse:
-        """``events`` as they come, for as long as the client of ``request`` listens."""
+        """Return a stream of ``events`` that ends when the client of ``request`` disconnects."""
         with ExitStack() as stack:
             stack.enter_context(self._engine.metrics.reading())
             interrupted = stack.enter_context(interruption(request))
             until, limit_s = stack.pop_all(), self._limit_s
             return await EventStreamResponse(events, interrupted, until, limit_s=limit_s, headers=headers).opened()
 
-    async def _tell(self, plan: ResponsePlan, ticket: Ticket, events: ResponseEvents, record: EventLog) -> None:
-        """Have a response be made and told in ``record``."""
+    async def _record(self, plan: ResponsePlan, ticket: Ticket, events: ResponseEvents, record: EventLog) -> None:
+        """Run a response and add its events to ``record``."""
         async with aclosing(self._stream(plan, ticket, events)) as chunks:
             async for chunk in chunks:
                 if record.num_bytes > MAX_BYTES:
@@ -258,11 +255,11 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
     async def _make(
         self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, held: ExitStack, record: EventLog
     ) -> None:
-        """A response in the background, which is kept, whatever becomes of it, before ``held`` is let go."""
+        """Run a background response and store its outcome before ``held`` is released."""
         events = ResponseEvents(plan.head)
         with held:
             try:
-                answered = self._tell(plan, ticket, events, record) if plan.is_stream else None
+                answered = self._record(plan, ticket, events, record) if plan.is_stream else None
                 work: Coroutine[Any, Any, object] = answered or self._answer(plan, ticket)
                 await work_until(interrupted, work, limit_s=self._limit_s)
                 if not self.store.holds_work(plan.head["id"]):
@@ -371,7 +368,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         yield events.ended(response)
 
     def _store_response(self, plan: ResponsePlan, response: Json, work: str = "") -> bytes:
-        """``response`` as JSON, which is kept where that is wanted. ``work``: the request that still makes it."""
+        """Encode a response and store it if requested; ``work`` is the id of the request that still runs it."""
         said = output_turns(response["output"])
         if plan.head["conversation"] and response["status"] in ("completed", "incomplete"):
             new = (*plan.turns[plan.input_span], *said)
@@ -384,7 +381,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         return body
 
     async def get(self, request: Request) -> Response:
-        """A response that is kept, or its events, from the one after ``starting_after`` on."""
+        """Return a stored response, or with ``stream`` its events after ``starting_after``."""
         found, response_id = self._found(request), str(request.path_params["response_id"])
         has_seen = "starting_after" in request.query_params
         if not flag_asked(request, "stream"):
@@ -399,17 +396,17 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         if not found.events:
             said = "stream is for a response that was asked for with background and stream, and whose events are kept."
             raise InvalidRequest(said, param="stream", code="unsupported_parameter")
-        return await self._followed(retold(found.events[place:]), request)
+        return await self._followed(replay(found.events[place:]), request)
 
     async def remove(self, request: Request) -> Response:
-        """Forget one, and end what still makes it."""
+        """Delete a stored response and cancel its work."""
         response_id = str(request.path_params["response_id"])
         await self._in_flight.cancel(self._found(request).work)
         self.store.remove(response_id, owner_of(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """End what makes one in the background; one that is over stays as it is."""
+        """Cancel a background response; a finished one is returned unchanged."""
         if not msgspec.json.decode(self._found(request).body)["background"]:
             said = "only a response in the background can be cancelled; hang up where you wait for one."
             raise InvalidRequest(said, param="response_id")
@@ -417,9 +414,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         return Response(self._found(request).body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """What one was asked with, the last first as OpenAI has it unless ``order`` is asc; ``limit`` of them, those
-        that come ``after`` an id.
-        """
+        """Return a page of the input items of a response, by ``order``, ``limit`` and ``after``."""
         found, suffix = self._found(request), str(request.path_params["response_id"]).removeprefix("resp_")
         return JSONResponse(page_of(items_of(found.turns[found.input_span], suffix), request.query_params))
 
@@ -428,7 +423,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
 
 
 def finished(plan: ResponsePlan, told: TextFinished) -> Json:
-    """A text as a whole response."""
+    """Return the response object of a finished text."""
     assert plan.text is not None
     [result] = told.results
     is_whole = result.finish_reason == "stop"
