@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diffserve.service.http.bodies import parse
-from diffserve.service.images.painting import CheckedImages, plan_painting
+from diffserve.service.images.plan import ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import image_capabilities
 from diffserve.settings.layers import load_settings
@@ -18,8 +18,8 @@ from tests.service.test_capabilities import INFO
 CONFIG = load_settings(env={}).serve
 
 
-def painting(**fields: Any) -> CheckedImages:
-    return plan_painting(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+def painting(**fields: Any) -> ImagePlan:
+    return plan_images(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 
 @pytest.mark.parametrize(

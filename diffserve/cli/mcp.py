@@ -34,7 +34,7 @@ from diffserve.client import (
 )
 from diffserve.media.images import decode_image, format_of
 from diffserve.media.infotext import seeds_told
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from diffserve.version import __version__
 
 NUM_RECENT_IMAGES: Final = 16
@@ -265,7 +265,7 @@ class Tools:
             decode_image(data, name=param)  # only images may leave this machine
             return data
         try:
-            data = picture_bytes(text, param)
+            data = image_bytes(text, param)
             format_of(data, name=param)
         except InvalidRequest:
             hint = f" Known images: {', '.join(self._recent)}." if self._recent else ""

@@ -26,7 +26,7 @@ from diffserve.cluster.run import StateReporter, open_pool
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.logs import json_logs
 from diffserve.service.front import Front
-from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.images.service import ImageChecks
 from diffserve.service.run import open_store
 from diffserve.settings.config import Settings
 
@@ -109,7 +109,7 @@ class Ingress:
         enter(json_logs(config.log_level))
         if database is not None:
             enter(database.held())
-        checks = await asyncio.to_thread(PictureChecks.of, self._settings)
+        checks = await asyncio.to_thread(ImageChecks.of, self._settings)
         self._resources.callback(checks.stop)
         engines = open_pool(self._settings, self._cluster, await self._calls())
         reporter = StateReporter(state, ClusterState(pid=os.getpid(), is_deployed=True))

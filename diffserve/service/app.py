@@ -17,9 +17,10 @@ from starlette.routing import Match
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.media.provenance import HEADER as PROVENANCE
-from diffserve.service.a1111.images import Img2Img, Txt2Img
+from diffserve.service.a1111.image_endpoint import A1111Endpoint
 from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
+from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Admission
 from diffserve.service.capabilities import Offer, capabilities, models_told
 from diffserve.service.endpoint import Endpoint as Asking
@@ -36,24 +37,23 @@ from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describ
 from diffserve.service.http.public_path import PublicPath
 from diffserve.service.http.routing import ApiRoute
 from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
-from diffserve.service.images.edits import Edits, Variations
-from diffserve.service.images.generations import Generations
-from diffserve.service.images.kept_pictures import ROUTE, KeptPictures
-from diffserve.service.images.picture_checks import PictureChecks
-from diffserve.service.images.remembering import PictureHistory
+from diffserve.service.images.image_endpoint import ImageEndpoint
+from diffserve.service.images.image_history import ImageHistory
+from diffserve.service.images.image_store import ROUTE, ImageStore
 from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.service import ImageChecks, ImageService
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
 from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
-from diffserve.service.responses.chat_pictures import ChatPictures, wants_picture
-from diffserve.service.responses.conversation import MAX_PAGE
+from diffserve.service.responses.chat_images import ChatImages, wants_image
 from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
-from diffserve.service.responses.endpoint import Responses, ToolPainter
-from diffserve.service.responses.kept import KeptResponses
+from diffserve.service.responses.endpoint import Responses
+from diffserve.service.responses.response_store import ResponseStore
 from diffserve.service.responses.schemas import ResponseBody
+from diffserve.service.responses.turns import MAX_PAGE
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.batches import BatchBody, BatchRoutes
 from diffserve.service.stored.file_pictures import FilePictures
@@ -98,10 +98,10 @@ def create_app(
     *,
     rewriter: RewriterMode = "off",
     page: PageRoute | None = None,
-    pictures: KeptPictures | None = None,
+    pictures: ImageStore | None = None,
     ring: KeyRing | None = None,
     database: Database | None = None,
-    checks: PictureChecks | None = None,
+    checks: ImageChecks | None = None,
 ) -> FastAPI:
     """Create the application over a running ``engine``; the caller starts and stops the engine and closes ``gate``.
 
@@ -135,45 +135,38 @@ def create_app(
     counted: dict[str, Any] = {} if book is None else {"count": book.count}
     admission = Admission(engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready)
     files = None if database is None else Files(database, config.files_bytes)
-    checks = (checks or PictureChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
+    checks = (checks or ImageChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
     if checks.safety is not None:
         checks.safety.tell = engine.metrics.judged
     checks.marks.tell = engine.metrics.encoded
     history = None if database is None else _history(app, config, database, owners, pictures, checks)
-    images = Generations(
-        engine, config, gate, admission, rewriter=rewriter, checks=checks, pictures=pictures, history=history
+    service = ImageService(
+        engine, config, gate, admission, rewriter=rewriter, checks=checks, store=pictures, history=history
     )
-    beside: dict[str, Any] = {"checks": checks, "history": history, "beside": images}
+    images = ImageEndpoint(service, GenerateBody)
     _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
     _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting")
     _post(
         app, "/v1/images/generations/{request_id}/interrupt", images.interrupt, None,
         "End painting early: the request is answered with unfinished pictures",
     )  # fmt: skip
-    for kind, name, taken, summary in (
-        (Edits, "edits", EditBody, "Paint from a picture and a text"),
-        (Variations, "variations", VariationBody, "Paint a picture again, otherwise"),
-    ):
-        others = kind(engine, config, gate, admission, rewriter=rewriter, pictures=pictures, **beside)
-        _post(app, f"/v1/images/{name}", others, taken, summary, uploads=UPLOADS)
+    edits, variations = ImageEndpoint(service, EditBody), ImageEndpoint(service, VariationBody)
+    _post(app, "/v1/images/edits", edits, EditBody, "Paint from a picture and a text", uploads=UPLOADS)
+    _post(app, "/v1/images/variations", variations, VariationBody, "Paint a picture again, otherwise", uploads=UPLOADS)
     jobs = Jobs()
-    for painter, said in ((Txt2Img, "Paint from a text"), (Img2Img, "Paint from a picture")):
-        spoken = painter(engine, config, gate, admission, rewriter="off", jobs=jobs, **beside)
-        _post(app, f"{A1111}/{painter.__name__.lower()}", spoken, painter.asked, said)
+    txt2img, img2img = A1111Endpoint(service, jobs, Txt2ImgBody), A1111Endpoint(service, jobs, Img2ImgBody)
+    _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Paint from a text")
+    _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Paint from a picture")
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
     verification = Verification(checks.fetcher, admission.clients)
     told = "Say whether a machine painted a picture"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, told, uploads=VERIFY_UPLOADS, needs_engine=False)
-    pictured = ChatPictures(engine, config, gate, admission, rewriter=rewriter, **beside)
-    chat = ChatCompletions(engine, config, gate, admission, painter=pictured, wants_picture=wants_picture)
+    chat = ChatCompletions(engine, config, gate, admission, painter=ChatImages(service), wants_picture=wants_image)
     texts = TextCompletions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
-    tool = ToolPainter(engine, config, gate, admission, rewriter=rewriter, **beside)
     conversations = Conversations()
-    responses = Responses(
-        engine, config, gate, admission, painter=tool, kept=KeptResponses(), conversations=conversations
-    )
+    responses = Responses(service, store=ResponseStore(), conversations=conversations)
     _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
     _add_responses(app, responses)
     _add_conversations(app, conversations)
@@ -303,7 +296,7 @@ def _add_responses(app: FastAPI, responses: Responses) -> None:
     )
 
 
-def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
+def _add_pictures(app: FastAPI, pictures: ImageStore) -> None:
     async def get_picture(name: str) -> Response:
         return (await FILES.run(pictures.open, name)).response()
 
@@ -320,11 +313,11 @@ def _history(
     config: ServeConfig,
     database: Database,
     owners: Owners,
-    urls: KeptPictures | None,
-    checks: PictureChecks,
-) -> PictureHistory:
+    urls: ImageStore | None,
+    checks: ImageChecks,
+) -> ImageHistory:
     rows = History(database)
-    pictures = KeptPictures(
+    pictures = ImageStore(
         database.file.parent / "history",
         max_bytes=config.history_bytes,
         kept_s=config.history_days * DAY_S,
@@ -333,7 +326,7 @@ def _history(
     )
     app.state.beside.append(pictures.sweep_for_ever)
     is_kept = config.history_days > 0 and config.history_bytes > 0
-    return PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
+    return ImageHistory(rows, pictures, owners, urls, is_kept=is_kept)
 
 
 def _add_stored(

@@ -12,7 +12,7 @@ from diffserve.api.sampling_params import COUNTS, NUMBERS
 from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import ServedModel
 from diffserve.media.images import MEDIA_TYPES
-from diffserve.service.endpoint import Asks
+from diffserve.service.endpoint import Capability
 from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body
 from diffserve.service.http.openapi import REFS
 from diffserve.service.models import ALIASES, model_entry, told_of
@@ -29,7 +29,7 @@ OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "
 class Offer(NamedTuple):
     """Endpoint: the kind of model that it needs, and its body."""
 
-    asks: Asks
+    asks: Capability
     body: type[Body]
 
 
@@ -70,9 +70,9 @@ def models_told(
     config: ServeConfig,
 ) -> dict[str, dict[str, Any]]:
     """Return what ``told_of`` returns for each model, with the ``endpoints`` that it serves."""
-    kinds: dict[str, list[Asks]] = {model.name: ["image"] for model in models}
+    kinds: dict[str, list[Capability]] = {model.name: ["image"] for model in models}
     if language is not None:
-        can: list[Asks] = ["text", "chat"] if language.has_chat_template else ["text"]
+        can: list[Capability] = ["text", "chat"] if language.has_chat_template else ["text"]
         kinds[language.model_id] = kinds.get(language.model_id, []) + can
     return {
         name: item | {"endpoints": [path for path, offer in offers.items() if offer.asks in kinds[name]]}

@@ -1,4 +1,4 @@
-"""What every endpoint that asks the engine for work does: let in, read, check, count, answer while anybody waits."""
+"""Base class of the endpoints that submit work to an engine: admission, reading, planning, answering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffserve.service.engine.engines import Engines
 from diffserve.service.http.bodies import BodyT, WorkBody
 from diffserve.service.http.streams import DONE, Events, EventStreamResponse
 from diffserve.service.lifecycle import (
-    PATIENCE_S,
+    EXTRA_TIMEOUT_S,
     Gate,
     InFlight,
     interruption,
@@ -27,85 +27,117 @@ from diffserve.service.lifecycle import (
 from diffserve.settings.config import HourlyPrice, ServeConfig
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked body: what the caller should know, whether the answer is told piece by piece, and what it costs."""
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request.
+
+    Attributes:
+        warnings: Sentences for the client.
+        is_stream: Whether the answer is an event stream.
+        price: Price of device time; None: not configured.
+    """
 
     warnings: tuple[str, ...]
     is_stream: bool = False
     price: HourlyPrice | None = None
 
     def spent(self, device_s: float) -> dict[str, Any]:
-        """So many seconds of the device, as ``usage`` tells them: with the money where there is a price."""
-        told: dict[str, Any] = {"device_s": round(device_s, 6)}
+        """Return the fields of ``usage`` for device time in seconds, with its cost if there is a price."""
+        fields: dict[str, Any] = {"device_s": round(device_s, 6)}
         if self.price is not None:
             amount = round(device_s / 3600 * self.price.per_hour, 9)
-            told["cost"] = {"amount": amount, "currency": self.price.currency}
-        return told
+            fields["cost"] = {"amount": amount, "currency": self.price.currency}
+        return fields
 
     @property
     def headers(self) -> dict[str, str]:
-        """What its answer says beside."""
+        """Additional headers of the answer."""
         return {}
 
 
-Asks = Literal["image", "text", "chat"]
-CheckedT = TypeVar("CheckedT", bound=Checked)
-Place = AbstractContextManager[Ticket]
+Capability = Literal["image", "text", "chat"]
+"""What a model must do to answer an endpoint: generate images, continue texts, or apply a chat template."""
+
+PlanT = TypeVar("PlanT", bound=RequestPlan)
+AdmissionSlot = AbstractContextManager[Ticket]
+"""A place in the backlog, which is taken when the context manager is entered."""
 
 
-class Endpoint(ABC, Generic[BodyT, CheckedT]):
-    """An endpoint with what it stands on.
+class Endpoint(ABC, Generic[BodyT, PlanT]):
+    """An endpoint that submits work to an engine.
 
-    body    what it takes
-    asks    which models answer it: those that paint, that continue texts, or of these those with a chat template
-    ending  what follows a stream's last event
+    Subclasses plan a body and answer a plan; this class admits requests and stops work when the client disconnects.
+
+    Attributes:
+        body: Class of the request body.
+        asks: Which models answer it.
+        ending: Bytes after the last event of a stream.
     """
 
     body: type[BodyT]
-    asks: ClassVar[Asks] = "image"
+    asks: ClassVar[Capability] = "image"
     ending: ClassVar[bytes] = DONE
 
-    def __init__(self, engine: Engines, config: ServeConfig, gate: Gate, admission: Admission) -> None:
+    def __init__(
+        self,
+        engine: Engines,
+        config: ServeConfig,
+        gate: Gate,
+        admission: Admission,
+        *,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        """Create an endpoint.
+
+        Args:
+            engine: The engines that do the work.
+            config: Server settings.
+            gate: Counts requests for a graceful shutdown.
+            admission: Limits on queued work.
+            in_flight: Cancellable requests; shared by endpoints whose requests one address cancels.
+        """
         self._engine = engine
         self._config = config
         self._gate = gate
         self._admission = admission
-        self._in_flight = InFlight()
+        self._in_flight = in_flight or InFlight()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request; every error is a DiffserveError."""
+        """Answer one request; all errors are instances of DiffserveError."""
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
             client = stack.enter_context(self._admission.clients.known(request))
             self._refuse_if_full(client)
             body = await self._read(request)
             if isinstance(body, WorkBody) and body.priority is None:
-                body.priority = getattr(request.state, "priority", None)  # of a batch's line, where it says none
-            checked, place = await self._check(body, request, client)
-            ticket = stack.enter_context(place)
-            begun = await self._begin(checked, ticket, request, stack)
-            if begun is not None:
-                return begun
+                body.priority = getattr(request.state, "priority", None)  # set for lines of a batch
+            plan, slot = await self._plan(body, request, client)
+            ticket = stack.enter_context(slot)
+            early_response = await self._begin(plan, ticket, request, stack)
+            if early_response is not None:
+                return early_response
             interrupted = stack.enter_context(interruption(request))
             stack.enter_context(self._in_flight.listed(request.state.request_id, interrupted, owner_of(request)))
             limit_s = self._limit_s
-            if not checked.is_stream:
-                response = await work_until(interrupted, self._answer(checked, ticket), limit_s=limit_s)
-                response.headers.update(checked.headers)
+            if not plan.is_stream:
+                response = await work_until(interrupted, self._answer(plan, ticket), limit_s=limit_s)
+                response.headers.update(plan.headers)
                 return response
             stack.enter_context(self._engine.metrics.reading())
-            events, headers = self._events(checked, ticket), warning_headers(checked.warnings) | checked.headers
+            events, headers = self._events(plan, ticket), warning_headers(plan.warnings) | plan.headers
             return await EventStreamResponse(
                 events, interrupted, stack.pop_all(), limit_s=limit_s, ending=self.ending, headers=headers
             ).opened()
 
     @property
     def _limit_s(self) -> float:
-        """So long an answer is waited for at most."""
-        return self._config.request_timeout_s + PATIENCE_S
+        """Seconds after which an answer is given up."""
+        return self._config.request_timeout_s + EXTRA_TIMEOUT_S
 
-    async def _begin(self, checked: CheckedT, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
-        """An answer at once where nobody waits for the work, which takes what ``stack`` holds along; else ``None``."""
+    async def _begin(self, plan: PlanT, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
+        """Return an immediate response if the work goes on in the background, else None.
+
+        A background request takes over the contents of ``stack``.
+        """
         return None
 
     @property
@@ -113,21 +145,29 @@ class Endpoint(ABC, Generic[BodyT, CheckedT]):
         return self._admission.texts
 
     def _refuse_if_full(self, client: str) -> None:
-        """QueueFull, before the body is read, where nothing of ``client`` would be let in."""
+        """Refuse a client without a free slot before its body is read.
+
+        Raises:
+            QueueFull: No request of ``client`` is admitted now.
+        """
         self._backlog.check(client)
 
     async def _read(self, request: Request) -> BodyT:
-        """The checked body. Raises what is wrong with it."""
+        """Read and validate the body."""
         return await read_body(request, self.body)
 
     @abstractmethod
-    async def _check(self, body: BodyT, request: Request, client: str) -> tuple[CheckedT, Place]:
-        """What ``body`` asks for, and its place in the backlog, to be entered. Raises what is wrong with it."""
+    async def _plan(self, body: BodyT, request: Request, client: str) -> tuple[PlanT, AdmissionSlot]:
+        """Return the plan of a request and its slot in the backlog, not yet entered.
+
+        Raises:
+            DiffserveError: The request cannot be answered.
+        """
 
     @abstractmethod
-    async def _answer(self, checked: CheckedT, ticket: Ticket) -> Response:
-        """The whole answer."""
+    async def _answer(self, plan: PlanT, ticket: Ticket) -> Response:
+        """Return the complete answer."""
 
     @abstractmethod
-    def _events(self, checked: CheckedT, ticket: Ticket) -> Events:
-        """The answer piece by piece."""
+    def _events(self, plan: PlanT, ticket: Ticket) -> Events:
+        """Return the events of a streamed answer."""

@@ -15,8 +15,8 @@ from diffserve.service.engine.engines import Engines
 from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
-from diffserve.service.images.kept_pictures import KeptPictures
-from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.images.image_store import ImageStore
+from diffserve.service.images.service import ImageChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import PageRoute
 from diffserve.service.threads import LISTINGS
@@ -35,7 +35,7 @@ class Front:
         *,
         ring: KeyRing | None,
         database: Database | None,
-        checks: PictureChecks,
+        checks: ImageChecks,
         page: PageRoute | None = None,
     ) -> None:
         keep_loop_nimble()
@@ -45,7 +45,7 @@ class Front:
         engine.metrics.genai = genai = GenAiMetrics.from_environment(os.environ)
         self._sent = [sent for sent in (traces, genai) if sent is not None]
         config = settings.serve
-        self._pictures = KeptPictures(
+        self._pictures = ImageStore(
             Path(config.data_dir).expanduser() / "pictures",
             max_bytes=config.url_pictures_bytes,
             headers={HEADER: checks.marks.header},

@@ -1,4 +1,4 @@
-"""One request and its answer: read the body, work while anybody waits for it, stop when nobody does."""
+"""Life of a request: reading its body, working until the client disconnects, cancellation, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from diffserve.service.http.errors import HttpError
 from diffserve.service.threads import ANSWERS
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
-PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
+EXTRA_TIMEOUT_S = 30.0  # after the engine's own deadline: for encoding, and for an engine that hangs
 CLIENT_CLOSED_REQUEST = 499
 CANCELLED = "cancelled"
 WARNINGS = "x-diffserve-warnings"
 
 Interruption = asyncio.Future[HttpError]
-"""Resolves, if it ever does, to the reason for which a request is to end at once."""
+"""A future that resolves to the reason if a request must end early."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
-    """The checked body."""
+    """Read a JSON body and validate it as ``kind``."""
     data = await read_json(request)
     return await in_thread_if_long(data, parse, kind, data)
 
 
 async def read_json(request: Request) -> bytes:
-    """The body. Only JSON that says so: a foreign page cannot send that type unless the browser asks first."""
+    """Read a JSON body.
+
+    The content type is required: pages of other origins cannot send it without a CORS preflight.
+
+    Raises:
+        HttpError: The content type is not JSON, or the client hung up.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(
@@ -48,7 +54,7 @@ async def read_json(request: Request) -> bytes:
 
 
 async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """``check(*arguments)``, in a thread where ``data`` is so long that others would wait for it."""
+    """Return ``check(*arguments, **named)``, called in a thread if ``data`` is long enough to delay other requests."""
     if len(data) > PARSE_IN_THREAD_BYTES:
         return await ANSWERS.run(check, *arguments, **named)
     return check(*arguments, **named)
@@ -56,7 +62,10 @@ async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.ar
 
 @contextmanager
 def interruption(request: Request) -> Iterator[Interruption]:
-    """For the length of the block: resolved as soon as the client of ``request``, whose body is read, hangs up."""
+    """Yield a future that resolves when the client of ``request`` disconnects.
+
+    The body must have been read before, because the disconnect message follows it.
+    """
     interrupted: Interruption = asyncio.get_running_loop().create_future()
     watching = asyncio.create_task(_watch(request, interrupted))
     try:
@@ -109,61 +118,65 @@ async def _watch(request: Request, interrupted: Interruption) -> None:
 
 
 def hung_up() -> HttpError:
-    """What is said to nobody, for the log's sake."""
+    """Return the error of a client that disconnected; only logs and metrics show it."""
     return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
 
 
 def header_text(warnings: Sequence[str]) -> str:
-    """``warnings`` as one header value: printable ASCII, within 1000 characters."""
+    """Join ``warnings`` to one header value: printable ASCII, at most 1000 characters."""
     text = " | ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")
     return "".join(c if c.isprintable() else " " for c in text)[:1000]
 
 
 def json_response(data: bytes, warnings: Sequence[str]) -> Response:
-    """A whole answer."""
+    """Return a JSON response with the headers of its warnings."""
     return Response(data, headers=warning_headers(warnings), media_type="application/json")
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
-    """The headers of an answer that comes with ``warnings``; none without."""
+    """Return the header that carries ``warnings``; no header without warnings."""
     return {WARNINGS: header_text(warnings)} if warnings else {}
 
 
 class Draining(EngineUnavailable):
-    """Told to whoever comes while the server leaves; ``counted_as`` is how logs and metrics call it."""
+    """The server is shutting down. ``counted_as`` is its code in logs and metrics."""
 
     counted_as = "draining"
 
 
 class Gate:
-    """Counts the requests that are being worked on; once closed, it lets nobody in and says when the last is out."""
+    """Counts active requests; once closed, it refuses new ones and can be awaited until the last has ended."""
 
     def __init__(self) -> None:
-        self._num_inside = 0
+        self._num_active = 0
         self.is_closed = False
         self.empty = asyncio.Event()
         self.empty.set()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Be counted for the length of the block. EngineUnavailable once the gate is closed."""
+        """Count a request for the length of the block.
+
+        Raises:
+            Draining: The gate is closed.
+        """
         if self.is_closed:
             raise Draining("the server is shutting down; please try again in a moment.")
-        self._num_inside += 1
+        self._num_active += 1
         self.empty.clear()
         try:
             yield
         finally:
-            self._num_inside -= 1
-            if self._num_inside == 0:
+            self._num_active -= 1
+            if self._num_active == 0:
                 self.empty.set()
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Refuse new requests."""
         self.is_closed = True
 
     async def wait(self, limit_s: float) -> None:
-        """Until the last is out, or for ``limit_s``."""
+        """Wait until no request is active, at most ``limit_s`` seconds."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.empty.wait(), limit_s)
 
@@ -174,37 +187,41 @@ def owner_of(request: Request) -> str:
 
 
 class InFlight:
-    """Interruptions by request id, each for as long as its request is worked on, and the key it came with."""
+    """Requests that can be cancelled by their ids, each with the id of its API key."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, tuple[Interruption, asyncio.Event, str]] = {}
+        self._active: dict[str, tuple[Interruption, asyncio.Event, str]] = {}
 
     @contextmanager
     def listed(self, request_id: str, interrupted: Interruption, owner: str = "") -> Iterator[None]:
-        """For the length of the block ``request_id`` can be cancelled by ``owner``, the id of its key."""
-        over = asyncio.Event()
-        self._inside[request_id] = interrupted, over, owner
+        """Make ``request_id`` cancellable by ``owner``, the id of its key, for the length of the block."""
+        ended = asyncio.Event()
+        self._active[request_id] = interrupted, ended, owner
         try:
             yield
         finally:
-            del self._inside[request_id]
-            over.set()
+            del self._active[request_id]
+            ended.set()
 
     def has(self, request_id: str, owner: str = "") -> bool:
-        """Return whether a request of ``owner`` is being worked on."""
-        return request_id in self._inside and self._inside[request_id][2] == owner
+        """Return whether ``request_id`` is active and belongs to ``owner``."""
+        return request_id in self._active and self._active[request_id][2] == owner
 
     async def cancel(self, request_id: str, owner: str = "") -> bool:
-        """End a request of ``owner``, and return when it holds nothing any more. False where there is none."""
+        """Cancel a request of ``owner`` and wait until it has released its resources.
+
+        Returns:
+            False if there is no such request.
+        """
         if not self.has(request_id, owner):
             return False
-        interrupted, over, _ = self._inside[request_id]
+        interrupted, ended, _ = self._active[request_id]
         if not interrupted.done():
             interrupted.set_result(cancelled())
-        await over.wait()
+        await ended.wait()
         return True
 
 
 def cancelled() -> HttpError:
-    """What the one who waited for the request is told."""
+    """Return the error that a cancelled request ends with."""
     return HttpError(CLIENT_CLOSED_REQUEST, "the request was cancelled by its id.", code=CANCELLED)

@@ -30,7 +30,7 @@ from diffserve.service.front import Front
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import ENV_KEY, KeyRing
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
-from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.images.service import ImageChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
 from diffserve.settings.config import ServeConfig, Settings
@@ -61,7 +61,7 @@ def serve(
     database, ring = open_store(settings.serve)
     lock = contextlib.nullcontext() if database is None else database.held()
     with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
-        checks = PictureChecks.of(settings)
+        checks = ImageChecks.of(settings)
         try:
             return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
         finally:
@@ -146,7 +146,7 @@ class _Server:
         mount_page: MountPage | None,
         ring: KeyRing | None,
         database: Database | None,
-        checks: PictureChecks,
+        checks: ImageChecks,
         engines: Callable[[Settings], Engines],
     ) -> None:
         self._open_engines = engines

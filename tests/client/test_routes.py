@@ -16,7 +16,7 @@ from diffserve.api.errors import DiffserveError
 from diffserve.client import AsyncClient, Client
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
-from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.images.image_store import ImageStore
 from diffserve.service.lifecycle import Gate
 from diffserve.settings.layers import load_settings
 from diffserve.store import Database
@@ -82,7 +82,7 @@ def routes_of_server(folder: Path) -> set[tuple[str, str]]:
 
     async def routes() -> set[tuple[str, str]]:
         config = load_settings(env={})
-        pictures, database = KeptPictures(folder / "pictures", max_bytes=1), Database(folder)
+        pictures, database = ImageStore(folder / "pictures", max_bytes=1), Database(folder)
         app = create_app(EngineClient(config), config.serve, Gate(), pictures=pictures, database=database)
         pairs = [(method, getattr(route, "path", "").rstrip("/")) for route in app.routes for method in _methods(route)]
         return {(method, path) for method, path in pairs if path.startswith("/v1/") and method != "HEAD"}

@@ -19,7 +19,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.docs import render
 from diffserve.service.http.keys import OPEN, KeyRing
-from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.images.image_store import ImageStore
 from diffserve.service.lifecycle import Gate
 from diffserve.service.run import bind, check_open
 from diffserve.settings.layers import load_settings
@@ -71,7 +71,7 @@ def test_the_description_holds_every_address_and_everything_it_refers_to() -> No
 
 def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path) -> None:
     async def describe() -> Any:
-        config, pictures = load_settings(env={}), KeptPictures(tmp_path / "pictures", max_bytes=1)
+        config, pictures = load_settings(env={}), ImageStore(tmp_path / "pictures", max_bytes=1)
         return create_app(EngineClient(config), config.serve, Gate(), pictures=pictures).openapi()["paths"]
 
     with warnings.catch_warnings():
@@ -85,7 +85,7 @@ def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path)
 def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path) -> None:
     async def described() -> tuple[set[tuple[str, str]], Any]:
         config = load_settings(env={"DIFFSERVE_SERVE_DEBUG": "true"})
-        pictures, ring = KeptPictures(tmp_path / "pictures", max_bytes=1), KeyRing(Database(tmp_path))
+        pictures, ring = ImageStore(tmp_path / "pictures", max_bytes=1), KeyRing(Database(tmp_path))
         app = create_app(EngineClient(config), config.serve, Gate(), pictures=pictures, ring=ring)
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
         return {

@@ -13,7 +13,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.images import encode_image
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from tests.service.server import RunningServer
 from tests.service.test_edits import FEW, holed, picture
 from tests.service.test_filtered_texts import Leaf, leaves
@@ -168,9 +168,9 @@ def test_other_characters_and_impossible_lengths_are_refused(server: RunningServ
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
 def test_decoded_bytes_do_not_depend_on_padding(num_bytes: int, num_pad: int) -> None:
     data = bytes(range(250, 250 + num_bytes))
-    assert picture_bytes(base64.b64encode(data).decode().rstrip("=") + "=" * num_pad, "image") == data
+    assert image_bytes(base64.b64encode(data).decode().rstrip("=") + "=" * num_pad, "image") == data
 
 
 def test_text_of_blanks_alone_is_an_empty_image() -> None:
     with pytest.raises(InvalidRequest, match="the image is empty"):
-        picture_bytes(" \r\n\t", "image")
+        image_bytes(" \r\n\t", "image")

@@ -17,7 +17,7 @@ from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
 from diffserve.client import Capabilities, Client, ImageCapabilities, Price, ServerCapabilities
 from diffserve.service.capabilities import Offer, capabilities
-from diffserve.service.endpoint import Checked
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import ALIASES, capabilities_of, image_capabilities, refused_fields
 from diffserve.service.texts.schemas import ChatBody, CompletionBody
@@ -241,9 +241,9 @@ def test_fields_are_told_by_what_checks_them_and_models_with_what_they_answer() 
     assert told.models[1].capabilities.language is not None
     assert told.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
     assert told.price == Price(per_hour=3.6, currency="EUR")
-    plan = Checked(warnings=(), price=priced.price)
+    plan = RequestPlan(warnings=(), price=priced.price)
     assert plan.spent(2.0) == {"device_s": 2.0, "cost": {"amount": 0.002, "currency": "EUR"}}
-    assert Checked(warnings=()).spent(2.0) == {"device_s": 2.0}
+    assert RequestPlan(warnings=()).spent(2.0) == {"device_s": 2.0}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from diffserve.media.images import decode_image
 from diffserve.service.models import is_alias
-from diffserve.service.responses.chat_pictures import wants_picture
+from diffserve.service.responses.chat_images import wants_image
 from tests.service.server import RunningServer, error_of
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +37,7 @@ def picture_in(message: dict[str, Any]) -> bytes:
     ],
 )
 def test_a_body_that_wants_a_picture_is_known(body: bytes, is_one: bool) -> None:
-    assert wants_picture(body) is is_one
+    assert wants_image(body) is is_one
 
 
 @pytest.mark.parametrize(

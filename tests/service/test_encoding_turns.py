@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diffserve.service.images import encoding_turns
-from diffserve.service.images.encoding_turns import AHEAD_S_PER_MPX, EncodingTurns
+from diffserve.service.images import encoding_queue
+from diffserve.service.images.encoding_queue import AHEAD_S_PER_MPX, EncodingQueue
 
 LARGE = 4_000_000
 
@@ -20,10 +20,10 @@ def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
 
 def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
     async def story() -> list[str]:
-        turns, seen = EncodingTurns(1), list[str]()
+        turns, seen = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
-            async with turns.taken(num_pixels):
+            async with turns.slot(num_pixels):
                 seen.append(name)
                 await asyncio.sleep(0)
 
@@ -34,16 +34,16 @@ def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
 
 
 def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_turns, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
+    monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
-        turns, seen = EncodingTurns(1), list[str]()
+        turns, seen = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
-            async with turns.taken(num_pixels):
+            async with turns.slot(num_pixels):
                 seen.append(name)
 
-        async with turns.taken(0):
+        async with turns.slot(0):
             large = asyncio.create_task(encode("large", LARGE))
             await asyncio.sleep(0.1)
             small = asyncio.create_task(encode("small", 100))
@@ -56,10 +56,10 @@ def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.
 
 def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
     async def story() -> list[str]:
-        turns = EncodingTurns(2)
+        turns = EncodingQueue(2)
 
         async def encode() -> None:
-            async with turns.taken(0):
+            async with turns.slot(0):
                 await asyncio.sleep(60)
 
         tasks = [asyncio.create_task(encode()) for _ in range(5)]
@@ -71,7 +71,7 @@ def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with turns.taken(0), turns.taken(0):
+        async with turns.slot(0), turns.slot(0):
             return ["both"]
 
     assert order(story()) == ["both"]

@@ -17,7 +17,7 @@ from diffserve.media.images import decode_image
 from diffserve.service.a1111.schemas import Img2ImgBody
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.fetching import MAX_FETCHED_BYTES, Fetcher, is_public
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from tests.certificates import Chain, make_chain
 
 HOST, PUBLIC = "pictures.example.org", "93.184.216.34"
@@ -91,7 +91,7 @@ def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that
             )
             await fetcher().fill(body)
             assert body.images is not None
-            assert picture_bytes(body.images[0].image_url, "image") == b"picture"  # type: ignore[union-attr, arg-type]
+            assert image_bytes(body.images[0].image_url, "image") == b"picture"  # type: ignore[union-attr, arg-type]
             unit = {"image": f"https://{HOST}/a.png", "model": "https://elsewhere.org"}
             asked = Img2ImgBody.model_validate({"alwayson_scripts": {"controlnet": {"args": [unit]}}})
             await fetcher().fill(asked)
@@ -199,6 +199,6 @@ def test_seventeen_addresses_are_too_many() -> None:
 )  # fmt: skip
 def test_text_that_is_no_picture_is_refused_without_a_look_anywhere(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        decode_image(picture_bytes(text, "init_images"), name="init_images")
+        decode_image(image_bytes(text, "init_images"), name="init_images")
     assert refused.value.param == "init_images"
     assert refused.value.code in ("invalid_image", "url_not_allowed")

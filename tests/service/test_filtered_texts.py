@@ -26,7 +26,7 @@ from diffserve.cli.mcp import Tools
 from diffserve.client import AsyncClient
 from diffserve.media.safety import SafetyQuestion
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.responses.planning import FROM_ELSEWHERE
+from diffserve.service.responses.response_plan import FROM_ELSEWHERE
 from diffserve.service.safety import Safety
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import ROOT, START_S, RunningServer, running_server, wait_for

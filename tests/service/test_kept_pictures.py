@@ -18,8 +18,8 @@ from starlette.requests import Request
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.kept_pictures import KeptPictures, base_url_of, new_name
-from diffserve.service.images.painting import plan_painting
+from diffserve.service.images.image_store import ImageStore, base_url_of, new_name
+from diffserve.service.images.plan import plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import is_alias
 from diffserve.settings.layers import Flag, load_settings
@@ -43,15 +43,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, clock: Clock) -> KeptPictures:
-    return KeptPictures(tmp_path / "a" / "pictures", max_bytes=1000, now=clock)
+def kept(tmp_path: Path, clock: Clock) -> ImageStore:
+    return ImageStore(tmp_path / "a" / "pictures", max_bytes=1000, now=clock)
 
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def is_there(kept: KeptPictures, name: str) -> bool:
+def is_there(kept: ImageStore, name: str) -> bool:
     try:
         kept.open(name).file.close()
     except HttpError as error:
@@ -59,8 +59,8 @@ def is_there(kept: KeptPictures, name: str) -> bool:
     return True
 
 
-def test_a_picture_is_there_for_an_hour_and_no_longer(kept: KeptPictures, clock: Clock, tmp_path: Path) -> None:
-    name = kept.keep(b"fox", new_name("png"))
+def test_a_picture_is_there_for_an_hour_and_no_longer(kept: ImageStore, clock: Clock, tmp_path: Path) -> None:
+    name = kept.store(b"fox", new_name("png"))
     assert NAME.fullmatch(name)
     clock.now_s += 3599
     picture = kept.open(name)
@@ -72,41 +72,41 @@ def test_a_picture_is_there_for_an_hour_and_no_longer(kept: KeptPictures, clock:
     assert names(tmp_path / "a" / "pictures") == set()
 
 
-def test_folder_and_files_are_for_this_user_alone(kept: KeptPictures, tmp_path: Path) -> None:
+def test_folder_and_files_are_for_this_user_alone(kept: ImageStore, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "pictures"
     folder.mkdir(parents=True, mode=0o755)
-    name = kept.keep(b"fox", new_name("png"))
+    name = kept.store(b"fox", new_name("png"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
 
-def test_the_oldest_make_room_and_what_is_not_ours_stays(kept: KeptPictures, clock: Clock, tmp_path: Path) -> None:
+def test_the_oldest_make_room_and_what_is_not_ours_stays(kept: ImageStore, clock: Clock, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "pictures"
     folder.mkdir(parents=True)
     (folder / "somebodys.png").write_bytes(b"x" * 5000)
     kept_names = []
     for _ in range(30):
-        kept_names.append(kept.keep(b"x" * 99, new_name("webp")))
+        kept_names.append(kept.store(b"x" * 99, new_name("webp")))
         clock.now_s += 1
         ours = names(folder) - {"somebodys.png"}
         assert sum((folder / name).stat().st_size for name in ours) <= 1000
     assert names(folder) - {"somebodys.png"} == set(kept_names[-len(ours) :])
     assert len(ours) >= 8
     with pytest.raises(OSError, match="too large"):
-        kept.keep(b"x" * 1001, new_name("png"))
+        kept.store(b"x" * 1001, new_name("png"))
 
 
 def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
-    kept: KeptPictures, clock: Clock, tmp_path: Path
+    kept: ImageStore, clock: Clock, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a" / "pictures"
-    old = kept.keep(b"old", new_name("png"))
+    old = kept.store(b"old", new_name("png"))
     (folder / f"{old}.part").write_bytes(b"half")
     clock.now_s += 1800
-    fresh = kept.keep(b"fresh", new_name("jpeg"))
+    fresh = kept.store(b"fresh", new_name("jpeg"))
     clock.now_s += 1801
     os.utime(folder / f"{old}.part", (0, 0))
-    after = KeptPictures(folder, max_bytes=1000, now=clock)
+    after = ImageStore(folder, max_bytes=1000, now=clock)
     after.sweep()
     assert names(folder) == {fresh}
     assert is_there(after, fresh)
@@ -116,10 +116,10 @@ def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
     "name",
     ["", ".", "..", "../secret.png", "a" * 32, f"{'a' * 32}.png", f"{'A' * 32}.png", f"{'a' * 32}.png.part", "\0"],
 )
-def test_other_names_are_not_found(kept: KeptPictures, tmp_path: Path, name: str) -> None:
+def test_other_names_are_not_found(kept: ImageStore, tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "secret.png").write_bytes(b"secret")
-    kept.keep(b"fox", new_name("png"))
+    kept.store(b"fox", new_name("png"))
     assert not is_there(kept, name)
 
 
@@ -127,12 +127,12 @@ def test_a_folder_that_is_a_link_elsewhere_is_not_used(clock: Clock, tmp_path: P
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError):
-        KeptPictures(tmp_path / "link", max_bytes=1000, now=clock).keep(b"fox", new_name("png"))
+        ImageStore(tmp_path / "link", max_bytes=1000, now=clock).store(b"fox", new_name("png"))
 
 
-def test_many_threads_keep_within_the_bound(kept: KeptPictures, tmp_path: Path) -> None:
+def test_many_threads_keep_within_the_bound(kept: ImageStore, tmp_path: Path) -> None:
     threads = [
-        threading.Thread(target=lambda: [kept.keep(b"x" * 90, new_name("png")) for _ in range(20)]) for _ in range(8)
+        threading.Thread(target=lambda: [kept.store(b"x" * 90, new_name("png")) for _ in range(20)]) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -288,18 +288,18 @@ def test_models_are_found_by_these_names_too(server: RunningServer) -> None:
 def test_where_none_are_kept_a_url_is_refused_and_older_models_get_the_file() -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_URL_PICTURES_BYTES": "0"}).serve
     with pytest.raises(InvalidRequest, match="b64_json"):
-        plan_painting(parse(GenerateBody, b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
-    assert not plan_painting(
+        plan_images(parse(GenerateBody, b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
+    assert not plan_images(
         parse(GenerateBody, b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1"
-    ).has_urls
+    ).delivery.urls
 
 
 def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptPictures(tmp_path / "pictures", max_bytes=1000, now=clock)
-    name = kept.keep(b"fox", new_name("png"))
-    monkeypatch.setattr("diffserve.service.images.kept_pictures.SWEEP_EVERY_S", 0.01)
+    kept = ImageStore(tmp_path / "pictures", max_bytes=1000, now=clock)
+    name = kept.store(b"fox", new_name("png"))
+    monkeypatch.setattr("diffserve.service.images.image_store.SWEEP_EVERY_S", 0.01)
     hidden = (tmp_path / "pictures").rename(tmp_path / "hidden")
     (tmp_path / "pictures").symlink_to(hidden)
 

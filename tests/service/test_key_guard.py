@@ -20,7 +20,7 @@ from diffserve.service.admission import Clients
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.keys import COOKIE, OPEN, KeyRing, RateLimits
-from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.images.image_store import ImageStore
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import Page
 from diffserve.service.run import check_open, open_database, open_ring
@@ -51,7 +51,7 @@ class House:
             database = Database(self.folder)
             app = create_app(
                 EngineClient(config), config.serve, Gate(), page=page.route, ring=KeyRing(database, own),
-                pictures=KeptPictures(self.folder / "pictures", max_bytes=1), database=database,
+                pictures=ImageStore(self.folder / "pictures", max_bytes=1), database=database,
             )  # fmt: skip
             for route in app.routes:
                 for method in getattr(route, "methods", None) or ("GET",):

@@ -110,7 +110,7 @@ def test_comment_without_settings_is_neither_a_prompt_nor_parameters(server: Run
     file = with_comment(b"ASCII\0\0\0Screenshot", "JPEG", side_px=64)
     image = {"image": base64.b64encode(file).decode()}
     varied = server.client.post("/v1/images/variations", json=image | FEW)
-    assert "its variation is painted without words" in varied.json()["warnings"][0]
+    assert "its variation is generated without one" in varied.json()["warnings"][0]
     verified = server.client.post("/v1/provenance/verify", json=image).json()
     assert (verified["parameters"], info_of(server, file)) == (False, "Screenshot")
 

@@ -23,7 +23,7 @@ from diffserve.api.types import Failed, ModelInfo, RewriteOptions, ServedModel
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError, error_of, reply_to
 from diffserve.service.http.hosts import is_loopback
-from diffserve.service.images.painting import CheckedImages, plan_painting
+from diffserve.service.images.plan import ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, find_model, model_list, told_of
@@ -56,8 +56,8 @@ INFO = ModelInfo(
 )
 
 
-def plan(**fields: Any) -> CheckedImages:
-    return plan_painting(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+def plan(**fields: Any) -> ImagePlan:
+    return plan_images(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 
 def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() -> None:
@@ -87,7 +87,7 @@ def test_the_rewriter_is_the_bodys_choice_and_else_the_servers(
     default: RewriterMode, said: object, expected: RewriteOptions | None
 ) -> None:
     body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
-    assert plan_painting(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
+    assert plan_images(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
 
 
 @pytest.mark.parametrize(("asked", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)])

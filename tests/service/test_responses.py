@@ -17,11 +17,11 @@ from openai import OpenAI
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import AsyncClient, Client, Embeddings, PaintedPicture, Response, ResponseDelta, ResponseEnd
 from diffserve.service.http.errors import HttpError
-from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
 from diffserve.service.responses.event_log import EventLog
-from diffserve.service.responses.kept import KeptResponse, KeptResponses
-from diffserve.service.responses.planning import plan_picture, plan_text
+from diffserve.service.responses.response_plan import plan_image, plan_text
+from diffserve.service.responses.response_store import ResponseStore, StoredResponse
 from diffserve.service.responses.schemas import ResponseBody, Tool
+from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
 from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys
 from tests.service import talker
@@ -63,7 +63,7 @@ def test_urgency_reaches_texts_and_pictures() -> None:
     turns = read_turns(body.input, lambda _: None)
     text = plan_text(body, turns, turns, LANGUAGE, config, "txt-1")
     assert (text.priority, text.deadline_s) == ("batch", 9.0)
-    picture = plan_picture(body, body.tools[0], turns, "a fox", None, is_stream=False) if body.tools else None
+    picture = plan_image(body, body.tools[0], turns, "a fox", None, is_stream=False) if body.tools else None
     assert picture is not None
     assert picture.urgency(600.0) == {"priority": "batch", "deadline_s": 9.0}
     assert ResponseBody(input="a fox").urgency(600.0) == {"priority": "interactive", "deadline_s": 600.0}
@@ -347,11 +347,11 @@ def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
 
 
 def test_events_are_kept_within_the_bounds_of_responses() -> None:
-    kept = KeptResponses(max_bytes=100)
-    kept.put("a", KeptResponse("", b"x" * 40, ()))
+    kept = ResponseStore(max_bytes=100)
+    kept.put("a", StoredResponse("", b"x" * 40, ()))
     kept.note_events("a", (b"y" * 30, b"z" * 30))
     assert kept.get("a", "").events
-    kept.put("b", KeptResponse("", b"x" * 40, ()))
+    kept.put("b", StoredResponse("", b"x" * 40, ()))
     assert not kept.has("a", ""), "what its events take counts"
     kept.note_events("b", (b"y" * 61,))
     assert not kept.get("b", "").events
@@ -360,13 +360,13 @@ def test_events_are_kept_within_the_bounds_of_responses() -> None:
 
 
 def test_what_is_still_being_made_is_forgotten_last() -> None:
-    kept = KeptResponses(max_responses=3, max_bytes=100)
-    kept.put("made", KeptResponse("", b"x", (), work="work"))
+    kept = ResponseStore(max_responses=3, max_bytes=100)
+    kept.put("made", StoredResponse("", b"x", (), work="work"))
     for name in "abc":
-        kept.put(name, KeptResponse("", b"x" * 60, ()))
+        kept.put(name, StoredResponse("", b"x" * 60, ()))
     assert (kept.holds_work("made"), kept.has("b", ""), kept.has("c", "")) == (True, False, True)
     for name in "def":
-        kept.put(name, KeptResponse("", b"x", (), work=name))
+        kept.put(name, StoredResponse("", b"x", (), work=name))
     assert (kept.has("c", ""), kept.holds_work("made"), kept.holds_work("f")) == (False, False, True), "within bounds"
 
 
@@ -478,7 +478,7 @@ def test_with_a_language_model_the_choice_decides(text_client: OpenAI) -> None:
     rewritten = text_client.responses.create(**asked)
     assert rewritten.output[0].revised_prompt == FOX
     assert rewritten.model_extra is not None
-    assert "instructions change nothing of a picture." in rewritten.model_extra["warnings"]
+    assert "instructions do not change an image." in rewritten.model_extra["warnings"]
     after = text_client.responses.create(model="talker", input="umlaut", temperature=0, previous_response_id=painted.id)
     assert after.output_text == "ein Bär \N{FOX FACE}"
 
@@ -668,11 +668,11 @@ def test_our_own_client_responds(text_server: RunningServer) -> None:
 
 
 def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
-    kept = KeptResponses(max_responses=3, max_bytes=10_000)
+    kept = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def put(name: str, num_chars: int, owner: str = "me") -> bool:
         turns = (Turn("assistant", "a" * num_chars, id=f"msg_{name}"),)
-        return kept.put(name, KeptResponse(owner, b"{}", turns))
+        return kept.put(name, StoredResponse(owner, b"{}", turns))
 
     def there(name: str, owner: str = "me") -> bool:
         try:

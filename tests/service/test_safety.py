@@ -149,7 +149,7 @@ def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) ->
     }  # fmt: skip
     assert error_of(filtered.paint("a forbidden fox"))["param"] == "prompt"
     two = filtered.paint(n=2, stream=True, partial_images=3, num_steps=4)
-    assert "partial pictures are withheld" in two.headers["x-diffserve-warnings"]
+    assert "previews are withheld" in two.headers["x-diffserve-warnings"]
     kinds = [line[7:].rpartition(".")[2] for line in two.text.split("\n") if line.startswith("event: ")]
     assert sorted(set(kinds)) == ["completed", "image_failed", "progress"]
     assert '"code":"moderation_blocked"' in two.text

@@ -21,7 +21,7 @@ from diffserve.service.admission import Backlog
 from diffserve.service.engine.connection import refusal_in
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import reply_to
-from diffserve.service.images.painting import plan_painting
+from diffserve.service.images.plan import plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.metrics import Metrics
 from diffserve.service.texts.embeddings import EmbeddingBody, plan_embedding
@@ -47,7 +47,7 @@ def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
     said: dict[str, object], priority: str, deadline_s: float
 ) -> None:
     image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
-    planned = plan_painting(image, INFO, CONFIG, "img-1", client="key/a", share=2.0).request
+    planned = plan_images(image, INFO, CONFIG, "img-1", client="key/a", share=2.0).request
     assert (planned.priority, planned.deadline_s, planned.client, planned.share) == (priority, deadline_s, "key/a", 2.0)
     chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | said))
     assert chat.urgency(CONFIG.request_timeout_s) == {"priority": priority, "deadline_s": deadline_s}

@@ -21,12 +21,10 @@ from diffserve.cli.remote import with_command_line_hints
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
 from diffserve.client import Progress as ProgressEvent
 from diffserve.media.provenance import Marks
-from diffserve.service.images.answers import delivery, image_entry, recipe
 from diffserve.service.images.edit_schemas import EditBody
-from diffserve.service.images.edits import read_start
-from diffserve.service.images.painting import CheckedImages, plan_painting
-from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.images.repeating import read_repeated
+from diffserve.service.images.inputs import image_bytes, read_repeated, read_start
+from diffserve.service.images.openai_encoder import delivery_fields, image_entry, recipe
+from diffserve.service.images.plan import Delivery, ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import refused_fields
 from diffserve.service.safety import Safety
@@ -186,7 +184,7 @@ class LocalPainter:
         """Cancel all lines at their next event."""
         self._stopped.set()
 
-    def _plan(self, fields: Mapping[str, Any]) -> CheckedImages:
+    def _plan(self, fields: Mapping[str, Any]) -> ImagePlan:
         kind: type[GenerateBody] = EditBody if "image" in fields else GenerateBody
         info = self._engine.info
         refused = refused_fields(info, keeps_latents=True)
@@ -197,14 +195,22 @@ class LocalPainter:
         if body.model not in (None, info.model_id):
             message = f"model is {body.model!r}, but this batch runs {info.model_id!r}; leave model out."
             raise ModelNotFound(message, param="model")
-        painting = plan_painting(body, info, self._config, f"batch-{uuid.uuid4().hex}", start=start)
+        painting = plan_images(
+            body,
+            info,
+            self._config,
+            f"batch-{uuid.uuid4().hex}",
+            start=start,
+            preview_every=0,
+            delivery=Delivery(self._marks, self._safety),
+        )
         if painting.request.rewriting is not None:
             message = "prompt_rewriter needs a language model, which a batch does not load; use --server."
             raise InvalidRequest(message, param="prompt_rewriter")
-        request = msgspec.structs.replace(painting.request, deadline_s=None, preview_every=0)
-        return msgspec.structs.replace(painting, request=request, marks=self._marks, safety=self._safety)
+        request = msgspec.structs.replace(painting.request, deadline_s=None)
+        return msgspec.structs.replace(painting, request=request)
 
-    def _follow(self, painting: CheckedImages, tell: Tell) -> list[PaintedFile]:
+    def _follow(self, painting: ImagePlan, tell: Tell) -> list[PaintedFile]:
         painted: list[PaintedFile] = []
         steps: dict[int, float] = {}
         warnings = painting.warnings
@@ -246,9 +252,9 @@ def _received(event: CompletedImage) -> PaintedFile:
     return PaintedFile(event.image_index, event.file, event.seed, event.variation_seed, details, event.warnings)
 
 
-def _encoded(painting: CheckedImages, result: types.ImageResult, warnings: tuple[str, ...]) -> PaintedFile:
+def _encoded(painting: ImagePlan, result: types.ImageResult, warnings: tuple[str, ...]) -> PaintedFile:
     entry = image_entry(painting, result)
-    details = {**delivery(painting), **recipe(painting, result)}
+    details = {**delivery_fields(painting), **recipe(painting, result)}
     all_warnings = tuple(dict.fromkeys((*warnings, *result.warnings)))
     seeds = result.seed, result.variation_seed
     return PaintedFile(result.image_index, base64.b64decode(entry["b64_json"]), *seeds, details, all_warnings)
@@ -257,4 +263,4 @@ def _encoded(painting: CheckedImages, result: types.ImageResult, warnings: tuple
 def _image_bytes(text: object, name: str) -> bytes:
     if not isinstance(text, str):
         raise InvalidRequest(f"the {name} must be a string; give a file name, base64 or a data URL.", param=name)
-    return picture_bytes(text, name)
+    return image_bytes(text, name)

@@ -28,9 +28,8 @@ from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.painting import Start
+from diffserve.service.images.inputs import Start, image_bytes
 from diffserve.service.images.parameters import SCHEDULE_TYPES
-from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
 
 USUAL_STEPS: Final = 20
@@ -247,9 +246,9 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     if not body.init_images:
         said = "init_images is missing; give a picture in base64."
         raise InvalidRequest(said, param="init_images", code="missing_required_parameter")
-    picture = reader.decode_image(picture_bytes(body.init_images[0], "init_images"), name="init_images")
+    picture = reader.decode_image(image_bytes(body.init_images[0], "init_images"), name="init_images")
     check_large_enough(picture, "init_images")
-    mask = reader.decode_mask(picture_bytes(body.mask, "mask"), convention="a1111") if body.mask else None
+    mask = reader.decode_mask(image_bytes(body.mask, "mask"), convention="a1111") if body.mask else None
     if mask is not None:
         if (mask.width_px, mask.height_px) != (picture.width_px, picture.height_px):
             mask = stretch(mask, picture.width_px, picture.height_px)

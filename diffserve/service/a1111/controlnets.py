@@ -27,7 +27,7 @@ from diffserve.service.a1111.schemas import DetectBody, Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Clients
 from diffserve.service.http.bodies import show
 from diffserve.service.images.fetching import Fetcher
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from diffserve.service.images.schemas import ControlNetChoice
 from diffserve.service.lifecycle import read_body, while_connected
 
@@ -189,7 +189,7 @@ async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Respon
         maps = []
         for image in body.controlnet_input_images:
             name = "controlnet_input_images"
-            picture = decoder.decode_image(picture_bytes(image, name), name=name)
+            picture = decoder.decode_image(image_bytes(image, name), name=name)
             if module == CANNY:
                 picture = Picture.from_array(edge_map(picture.array, *thresholds, resolution))
             maps.append(base64.b64encode(encode_image(picture)).decode("ascii"))

@@ -1,7 +1,6 @@
-"""What A1111's clients ask while pictures are painted: how far they are, by task or all that is one's own; or an end.
+"""Active A1111 requests: their progress, which clients poll, and their interruption.
 
-Everything is limited to the client that asks, as ``service.admission`` tells clients apart: nobody sees or ends what
-is another's.
+A client sees and stops its own requests only, as ``service.admission`` identifies clients.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from typing import Any, Final
 from diffserve.api.types import Accepted, Painted, Picture, Preview, Progress, Queued
 
 MAX_REMEMBERED: Final = 1000
-"""Tasks that are over and still told apart from those that never were; and clients whose options are kept."""
+"""Finished tasks that are remembered, and clients whose options are stored."""
 
 
 class PolledJob:
-    """One request on its way. ``further``: with hires fix, the work of its second pass, as a part of the first's;
-    ``write`` makes a file of a picture of the way.
+    """Progress of one request.
 
-    stop       resolves when its client wants no more of it
-    has_begun  whether a step was done
+    Attributes:
+        write: Encodes a preview.
+        stop: Resolves when the client stops the request, to "skip" or "interrupt".
+        has_begun: Whether a step is done.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class PolledJob:
         self._step = 0
         self._further = further
         self._begun_s = time.monotonic()
-        # when each picture of the second pass will be there; None: all of the first
+        # expected end of each image of the second pass; None: of the first pass
         self._done_s: dict[int | None, float] = {}
         self._pass = 0
 
     def next_pass(self) -> None:
-        """What comes is of the second pass."""
+        """Start counting the second pass."""
         self._pass += 1
         self.num_done = 0
         self._done_s.clear()
 
     def watch(self, event: object, index: int | None = None) -> None:
-        """An event of its pictures; ``index``: which picture of the job it is of, where the event cannot say."""
+        """Take an event of the engine; ``index`` is the image of the job if the event is of a second pass."""
         match event:
             case Accepted() | Queued() if event.seconds_left is not None:
                 self._done_s[index] = time.monotonic() + event.seconds_left
@@ -74,17 +74,17 @@ class PolledJob:
 
     @property
     def progress(self) -> float:
-        """Of all of it, 0 to 1."""
+        """Completed share of the request, 0 to 1."""
         return sum(self._shares.values()) / self.num_images
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it came."""
+        """Seconds since the request arrived."""
         return time.monotonic() - self._begun_s
 
     @property
     def seconds_left(self) -> float:
-        """Until the last picture, and a second pass where there is to be one, as far as that is known."""
+        """Estimated seconds until the last image of the last pass; 0 if unknown."""
         if not self._done_s:
             return 0.0
         left_s = max(0.0, max(self._done_s.values()) - time.monotonic())
@@ -92,7 +92,7 @@ class PolledJob:
         return left_s if is_last else left_s + self._further * (self.elapsed_s + left_s)
 
     def state(self) -> dict[str, Any]:
-        """As A1111 tells it."""
+        """Return A1111's ``state`` object."""
         is_stopped = self.stop.done()
         return {
             "skipped": is_stopped and self.stop.result() == "skip",
@@ -114,7 +114,7 @@ IDLE: Final[dict[str, Any]] = {
 
 
 class Jobs:
-    """The jobs that are inside, in order of arrival, and the options that clients have set."""
+    """Active jobs in order of arrival, and the options that clients have set."""
 
     def __init__(self) -> None:
         self._inside: dict[int, PolledJob] = {}
@@ -124,7 +124,7 @@ class Jobs:
 
     @contextmanager
     def listed(self, job: PolledJob) -> Iterator[PolledJob]:
-        """For the length of the block."""
+        """List a job for the length of the block."""
         self._next += 1
         place = self._next
         self._inside[place] = job
@@ -138,31 +138,31 @@ class Jobs:
                     self._over.popitem(last=False)
 
     def of(self, client: str) -> list[PolledJob]:
-        """Those of ``client``, the oldest first."""
+        """Return the jobs of ``client``, the oldest first."""
         return [job for job in self._inside.values() if job.client == client]
 
     def find(self, client: str, task: str) -> PolledJob | None:
-        """That one, where it is inside."""
+        """Return an active job by its task; None if there is none."""
         return next((job for job in self.of(client) if job.task == task), None)
 
     def is_over(self, client: str, task: str) -> bool:
-        """Whether there was such a task, and is no more."""
+        """Return whether a task has ended."""
         return (client, task) in self._over
 
     def stop(self, client: str, how: str, num_jobs: int | None = None) -> None:
-        """End the oldest ``num_jobs`` of ``client``, or all: each answers with the pictures it has."""
+        """Stop the oldest ``num_jobs`` of ``client``, or all; each answers with its images so far."""
         for job in self.of(client)[:num_jobs]:
             if not job.stop.done():
                 job.stop.set_result(how)
 
     def options(self, client: str) -> dict[str, Any]:
-        """What ``client`` has set."""
+        """Return the options of ``client``."""
         return self._options.get(client, {})
 
     def set_options(self, client: str, options: dict[str, Any]) -> None:
-        """Keep what ``client`` sets, for as long as others do not crowd it out; nothing, or "", takes it back."""
-        told = self.options(client) | options
-        self._options[client] = {name: value for name, value in told.items() if value not in (None, "")}
+        """Store options of ``client``; None or "" removes one. The least recent clients are dropped."""
+        merged = self.options(client) | options
+        self._options[client] = {name: value for name, value in merged.items() if value not in (None, "")}
         self._options.move_to_end(client)
         while len(self._options) > MAX_REMEMBERED:
             self._options.popitem(last=False)

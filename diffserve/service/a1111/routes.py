@@ -27,7 +27,7 @@ from diffserve.service.engine.engines import Engines
 from diffserve.service.http.errors import A1111 as PREFIX
 from diffserve.service.http.errors import CONTROLNET
 from diffserve.service.images.fetching import Fetcher
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from diffserve.service.lifecycle import read_body, warning_headers, while_connected
 from diffserve.service.models import find_model
 from diffserve.service.threads import ANSWERS, LISTINGS
@@ -238,7 +238,7 @@ async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Res
     await fetcher.fill(body)
 
     def read(decoder: Decoder) -> str | None:
-        return decoder.read_infotext(picture_bytes(body.image, "image"), may_shorten=True)
+        return decoder.read_infotext(image_bytes(body.image, "image"), may_shorten=True)
 
     with clients.known(request) as client:
         text = await while_connected(request, shared_decoders().run(client, read))

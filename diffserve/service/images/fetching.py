@@ -1,10 +1,7 @@
-"""Pictures that a request names by their addresses: fetched from the hosts that the configuration lists, and from no
-others; with nothing listed, which is the default, nothing is.
+"""Downloads images that a request names by URL, only by https and only from the configured hosts (default: none).
 
-By https alone, to exact hosts. The name is resolved once; every address that it has must be a public one, whatever way
-it is written or wrapped in, and it is that address that is connected to, under the name that was asked for. No redirect
-is followed, no proxy of the environment asked, and no more read than a picture may have. What was fetched is judged as
-what was sent: by its first bytes, never by what its server says of it.
+A host name is resolved once, all its addresses must be public, and the connection goes to a resolved address. There
+are no redirects and no proxies, and the size is limited. The content type of the server is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from pydantic import BaseModel
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
-from diffserve.service.images.pictures_in import is_address
+from diffserve.service.images.inputs import is_address
 from diffserve.service.threads import ANSWERS, FILES
 from diffserve.version import __version__
 
@@ -70,17 +67,15 @@ class _Place(NamedTuple):
             self.holder[self.key] = text
 
 
-class _Room:
-    """How much may still be fetched for one request."""
+class _Budget:
+    """Bytes that may still be downloaded for one request."""
 
     def __init__(self, left_bytes: int) -> None:
         self.left_bytes = left_bytes
 
 
 class Fetcher:
-    """Fetches pictures from ``hosts``, each HOST or HOST:PORT. ``resolve`` and ``connect`` are how names become
-    addresses, and addresses connections; ``context`` says whose certificates are believed.
-    """
+    """Downloads images from ``hosts``, each HOST or HOST:PORT; tests replace ``resolve``, ``connect``, ``context``."""
 
     def __init__(
         self,
@@ -99,29 +94,26 @@ class Fetcher:
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._resolvers = ThreadPoolExecutor(
             2, thread_name_prefix="resolver"
-        )  # one that hangs is nobody else's trouble
+        )  # own threads, because a resolver can hang
 
     async def fill(self, *bodies: BaseModel) -> None:
-        """Put into ``bodies``, for each address that stands where a picture belongs, the picture as a data URL.
-
-        Raises InvalidRequest.
-        """
+        """Replace every image URL in ``bodies`` by a data URL of the image. Raises InvalidRequest."""
         places = [place for body in bodies for place in _places(body, "", is_picture=False)]
         if len(places) > MAX_FETCHES:
             said = f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
             raise InvalidRequest(said, param=places[0].name, code="url_not_allowed")
         targets = [self._target(place.url, place.name) for place in places]
-        room = _Room(MAX_REQUEST_BYTES)
-        files = await asyncio.gather(*(self._fetch(*target, room) for target in targets))
+        budget = _Budget(MAX_REQUEST_BYTES)
+        files = await asyncio.gather(*(self._fetch(*target, budget) for target in targets))
         for place, file in zip(places, files, strict=True):
             place.fill(f"data:;base64,{await ANSWERS.run(_base64, file)}")
 
     async def fetch(self, url: str, name: str = "image") -> bytes:
-        """The file at ``url``. Raises InvalidRequest, which blames ``name``."""
-        return await self._fetch(*self._target(url, name), _Room(MAX_FETCHED_BYTES))
+        """Return the file at ``url``. Raises InvalidRequest, which names the parameter ``name``."""
+        return await self._fetch(*self._target(url, name), _Budget(MAX_FETCHED_BYTES))
 
     def _target(self, url: str, name: str) -> tuple[str, int, str, str]:
-        """Host, port, path and ``name``, of an address that may be asked at all."""
+        """Return host, port, path and ``name`` of an allowed URL. Raises InvalidRequest."""
         if not self._hosts:
             said = (
                 f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
@@ -141,7 +133,7 @@ class Fetcher:
         path = parts.path or "/"
         return host, port, f"{path}?{parts.query}" if parts.query else path, name
 
-    async def _fetch(self, host: str, port: int, path: str, name: str, room: _Room) -> bytes:
+    async def _fetch(self, host: str, port: int, path: str, name: str, budget: _Budget) -> bytes:
         try:
             async with self._at_once, asyncio.timeout(self._limit_s):
                 loop = asyncio.get_running_loop()
@@ -151,7 +143,7 @@ class Fetcher:
                     self._context = await FILES.run(ssl.create_default_context)
                 reader, writer = await self._connect(address, port, ssl=self._context, server_hostname=host)
                 try:
-                    return await _get(reader, writer, host if port == 443 else f"{host}:{port}", path, name, room)
+                    return await _get(reader, writer, host if port == 443 else f"{host}:{port}", path, name, budget)
                 finally:
                     writer.transport.abort()
         except TimeoutError:
@@ -163,7 +155,7 @@ class Fetcher:
 
 
 def is_public(address: Address) -> bool:
-    """Whether ``address``, and every one that it wraps, is of the public net."""
+    """Return whether ``address`` and every address that it embeds are public."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64[0]:  # how a net of IPv6 alone reaches those of IPv4
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -178,7 +170,7 @@ def _resolve(host: str, port: int) -> list[str]:
 
 
 def _public(found: Sequence[str], name: str) -> str:
-    """The first of the addresses, all of which must be public: a host that has others is not asked at all."""
+    """Return the first address. Raises InvalidRequest unless all are public."""
     try:
         addresses = [ipaddress.ip_address(one) for one in found]
     except ValueError:
@@ -190,9 +182,9 @@ def _public(found: Sequence[str], name: str) -> str:
 
 
 async def _get(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, path: str, name: str, room: _Room
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, path: str, name: str, budget: _Budget
 ) -> bytes:
-    """The body of the answer to GET ``path``."""
+    """Return the body of the answer to GET ``path``. Raises InvalidRequest."""
     connection = h11.Connection(h11.CLIENT)
     headers = [
         ("Host", host), ("Accept", "image/png, image/jpeg, image/webp"), ("Accept-Encoding", "identity"),
@@ -213,8 +205,8 @@ async def _get(
             _check_head(event, name)
         elif isinstance(event, h11.Data):
             body += event.data
-            room.left_bytes -= len(event.data)
-            if len(body) > MAX_FETCHED_BYTES or room.left_bytes < 0:
+            budget.left_bytes -= len(event.data)
+            if len(body) > MAX_FETCHED_BYTES or budget.left_bytes < 0:
                 raise _too_large(name)
         elif isinstance(event, h11.EndOfMessage):
             return bytes(body)

@@ -16,7 +16,7 @@ from diffserve.service.admission import Clients
 from diffserve.service.http.bodies import Body
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.images.fetching import Fetcher
-from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.inputs import image_bytes
 from diffserve.service.lifecycle import json_response, read_body, while_connected
 
 UPLOADS: Final[dict[str, Any]] = {"image": {"type": "string", "format": "binary"}}
@@ -52,7 +52,7 @@ class Verification:
         await self._fetcher.fill(body)
 
         def examine(decoder: Decoder) -> Provenance:
-            return decoder.examine(files[0] if files else picture_bytes(body.image or "", "image"))
+            return decoder.examine(files[0] if files else image_bytes(body.image or "", "image"))
 
         with self._clients.known(request) as client:
             provenance = await while_connected(request, shared_decoders().run(client, examine))

@@ -1,5 +1,6 @@
-"""``/v1/conversations``: conversations by an id of their own, which every response that names it goes on with and adds
-to. Kept as responses are: in memory, within the same bounds, for the key that began them.
+"""``/v1/conversations``: conversations with ids, which responses continue and extend.
+
+They are stored as responses are: in memory, within the same limits, for the key that created them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.lifecycle import json_response, owner_of, read_body
-from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
-from diffserve.service.responses.kept import KeptResponse, KeptResponses
+from diffserve.service.responses.response_store import ResponseStore, StoredResponse
 from diffserve.service.responses.schemas import Item, Metadata
+from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
 
 MAX_ITEMS: Final = 20
 """That one begins with; more come with responses."""
@@ -56,37 +57,37 @@ class ItemsBody(Body):
 
 
 class Conversations:
-    """Those that are kept, and their routes."""
+    """Stored conversations and their routes."""
 
     def __init__(self) -> None:
-        self._kept = KeptResponses(called="conversation")
+        self._store = ResponseStore(called="conversation")
 
     async def begin(self, request: Request) -> Response:
-        """A new one. Pictures in its items are data URLs."""
+        """Create a conversation; images in its items are data URLs."""
         body = await read_body(request, ConversationBody)
         turns = _with_ids(read_turns(body.items, _nothing, "items")) if body.items else ()
         name = f"conv_{secrets.token_hex(16)}"
         told = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
-        kept = KeptResponse(owner_of(request), msgspec.json.encode(told), turns)
-        self._kept.put(name, kept)
+        kept = StoredResponse(owner_of(request), msgspec.json.encode(told), turns)
+        self._store.put(name, kept)
         return json_response(kept.body, body.warnings)
 
     async def get(self, request: Request) -> Response:
-        """What is known of one."""
+        """Return a conversation."""
         return Response(self._found(request).body, media_type="application/json")
 
     async def update(self, request: Request) -> Response:
         """Replace the metadata of a conversation."""
         body, stored = await read_body(request, MetadataBody), self._found(request)
         changed = msgspec.json.decode(stored.body) | {"metadata": body.metadata or {}}
-        self._kept.put(_name(request), stored._replace(body=msgspec.json.encode(changed)))
+        self._store.put(_name(request), stored._replace(body=msgspec.json.encode(changed)))
         return json_response(self._found(request).body, body.warnings)
 
     async def add_items(self, request: Request) -> Response:
         """Add messages to the end of a conversation and answer with them."""
         body, stored = await read_body(request, ItemsBody), self._found(request)
         turns = _with_ids(read_turns(body.items, _nothing, "items"))
-        if not self._kept.put(_name(request), stored._replace(turns=(*stored.turns, *turns))):
+        if not self._store.put(_name(request), stored._replace(turns=(*stored.turns, *turns))):
             raise InvalidRequest(TOO_LONG, param="items")
         return JSONResponse(page_of(items_of(turns, ""), {"order": "asc", "limit": str(MAX_ITEMS)}))
 
@@ -97,33 +98,33 @@ class Conversations:
     async def remove_item(self, request: Request) -> Response:
         """Remove one item from a conversation and answer with the conversation."""
         stored, item = self._found(request), self._item(request)
-        self._kept.put(_name(request), stored._replace(turns=tuple(turn for turn in stored.turns if turn is not item)))
+        self._store.put(_name(request), stored._replace(turns=tuple(turn for turn in stored.turns if turn is not item)))
         return Response(stored.body, media_type="application/json")
 
     async def remove(self, request: Request) -> Response:
-        """Forget one; the responses in it stay."""
+        """Delete a conversation; its responses stay."""
         name = _name(request)
-        self._kept.remove(name, owner_of(request))
+        self._store.remove(name, owner_of(request))
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def items(self, request: Request) -> Response:
-        """What was said and painted in it, a page of it."""
+        """Return a page of the items of a conversation."""
         turns = self._found(request).turns
         return JSONResponse(page_of(items_of(turns, _name(request).removeprefix("conv_")), request.query_params))
 
     def turns(self, name: str, owner: str) -> tuple[Turn, ...]:
-        """All of one. HttpError 404 where it is not there for ``owner``."""
-        return self._kept.get(name, owner).turns
+        """Return the turns of a conversation of ``owner``. Raises HttpError 404."""
+        return self._store.get(name, owner).turns
 
     def add(self, name: str, owner: str, turns: tuple[Turn, ...]) -> bool:
-        """Go on with one; False where that is too long to be kept. One that was forgotten meanwhile stays so."""
-        if not self._kept.has(name, owner):
+        """Extend a conversation; return False if it gets too long. A deleted one stays deleted."""
+        if not self._store.has(name, owner):
             return True
-        before = self._kept.get(name, owner)
-        return self._kept.put(name, before._replace(turns=(*before.turns, *_with_ids(turns))))
+        before = self._store.get(name, owner)
+        return self._store.put(name, before._replace(turns=(*before.turns, *_with_ids(turns))))
 
-    def _found(self, request: Request) -> KeptResponse:
-        return self._kept.get(_name(request), owner_of(request))
+    def _found(self, request: Request) -> StoredResponse:
+        return self._store.get(_name(request), owner_of(request))
 
     def _item(self, request: Request) -> Turn:
         name = str(request.path_params["item_id"])

@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background, told to whoever follows it, now or later."""
+"""Event log of a background response, which clients can follow while it grows and later."""
 
 from __future__ import annotations
 
@@ -10,51 +10,54 @@ END = b"\n\n"
 
 
 class EventLog:
-    """Events in turn, each in the place of its ``sequence_number``, and those who wait for more.
+    """Encoded events by their ``sequence_number``, and waiting readers.
 
-    has_failed  whether it ended otherwise than it was meant to
+    Attributes:
+        events: The events so far.
+        num_bytes: Their size.
+        has_failed: Whether the response failed.
     """
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
         self.num_bytes = 0
         self.has_failed = False
-        self._over = asyncio.Event()
-        self._news = asyncio.Event()
+        self._complete = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, chunk: bytes) -> None:
-        """Note whole events, one or several."""
+        """Add one or several complete events."""
         self.events += [part + END for part in chunk.split(END) if part]
         self.num_bytes += len(chunk)
-        self._tell()
+        self._wake_readers()
 
     def close(self) -> None:
-        """There will be no more."""
-        self._over.set()
-        self._tell()
+        """Mark the log as complete."""
+        self._complete.set()
+        self._wake_readers()
 
     async def follow(self, place: int) -> Events:
-        """The events from ``place`` on, until there are no more to come."""
+        """Yield the events from index ``place`` on until the log is complete."""
         while True:
             for event in self.events[place:]:
                 place += 1
                 yield event
             if place >= len(self.events):
-                if self._over.is_set():
+                if self._complete.is_set():
                     return
-                await self._news.wait()
+                await self._changed.wait()
 
-    async def whole(self) -> bytes | None:
-        """All events, once there are no more to come; ``None`` where it failed."""
-        await self._over.wait()
+    async def joined(self) -> bytes | None:
+        """Wait until the log is complete and return all events; None if the response failed."""
+        await self._complete.wait()
         return None if self.has_failed else b"".join(self.events)
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _wake_readers(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
-async def retold(events: tuple[bytes, ...]) -> Events:
-    """Those of a response that is over."""
+async def replay(events: tuple[bytes, ...]) -> Events:
+    """Yield stored events."""
     for event in events:
         yield event

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from diffserve.service.responses.conversation import Turn
+from diffserve.service.responses.turns import Turn
 
 OPENING: Final = re.compile(
     r"(?:(?:now|please|then|ok(?:ay)?|but|can you|could you|the same|same|this time|again"

@@ -14,7 +14,7 @@ from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.routing import After, Order
 from diffserve.service.http.streams import send_file
-from diffserve.service.images.remembering import PictureHistory
+from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.stored.files import list_response
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
@@ -36,7 +36,7 @@ Until = Annotated[
 class HistoryRoutes:
     """Routes of ``history``."""
 
-    def __init__(self, app: FastAPI, history: PictureHistory, owners: Owners) -> None:
+    def __init__(self, app: FastAPI, history: ImageHistory, owners: Owners) -> None:
         self._history = history
         self._owners = owners
         path = "/v1/history/{history_id}"

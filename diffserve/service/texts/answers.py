@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diffserve.api.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
-from diffserve.service.endpoint import Checked
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.texts.texts import CheckedTexts
 
 Json = dict[str, Any]
@@ -129,7 +129,7 @@ def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None
     return {**_head(plan, kind), "choices": choices, **fields}
 
 
-def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
+def usage(plan: RequestPlan, used: Sequence[TextUsage]) -> Json:
     """Return token counts in OpenAI's format and device seconds, summed over the prompts of a request."""
     prompt_tokens = sum(item.prompt_tokens for item in used)
     output_tokens = sum(item.output_tokens for item in used)

@@ -21,7 +21,7 @@ from diffserve.api.text_types import (
     TextUsage,
 )
 from diffserve.service.admission import Admission, Ticket, share_of
-from diffserve.service.endpoint import Endpoint, Place
+from diffserve.service.endpoint import AdmissionSlot, Endpoint
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events, event
@@ -44,7 +44,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
     plan: Plan[SamplingT]
     dialect: type[Dialect]
 
-    async def _check(self, body: SamplingT, request: Request, client: str) -> tuple[CheckedTexts, Place]:
+    async def _plan(self, body: SamplingT, request: Request, client: str) -> tuple[CheckedTexts, AdmissionSlot]:
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share, num = share_of(request), len(plan.requests)

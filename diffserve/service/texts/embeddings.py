@@ -17,7 +17,7 @@ from diffserve.api.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.types import MAX_PROMPT_CHARS, ModelInfo
 from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
 from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.http.streams import Events
 from diffserve.service.lifecycle import json_response
@@ -56,8 +56,8 @@ class EmbeddingBody(WorkBody):
     user: Ignored | None = None
 
 
-class EmbeddingPlan(Checked, frozen=True, kw_only=True):
-    """Checked body: the engine's request and the format of the vectors."""
+class EmbeddingPlan(RequestPlan, frozen=True, kw_only=True):
+    """RequestPlan body: the engine's request and the format of the vectors."""
 
     request: EmbeddingRequest
     is_base64: bool
@@ -73,7 +73,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     def _backlog(self) -> Backlog:
         return self._admission.embeddings
 
-    async def _check(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, Place]:
+    async def _plan(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, AdmissionSlot]:
         info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
         plan = plan_embedding(body, info, self._config, request.state.request_id)
         request_, num_inputs = plan.request, plan.request.num_inputs
@@ -87,7 +87,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
                     return json_response(await ANSWERS.run(answer_of, plan, result), plan.warnings)
         raise DiffserveError("the engine finished without vectors.")
 
-    def _events(self, checked: EmbeddingPlan, ticket: Ticket) -> Events:
+    def _events(self, plan: EmbeddingPlan, ticket: Ticket) -> Events:
         raise NotImplementedError("vectors are not streamed")  # nor is_stream ever set
 
 

@@ -14,7 +14,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
 from diffserve.api.types import RewriteOptions
 from diffserve.service.admission import Ticket, share_of
-from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
@@ -26,8 +26,8 @@ from diffserve.settings.config import ServeConfig
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 
 
-class RewritePlan(Checked, frozen=True, kw_only=True):
-    """Checked body: the rewriter's request."""
+class RewritePlan(RequestPlan, frozen=True, kw_only=True):
+    """RequestPlan body: the rewriter's request."""
 
     request: RewriteRequest
 
@@ -38,7 +38,7 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
     asks = "chat"
     body = RewriteBody
 
-    async def _check(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, Place]:
+    async def _plan(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, AdmissionSlot]:
         check_language_model(body.model, self._engine.text_info, self._engine.models)
         name, share = request.state.request_id, share_of(request)
         plan = plan_rewrite(body, self._config, name, client=client, share=share)

@@ -11,7 +11,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.json_schemas import ANY_OBJECT, check_schema, max_tokens_of, no_json
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import MAX_TEXTS, ChatMessage, LanguageModelInfo, TextRequest
-from diffserve.service.endpoint import Checked
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.texts.schemas import (
     DEFAULT_CHAT_TOKENS,
@@ -31,7 +31,7 @@ SAME_NAMES: Final = (
 """Fields that the body and :class:`SamplingParams` call the same."""
 
 
-class CheckedTexts(Checked, frozen=True, kw_only=True):
+class CheckedTexts(RequestPlan, frozen=True, kw_only=True):
     """A checked body: one request for each prompt, and how the answer is to look.
 
     ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.

@@ -1,4 +1,4 @@
-"""What was said and painted so far: read from the input of a response, and told to whoever answers."""
+"""Turns of a conversation: reading them from a request, and their form for models and for clients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ Role = Literal["user", "assistant", "system", "developer"]
 
 
 class Turn(NamedTuple):
-    """Something said, or painted, or both.
+    """One turn: text, images, or both.
 
-    pictures  in base64, bare or as data URLs
-    id        of its item
-    prompt    what the pictures were painted by, where that is known
+    Attributes:
+        role: Who wrote it.
+        text: The text.
+        pictures: Images in base64 or as data URLs.
+        id: Id of its item; "" if it has none.
+        prompt: The prompt of the images; "" if unknown.
     """
 
     role: Role
@@ -31,16 +34,16 @@ class Turn(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes."""
+        """Approximate size in memory."""
         return TURN_BYTES + len(self.text) + len(self.prompt) + sum(map(len, self.pictures))
 
 
 Find = Callable[[str], Turn | None]
-"""The turn that an earlier response said or painted, by its item's id."""
+"""Returns the turn of an item of an earlier response by its id."""
 
 
 def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
-    """The turns of an input, or of the field ``name``. InvalidRequest names what cannot be read of it."""
+    """Read the turns of the field ``name``. Raises InvalidRequest, which names the item that cannot be read."""
     if isinstance(given, str):
         return (Turn("user", given),)
     if not given:
@@ -51,13 +54,13 @@ def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> 
 
 
 def messages_of(turns: Sequence[Turn], instructions: str | None) -> tuple[ChatMessage, ...]:
-    """What the language model reads, which sees no pictures: turns without a word are left out."""
+    """Return the messages for the language model, which reads no images; turns without text are omitted."""
     told = [ChatMessage(role="system", content=instructions)] if instructions else []
     return (*told, *(ChatMessage(role=turn.role, content=turn.text) for turn in turns if turn.text))
 
 
 def pictures_of(turns: Sequence[Turn]) -> tuple[str, ...]:
-    """The latest pictures, sent or painted."""
+    """Return the images of the latest turn that has any."""
     return next((turn.pictures for turn in reversed(turns) if turn.pictures), ())
 
 
@@ -113,14 +116,12 @@ def _missing(name: str, hint: str) -> InvalidRequest:
 
 
 def items_of(turns: Sequence[Turn], suffix: str) -> list[dict[str, Any]]:
-    """``turns`` as a list of items, whose ids end in ``suffix`` where they came without."""
+    """Return ``turns`` as items; the ids of turns without one end in ``suffix``."""
     return [{"id": turn.id or f"in_{suffix}{place:02x}", **_item(turn)} for place, turn in enumerate(turns)]
 
 
 def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
-    """OpenAI's list of ``items`` as query parameters ask for it: the last first unless ``order`` is asc, ``limit`` of
-    them, after the item of id ``after``. InvalidRequest.
-    """
+    """Return a page of ``items`` by the query parameters ``order``, ``limit`` and ``after``. Raises InvalidRequest."""
     order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {show(order)}; give asc or desc.", param="order")

@@ -20,8 +20,8 @@ from diffserve.api.text_types import LanguageModelInfo, TextRequest
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.images.edit_schemas import EditBody, ImageReference
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.responses.conversation import Turn, messages_of, pictures_of
 from diffserve.service.responses.schemas import PAINTS, ResponseBody, Tool, ToolChoice
+from diffserve.service.responses.turns import Turn, messages_of, pictures_of
 from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
 from diffserve.service.texts.texts import schema_text
 from diffserve.settings.config import ServeConfig
@@ -110,7 +110,7 @@ def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
     return ANY_OBJECT if wanted.type == "json_object" else schema_text(wanted.json_schema, "text.format.schema")
 
 
-def plan_picture(
+def plan_image(
     body: WorkBody, tool: Tool, turns: Sequence[Turn], prompt: str, model: str | None, *, is_stream: bool
 ) -> GenerateBody:
     """Return the body of ``/v1/images/generations``, or of ``edits`` where the picture begins from another one.
@@ -165,7 +165,7 @@ def _parsed(kind: type[GenerateBody], asked: dict[str, Any]) -> GenerateBody:
 
 
 def in_tool(error: InvalidRequest) -> InvalidRequest:
-    """``error`` about a body that ``plan_picture`` made, in terms of the response."""
+    """``error`` about a body that ``plan_image`` made, in terms of the response."""
     if error.param in (None, "prompt"):
         return InvalidRequest(error.message, param="input", code=error.code)
     if error.param in ("image", "mask"):

@@ -1,4 +1,4 @@
-"""Whose picture is encoded next: small ones do not wait for a crowd of large ones, and large ones not for ever."""
+"""Order in which images are encoded: small images first, large ones not too late."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 AHEAD_S_PER_MPX: Final = 5.0
-"""So much earlier than a picture without pixels one of a million has to come to go before it: some thirty times what
-encoding takes."""
+"""Seconds that an image of one million pixels is placed further back in the queue, about 30 times its encoding time."""
 
 
-class EncodingTurns:
-    """Lets in ``num_places`` at a time; of who waits, who came first, large pictures as if later."""
+class EncodingQueue:
+    """Queue with ``num_slots`` slots; waiting images are ordered by arrival time plus a penalty for their size."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_free = num_places
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def taken(self, num_pixels: int) -> AsyncIterator[None]:
-        """A place, for a picture of ``num_pixels``."""
+    async def slot(self, num_pixels: int) -> AsyncIterator[None]:
+        """Hold a slot for an image of ``num_pixels``."""
         await self._enter(num_pixels)
         try:
             yield
@@ -41,7 +40,7 @@ class EncodingTurns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was let in just then
+            if not turn.cancelled():  # the slot was granted at the same moment
                 self._leave()
             raise
 

@@ -1,7 +1,6 @@
-"""Responses that were made, kept for a while: to be asked for again, and for conversations that go on.
+"""Store of responses in memory, for retrieval and for follow-up requests.
 
-In memory, the newest ``MAX_RESPONSES`` within ``MAX_BYTES``; a restart forgets them. Whoever made one is told of it,
-and nobody else: to others it was never there.
+It holds the newest ``MAX_RESPONSES`` within ``MAX_BYTES``; only the key that created a response can see it.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import Final, NamedTuple
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
-from diffserve.service.responses.conversation import Turn
+from diffserve.service.responses.turns import Turn
 
 MAX_RESPONSES: Final = 1000
 MAX_BYTES: Final = 32 << 20
 
 
-class KeptResponse(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response.
 
     owner  the id of the key that it was made with, "" where there are none
     body   its object as JSON
     turns  the whole conversation, its own output included
-    asked  which of them its input was
+    input_span  which of them its input was
     work   the request that still makes it in the background, "" once it is over
     events those that it was told with, where it was made and told in the background, and is over
     """
@@ -34,20 +33,20 @@ class KeptResponse(NamedTuple):
     owner: str
     body: bytes
     turns: tuple[Turn, ...]
-    asked: slice = slice(0)
+    input_span: slice = slice(0)
     work: str = ""
     events: tuple[bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes; what it shares with earlier ones counts for each."""
+        """Approximate size; turns that are shared with earlier responses count each time."""
         return len(self.body) + sum(map(len, self.events)) + sum(turn.num_bytes for turn in self.turns)
 
 
-class KeptResponses:
-    """By id. Where there are too many, or too many bytes, the oldest of whoever has most of them goes first: nobody
-    drives out what others keep, and one that is still being made goes last. One that is larger than ``max_bytes`` is
-    not kept at all.
+class ResponseStore:
+    """Responses by id, within limits on their number and size.
+
+    Beyond a limit, the oldest finished response of the owner with the largest share is removed.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class KeptResponses:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def put(self, response_id: str, response: KeptResponse) -> bool:
-        """Keep it, in place of what it was; False where there is no room."""
+    def put(self, response_id: str, response: StoredResponse) -> bool:
+        """Store or replace a response; return False if there is no room for it."""
         if response.num_bytes > self._max_bytes:
             return False
         before = self._kept.pop(response_id, None)
@@ -73,20 +72,20 @@ class KeptResponses:
             self._drop(lambda one: 1)
         return response_id in self._kept
 
-    def get(self, response_id: str, owner: str) -> KeptResponse:
-        """Raises HttpError 404 where it is not there for ``owner``."""
+    def get(self, response_id: str, owner: str) -> StoredResponse:
+        """Return a response of ``owner``. Raises HttpError 404."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
             raise HttpError(404, unknown(response_id, self._called), code=f"{self._called}_not_found")
         return found
 
     def has(self, response_id: str, owner: str) -> bool:
-        """Whether it is there for ``owner``."""
+        """Return whether a response of ``owner`` is stored."""
         found = self._kept.get(response_id)
         return found is not None and found.owner == owner
 
     def previous(self, response_id: str, owner: str) -> tuple[Turn, ...]:
-        """The conversation up to a response. InvalidRequest where it is not there for ``owner``."""
+        """Return the conversation up to a response of ``owner``. Raises InvalidRequest."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
             raise InvalidRequest(unknown(response_id), param="previous_response_id", code="previous_response_not_found")
@@ -96,23 +95,23 @@ class KeptResponses:
         return found.turns
 
     def holds_work(self, response_id: str) -> bool:
-        """Whether it is there as one that is still being made."""
+        """Return whether a stored response is still running."""
         found = self._kept.get(response_id)
         return found is not None and bool(found.work)
 
     def note_events(self, response_id: str, events: tuple[bytes, ...]) -> None:
-        """Keep what a response was told with, if it is there and there is room."""
+        """Store the events of a response, if it is stored and there is room."""
         if response_id in self._kept:
             self.put(response_id, self._kept[response_id]._replace(events=events))
 
     def remove(self, response_id: str, owner: str) -> None:
-        """Forget it. Raises HttpError 404 as ``get`` does."""
+        """Delete a response of ``owner``. Raises HttpError 404."""
         found = self.get(response_id, owner)
         del self._kept[response_id]
         self._num_bytes -= found.num_bytes
 
-    def _drop(self, weigh: Callable[[KeptResponse], int]) -> None:
-        """Forget the oldest of the owner whose responses weigh most, and of these first one that is over."""
+    def _drop(self, weigh: Callable[[StoredResponse], int]) -> None:
+        """Delete the oldest response of the owner with the largest weight, finished ones first."""
         owned = Counter[str]()
         for one in self._kept.values():
             owned[one.owner] += weigh(one)
@@ -122,7 +121,7 @@ class KeptResponses:
         self._num_bytes -= self._kept.pop(oldest).num_bytes
 
     def finder(self, owner: str) -> Callable[[str], Turn | None]:
-        """What finds the turn of an item in the responses of ``owner``. They are gone through once, if ever."""
+        """Return a function that finds a turn of ``owner`` by its item id; its index is built at the first call."""
 
         @cache
         def known() -> dict[str, Turn]:
@@ -133,6 +132,6 @@ class KeptResponses:
 
 
 def unknown(name: str, called: str = "response") -> str:
-    """What is said of an id that leads nowhere."""
+    """Return the message about an id that is not stored."""
     unless = ", unless store was false," if called == "response" else ""
     return f"there is no {called} {show(name)}; the newest are kept in memory{unless} and a restart forgets them."

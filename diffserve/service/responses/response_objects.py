@@ -1,4 +1,4 @@
-"""Responses as OpenAI's objects: the response itself, the messages and the pictures in it."""
+"""OpenAI's JSON objects of a response: the response itself, its messages and its images."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from diffserve.api.text_types import TextUsage, TokenInfo
 from diffserve.api.types import ImageResult
 from diffserve.service.http.bodies import FLEX
 from diffserve.service.http.errors import BLOCKED
-from diffserve.service.images.answers import delivery, recipe
-from diffserve.service.images.answers import usage as image_usage
-from diffserve.service.images.painting import CheckedImages
-from diffserve.service.responses.conversation import Turn
+from diffserve.service.images.openai_encoder import delivery_fields, recipe
+from diffserve.service.images.openai_encoder import usage as image_usage
+from diffserve.service.images.plan import ImagePlan
 from diffserve.service.responses.schemas import PAINTS, ConversationId, ResponseBody, TextFormat, Tool, ToolChoice
+from diffserve.service.responses.turns import Turn
 from diffserve.service.texts.answers import bounded
 
 Json = dict[str, Any]
@@ -26,12 +26,12 @@ ERROR_CODES: Final[dict[type[DiffserveError], str]] = {
 }
 """OpenAI's code of a failed response, by the error; all others are ``server_error``."""
 
-NOTHING_SAID = TextUsage(prompt_tokens=0, output_tokens=0)
-"""By a language model that was not asked."""
+NO_TOKENS = TextUsage(prompt_tokens=0, output_tokens=0)
+"""Usage of a response in which the language model did not run."""
 
 
 def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> Json:
-    """What an object "response" says whatever becomes of it; of the tool not its pictures."""
+    """Return the fields of a response object that do not depend on its outcome, without the tool's images."""
     choice, form = body.tool_choice, (body.text and body.text.format) or TextFormat()
     return {
         "id": response_id,
@@ -65,7 +65,7 @@ def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> J
 
 
 def conversation_of(body: ResponseBody) -> str:
-    """The id of the conversation that it belongs to; "" where to none."""
+    """Return the id of the conversation of ``body``; "" if there is none."""
     named = body.conversation
     return named.id if isinstance(named, ConversationId) else named or ""
 
@@ -90,7 +90,7 @@ def response_error(error: DiffserveError) -> Json:
 
 
 def usage_of(used: TextUsage) -> Json:
-    """Tokens of the language model, as responses count them."""
+    """Return the usage of the language model in the form of responses."""
     return {
         "input_tokens": used.prompt_tokens,
         "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
@@ -100,35 +100,35 @@ def usage_of(used: TextUsage) -> Json:
     }
 
 
-def tool_usage_of(painting: CheckedImages, results: list[ImageResult]) -> Json:
-    """What painting took."""
-    return {"image_gen": image_usage(painting, results), "web_search": {"num_requests": 0}}
+def tool_usage_of(plan: ImagePlan, results: list[ImageResult]) -> Json:
+    """Return the usage of image generation."""
+    return {"image_gen": image_usage(plan, results), "web_search": {"num_requests": 0}}
 
 
 def message_of(item_id: str, status: str, content: list[Json]) -> Json:
-    """What the language model says."""
+    """Return an output message."""
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def text_part(text: str, logprobs: list[Json] | None = None) -> Json:
-    """A part of a message."""
+    """Return a text part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def logprob_of(token: TokenInfo) -> Json:
-    """A token as responses tell it."""
+    """Return a token with its log probability and its alternatives."""
     top = [_token(text, logprob) for text, _, logprob in token.top]
     return _token(token.text, token.logprob) | {"top_logprobs": top}
 
 
-def call_of(painting: CheckedImages, item_id: str, status: str) -> Json:
-    """A picture that is asked for."""
-    action = "generate" if painting.start is None else "edit"
+def call_of(plan: ImagePlan, item_id: str, status: str) -> Json:
+    """Return the call item of an image that is not finished."""
+    action = "generate" if plan.start is None else "edit"
     return {"id": item_id, "type": f"{PAINTS}_call", "status": status, "result": None, "action": action}
 
 
 def call_error(code: str, message: str) -> Json:
-    """Why there is no picture; where a filter withholds it, when it was asked: it names no categories."""
+    """Return the error of a failed image; of a blocked one with OpenAI's moderation details, without categories."""
     if code != ModerationBlocked.default_code:
         return {"type": "image_generation_error", "code": code, "message": message, "param": None}
     details = {"categories": [], "moderation_stage": "output"}
@@ -136,16 +136,16 @@ def call_error(code: str, message: str) -> Json:
     return told | {"moderation_details": details}
 
 
-def painted_call(painting: CheckedImages, item_id: str, entry: Json, result: ImageResult) -> Json:
-    """A picture that is there, with how it was painted."""
+def completed_call(plan: ImagePlan, item_id: str, entry: Json, result: ImageResult) -> Json:
+    """Return the call item of a finished image with its parameters."""
     told = {name: value for name, value in entry.items() if name != "b64_json"}
-    how = recipe(painting, result) | delivery(painting) | told
+    how = recipe(plan, result) | delivery_fields(plan) | told
     picture = {"result": entry["b64_json"], "revised_prompt": result.prompt}
-    return how | call_of(painting, item_id, "completed") | picture
+    return how | call_of(plan, item_id, "completed") | picture
 
 
 def output_turns(output: list[Json]) -> list[Turn]:
-    """What was said and painted, for the conversation to go on."""
+    """Return the turns that the output adds to its conversation."""
     return [
         Turn("assistant", "".join(part["text"] for part in item["content"]), id=item["id"])
         if item["type"] == "message"

@@ -1,6 +1,6 @@
-"""Pictures kept on disk for an hour, for clients that fetch them from a URL: ``GET /v1/images/files/{name}``.
+"""Image files on disk that clients fetch from a URL for an hour: ``GET /v1/images/files/{name}``.
 
-The name is the secret: 128 random bits. What is kept outlives a restart of the server, as long as its hour is not over.
+The random name of 128 bits is the only access control. Files survive a restart of the server.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ KEPT_S: Final = 3600.0
 SWEEP_EVERY_S: Final = 60.0
 ROUTE: Final = "/v1/images/files"
 FREED_SHARE: Final = 0.1
-"""Where the pictures are too many, so much of the bound is freed at once, so that not every one looks for room."""
+"""Share of the size limit that is freed at once, so that not every new image scans the folder."""
 
-NOT_KEPT: Final = "the picture could not be kept for its URL; it is here as b64_json alone."
+NOT_STORED: Final = "the image could not be stored for its URL; it is in b64_json only."
 _NAME: Final = re.compile(r"[0-9a-f]{32}\.(?:png|jpeg|webp)")
 _OURS: Final = re.compile(rf"{_NAME.pattern}(?:\.part)?")
 _HOST: Final = re.compile(r"(?:[A-Za-z0-9._\-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
@@ -42,11 +42,10 @@ _HOST: Final = re.compile(r"(?:[A-Za-z0-9._\-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?
 log = logging.getLogger("diffserve.http")
 
 
-class KeptPictures:
-    """A folder for this user alone, of at most ``max_bytes``: the oldest pictures go first, all after ``kept_s``.
+class ImageStore:
+    """A folder of image files, private to the server's user; safe to share between threads.
 
-    Safe to share between threads; ``now`` is the clock that the files' times are held against. ``headers`` go with
-    every picture.
+    The oldest images are removed beyond ``max_bytes``, and all after ``kept_s`` seconds.
     """
 
     def __init__(
@@ -59,7 +58,16 @@ class KeptPictures:
         headers: Mapping[str, str] = MappingProxyType({}),
         gone: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
-        """``headers`` go with each picture. ``gone`` is told which are removed because they are too old or too many."""
+        """Create a store.
+
+        Args:
+            folder: The folder, created when needed.
+            max_bytes: Limit on the size of all images.
+            kept_s: Lifetime of an image in seconds.
+            now: Clock for the modification times of the files.
+            headers: Headers of every response with an image.
+            gone: Called with the names of removed images.
+        """
         self.folder = self._folder = folder
         self._headers = headers
         self._gone = gone
@@ -69,8 +77,8 @@ class KeptPictures:
         self._num_bytes: int | None = None  # unknown before the first look
         self._lock = threading.Lock()
 
-    def keep(self, data: bytes, name: str) -> str:
-        """Keep ``data`` from now on under ``name``, a new one. OSError where it cannot be."""
+    def store(self, data: bytes, name: str) -> str:
+        """Store ``data`` under the unused ``name`` and return the name. Raises OSError."""
         if len(data) > self._max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         with self._lock:
@@ -90,13 +98,13 @@ class KeptPictures:
             return name
 
     def remove(self, name: str) -> None:
-        """Remove a picture, if it is there."""
+        """Remove an image if it exists."""
         with self._lock:
-            self._num_bytes = None  # to be counted anew
+            self._num_bytes = None  # counted again before the next image
             (self._folder / name).unlink(missing_ok=True)
 
-    def open(self, name: str) -> KeptPicture:
-        """The picture called ``name``. HttpError 404 where there is none, or its hour is over."""
+    def open(self, name: str) -> StoredImage:
+        """Open the image ``name``. Raises HttpError 404 if it does not exist or has expired."""
         try:
             if _NAME.fullmatch(name) is None:
                 raise FileNotFoundError
@@ -104,36 +112,38 @@ class KeptPictures:
             status = os.fstat(file.fileno())
             left_s = status.st_mtime + self._kept_s - self._now()
             if left_s > 0:
-                return KeptPicture(name, file, status.st_size, left_s, self._headers)
+                return StoredImage(name, file, status.st_size, left_s, self._headers)
             file.close()
         except OSError:
             pass
         raise HttpError(
             404,
-            f"there is no such picture any more: a picture's URL lives {self._kept_s / 60:g} minutes.",
+            f"there is no such image; the URL of an image is valid for {self._kept_s / 60:g} minutes.",
             code="picture_not_found",
         )
 
     def sweep(self) -> None:
-        """Remove what is too old. OSError where the folder cannot be used."""
+        """Remove expired images. Raises OSError if the folder cannot be used."""
         with self._lock:
             if self._folder.is_dir():
                 self._make_room(0)
 
     async def sweep_for_ever(self) -> None:
-        """Sweep now and every minute, in a thread."""
+        """Sweep now and every ``SWEEP_EVERY_S`` in a thread, without end."""
         while True:
             try:
                 await FILES.run(self.sweep)
             except OSError as error:
-                log.warning("kept pictures cannot be swept", extra={"reason": error.strerror or type(error).__name__})
+                log.warning(
+                    "the image folder cannot be swept", extra={"reason": error.strerror or type(error).__name__}
+                )
             await asyncio.sleep(SWEEP_EVERY_S)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Look at what is there and remove what is too old, and where ``num_bytes`` more do not fit, the oldest."""
+        """Scan the folder; remove expired images, and the oldest ones if ``num_bytes`` more do not fit."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "the folder for pictures belongs to somebody else")
+            raise PermissionError(errno.EPERM, "the image folder belongs to another user")
         self._folder.chmod(0o700)
         files = sorted(self._files(), key=lambda file: file.changed_s)
         total_bytes = sum(file.num_bytes for file in files)
@@ -152,18 +162,18 @@ class KeptPictures:
             self._gone(removed)
 
     def _files(self) -> list[_File]:
-        found = []
+        files = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if _OURS.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        found.append(_File(Path(entry.path), status.st_size, status.st_mtime))
-        return found
+                        files.append(_File(Path(entry.path), status.st_size, status.st_mtime))
+        return files
 
 
-class KeptPicture(NamedTuple):
-    """An open ``file`` of ``num_bytes`` that is kept for ``left_s`` more."""
+class StoredImage(NamedTuple):
+    """An open image file of ``num_bytes`` that expires in ``left_s`` seconds."""
 
     name: str
     file: BinaryIO
@@ -172,7 +182,7 @@ class KeptPicture(NamedTuple):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def response(self) -> Response:
-        """It as an answer, read in threads as fast as it is taken."""
+        """Return a response that reads the file in threads."""
         headers = {
             **self.headers,
             "Content-Disposition": f'inline; filename="{self.name}"',
@@ -183,27 +193,25 @@ class KeptPicture(NamedTuple):
 
 
 def new_name(image_format: ImageFormat) -> str:
-    """A name that nobody can guess."""
+    """Return a new random file name."""
     return f"{secrets.token_hex(16)}.{image_format}"
 
 
-class PictureUrls:
-    """The URLs of one request's pictures; ``warnings`` of those that could not be kept. Takes a while: use it in a
-    thread.
-    """
+class ImageUrls:
+    """Creates the URLs of one request's images; use it in a thread. ``warnings`` has those of failed images."""
 
-    def __init__(self, pictures: KeptPictures, base_url: str) -> None:
+    def __init__(self, pictures: ImageStore, base_url: str) -> None:
         self.warnings: list[str] = []
         self._pictures = pictures
         self._base_url = base_url
 
-    def keep(self, file: bytes, name: str) -> str | None:
-        """The URL of ``file``; ``None``, with a warning, where it cannot be kept."""
+    def store(self, file: bytes, name: str) -> str | None:
+        """Store ``file`` and return its URL; None, with a warning, if it cannot be stored."""
         try:
-            return f"{self._base_url}{ROUTE}/{self._pictures.keep(file, name)}"
+            return f"{self._base_url}{ROUTE}/{self._pictures.store(file, name)}"
         except OSError as error:
-            log.error("a picture could not be kept", extra={"reason": error.strerror or type(error).__name__})
-            self.warnings = [NOT_KEPT]
+            log.error("an image could not be stored", extra={"reason": error.strerror or type(error).__name__})
+            self.warnings = [NOT_STORED]
             return None
 
 

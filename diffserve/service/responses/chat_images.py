@@ -1,7 +1,7 @@
 """Pictures in a conversation of ``/v1/chat/completions``, as OpenRouter has them and LobeChat asks for them: a body
 with "image" in ``modalities``, or a model's name with ``:image`` behind it, is answered by who paints.
 
-What is painted, and from what, is decided as in responses: the last words of the user, merged with the earlier prompt
+What is generated, and from what, is decided as in responses: the last words of the user, merged with the earlier prompt
 where they change it, from the latest picture. The
 answer's message has ``images``, each as a data URL. Beside OpenAI's fields of a conversation the body takes those of
 ``/v1/images/generations``.
@@ -23,21 +23,21 @@ from starlette.responses import Response
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.text_types import MAX_MESSAGES
 from diffserve.media.images import MEDIA_TYPES
-from diffserve.service.admission import Ticket
+from diffserve.service.admission import Backlog, Ticket
+from diffserve.service.endpoint import AdmissionSlot, Endpoint
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import DONE, Events, event
-from diffserve.service.images.answers import usage
-from diffserve.service.images.generations import PaintedImages
-from diffserve.service.images.painting import CheckedImages
+from diffserve.service.images.openai_encoder import usage
+from diffserve.service.images.plan import ImagePlan
 from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.service import GeneratedImages, ImageService
 from diffserve.service.lifecycle import in_thread_if_long, json_response, read_json
 from diffserve.service.models import find_model, is_alias
-from diffserve.service.responses.conversation import Turn
-from diffserve.service.responses.endpoint import ToolPainter
 from diffserve.service.responses.follow_ups import prompt_of
-from diffserve.service.responses.planning import plan_picture
+from diffserve.service.responses.response_plan import plan_image
 from diffserve.service.responses.schemas import PAINTS, Tool
+from diffserve.service.responses.turns import Turn
 from diffserve.service.texts.schemas import REFUSED, ChatBody
 from diffserve.service.threads import ANSWERS
 
@@ -96,7 +96,7 @@ class PictureChatBody(WorkBody):
     image_config: dict[str, Any] | None = None
 
 
-def wants_picture(data: bytes) -> bool:
+def wants_image(data: bytes) -> bool:
     """Whether the body ``data`` of a conversation, which need not be valid, asks for one."""
     if b"image" not in data:
         return False
@@ -108,10 +108,23 @@ def wants_picture(data: bytes) -> bool:
     return has_modality or (isinstance(asked.model, str) and asked.model.endswith(SUFFIX))
 
 
-class ChatPictures(ToolPainter):
+class ChatImages(Endpoint[GenerateBody, ImagePlan]):
     """Paints what conversations ask for."""
 
+    body = GenerateBody
     ending = DONE
+
+    def __init__(self, service: ImageService) -> None:
+        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
+        self._service = service
+
+    @property
+    def _backlog(self) -> Backlog:
+        return self._admission.images
+
+    async def _plan(self, body: GenerateBody, request: Request, client: str) -> tuple[ImagePlan, AdmissionSlot]:
+        plan = await self._service.plan(body, request, client)
+        return plan, self._service.admit(plan)
 
     async def _read(self, request: Request) -> GenerateBody:
         data = await read_json(request)
@@ -122,8 +135,8 @@ class ChatPictures(ToolPainter):
             raise too_long(TEXT_BODY_BYTES)
         try:
             painter = self._painter_name(body)
-            prompt = await ANSWERS.run(prompt_of, turns, is_world=self.paints_world(painter))
-            return plan_picture(body, self._tool(body), turns, prompt, painter, is_stream=bool(body.stream))
+            prompt = await ANSWERS.run(prompt_of, turns, is_world=self._service.is_world_model(painter))
+            return plan_image(body, self._tool(body), turns, prompt, painter, is_stream=bool(body.stream))
         except InvalidRequest as error:
             param = "messages" if error.param == "input" else (error.param or "").removeprefix("tools[0].")
             said = error.message.replace("tools[0].", "").replace("the input ", "the conversation ")
@@ -137,7 +150,7 @@ class ChatPictures(ToolPainter):
         return None if not name or (speaks and not is_own) else name
 
     def _tool(self, body: PictureChatBody) -> Tool:
-        """How it is to be painted."""
+        """How it is to be generated."""
         fields = {name: value for name, value in (body.model_extra or {}).items() if name not in OF_CHATS}
         size = self._size(body)
         try:
@@ -161,24 +174,24 @@ class ChatPictures(ToolPainter):
         side = max(math.sqrt(math.prod(info.good_sizes[0])), self._config.min_size_px * max(across, 1 / across))
         return "x".join(str(round(side * part / multiple) * multiple) for part in (across, 1 / across))
 
-    async def _answer(self, painting: CheckedImages, ticket: Ticket) -> Response:
-        painted = await self.painted(painting, ticket)
+    async def _answer(self, plan: ImagePlan, ticket: Ticket) -> Response:
+        generated = await self._service.run(plan, ticket)
         choices = [
             {"index": index, "message": message, "logprobs": None, "finish_reason": "stop"}
-            for index, message in enumerate(_messages(painting, painted))
+            for index, message in enumerate(_messages(plan, generated))
         ]
-        told = _head(painting, painted, "chat.completion") | {"choices": choices, "usage": _usage(painting, painted)}
-        return json_response(msgspec.json.encode(told | {"warnings": painted.warnings}), painted.warnings)
+        told = _head(plan, generated, "chat.completion") | {"choices": choices, "usage": _usage(plan, generated)}
+        return json_response(msgspec.json.encode(told | {"warnings": generated.warnings}), generated.warnings)
 
-    async def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
-        painted = await self.painted(painting, ticket)
-        head, messages = _head(painting, painted, "chat.completion.chunk"), _messages(painting, painted)
+    async def _events(self, plan: ImagePlan, ticket: Ticket) -> Events:
+        generated = await self._service.run(plan, ticket)
+        head, messages = _head(plan, generated, "chat.completion.chunk"), _messages(plan, generated)
         for index, message in enumerate(messages):
             new = {name: value for name, value in message.items() if name != "annotations"}
             for delta, reason in ((new, None), ({}, "stop")):
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
                 is_last = reason is not None and index == len(messages) - 1
-                yield event(head | {"choices": [choice], "usage": _usage(painting, painted) if is_last else None})
+                yield event(head | {"choices": [choice], "usage": _usage(plan, generated) if is_last else None})
 
 
 def _check_format(wanted: object) -> None:
@@ -202,8 +215,8 @@ def _turn(message: PictureMessage, place: int) -> Turn:
     return Turn(message.role, words, pictures, prompt=message.revised_prompt or "")
 
 
-def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[str, Any]]:
-    head = f"data:{MEDIA_TYPES[painting.image_format]};base64,"
+def _messages(plan: ImagePlan, generated: GeneratedImages) -> Sequence[dict[str, Any]]:
+    head = f"data:{MEDIA_TYPES[plan.image_format]};base64,"
     return [
         {
             "role": "assistant",
@@ -214,18 +227,18 @@ def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[
             **{name: entry[name] for name in ("seed", "variation_seed") if name in entry},
             "revised_prompt": result.prompt,
         }
-        for result, entry in zip(painted.results, painted.entries, strict=True)
+        for result, entry in zip(generated.results, generated.entries, strict=True)
     ]
 
 
-def _head(painting: CheckedImages, painted: PaintedImages, kind: str) -> dict[str, Any]:
-    suffix = painting.request.request_id.rpartition("-")[2]
-    model = painted.results[0].model
+def _head(plan: ImagePlan, generated: GeneratedImages, kind: str) -> dict[str, Any]:
+    suffix = plan.request.request_id.rpartition("-")[2]
+    model = generated.results[0].model
     return {"id": f"chatcmpl-{suffix}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(painting: CheckedImages, painted: PaintedImages) -> dict[str, Any]:
+def _usage(plan: ImagePlan, generated: GeneratedImages) -> dict[str, Any]:
     """Tokens in the words of conversations."""
-    used = usage(painting, painted.results)
+    used = usage(plan, generated.results)
     names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
     return {names.get(name, name): value for name, value in used.items() if name != "input_tokens_details"}

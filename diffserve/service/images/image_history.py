@@ -1,4 +1,4 @@
-"""What a server remembers of the pictures that it painted: each as a file, with the recipe that paints it again."""
+"""Image history: stored images and the parameters that reproduce them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from starlette.requests import Request
 from diffserve.api.fields import FULL_INTERVAL
 from diffserve.api.types import GenerationRequest, ImageResult
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.kept_pictures import KeptPicture, KeptPictures
+from diffserve.service.images.image_store import ImageStore, StoredImage
 from diffserve.service.stored.owners import Owners
 from diffserve.store.files import SPARE_BYTES
 from diffserve.store.history import Entry, History, new_entry_id
 
 NOT_REPEATED: Final = frozenset({"num_steps", "strength", "loras", "controlnets", "similarity_threshold"})
-"""Of a recipe: said otherwise, or not to be had again."""
+"""Fields of a recipe that a body names differently or cannot repeat."""
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Of pictures that are not on the disk yet."""
+"""Bound on images that wait to be written to disk."""
 
 PAUSE_S: Final = 0.02
-"""So long a picture that is alone waits before it is written, lest it be in the way of the answer that brings it."""
+"""Seconds that a single image waits before it is written, so that its answer is sent first."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,16 +40,25 @@ T = TypeVar("T")
 log = logging.getLogger("diffserve.http")
 
 
-class PictureHistory:
-    """``rows`` and the ``pictures`` that they name. ``urls``: those that are also at a URL, by the same names.
+class ImageHistory:
+    """Images of clients and the parameters that reproduce them.
 
-    All that is done with it is done in one thread, in the order in which it is asked for: an answer does not wait until
-    its picture is on the disk, and whoever looks for it then finds it.
+    All calls run on one thread in order: an answer does not wait until its image is on disk, and a later lookup
+    finds it.
     """
 
     def __init__(
-        self, rows: History, pictures: KeptPictures, owners: Owners, urls: KeptPictures | None, *, is_kept: bool
+        self, rows: History, pictures: ImageStore, owners: Owners, urls: ImageStore | None, *, is_kept: bool
     ) -> None:
+        """Create the history.
+
+        Args:
+            rows: The entries, in the database.
+            pictures: The image files of the entries.
+            owners: Finds the owner of a request.
+            urls: Images that also have URLs, under the same names; None: there are none.
+            is_kept: Whether new images are recorded.
+        """
         self.rows = rows
         self._pictures = pictures
         self._owners = owners
@@ -61,12 +70,12 @@ class PictureHistory:
         self._lock = threading.Lock()
 
     async def do(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """``work`` of this history, when what was asked for before is done."""
+        """Run ``work`` on the history thread, after all earlier calls."""
         self._wanted.set()
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
 
     def begin(self, add: Callable[[], None], num_bytes: int) -> None:
-        """Have ``add``, which raises nothing, done; wait for it only where a lot is waiting already."""
+        """Queue ``add``, which must not raise; wait for it only if more than ``MAX_WAITING_BYTES`` are queued."""
         with self._lock:
             self._waiting_bytes += num_bytes
             self._num_waiting += 1
@@ -84,36 +93,41 @@ class PictureHistory:
         if is_much:
             done.result()
 
-    def of(self, request: Request) -> Remembered | None:
-        """Where the pictures of ``request`` go; ``None`` where none is kept."""
+    def writer(self, request: Request) -> HistoryWriter | None:
+        """Return what records the images of a request; None if they are not recorded."""
         owner = self._owners.known(request) if self._is_kept else None
-        return None if owner is None else Remembered(self, owner)
+        return None if owner is None else HistoryWriter(self, owner)
 
     def add(
         self, entry_id: str, owner: str, file: bytes, name: str, words: str, model: str, recipe: dict[str, Any]
     ) -> None:
-        """Keep ``file``. OSError or sqlite3.Error where it cannot be; then nothing is."""
+        """Store an image file and its entry.
+
+        Raises:
+            OSError: The file cannot be written; nothing is stored.
+            sqlite3.Error: The entry cannot be written; nothing is stored.
+        """
         folder = self._pictures.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free - len(file) < SPARE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._pictures.keep(file, name)
+        self._pictures.store(file, name)
         try:
             self.rows.add(entry_id, owner, name, words, model, recipe)
         except BaseException:
             self._pictures.remove(name)
             raise
 
-    def open(self, entry: Entry) -> KeptPicture:
-        """The picture of ``entry``; HttpError 404 where it is gone."""
+    def open(self, entry: Entry) -> StoredImage:
+        """Open the image of ``entry``. Raises HttpError 404 if its file was removed."""
         try:
             return self._pictures.open(entry.file)
         except HttpError:
-            said = "the picture itself is gone; how it was painted is still known."
-            raise HttpError(404, said, code="picture_not_found") from None
+            message = "the image file was removed; its parameters are still stored."
+            raise HttpError(404, message, code="picture_not_found") from None
 
     def forget(self, files: list[str]) -> None:
-        """Remove pictures and what is known of them, wherever it is kept, for good."""
+        """Remove images, their entries and their URLs permanently."""
         for name in files:
             self._pictures.remove(name)
             if self._urls is not None:
@@ -121,47 +135,56 @@ class PictureHistory:
         self.rows.forget(files, for_good=True)
 
 
-class Remembered:
-    """The history as one request writes it."""
+class HistoryWriter:
+    """Records the images of one request."""
 
-    def __init__(self, history: PictureHistory, owner: str) -> None:
+    def __init__(self, history: ImageHistory, owner: str) -> None:
         self._history = history
         self._owner = owner
 
-    def add(self, asked: GenerationRequest, size: tuple[int, int], result: ImageResult, file: bytes, name: str) -> str:
-        """The id under which ``file`` of ``size``, painted because of ``asked``, is remembered; where it cannot
-        be, the log has a line. Call it in a thread.
+    def add(
+        self, request: GenerationRequest, size: tuple[int, int], result: ImageResult, file: bytes, name: str
+    ) -> str:
+        """Record an image and return its id; a failure is logged. Call it in a thread.
+
+        Args:
+            request: The request of the image.
+            size: Delivered (width, height) in pixels.
+            result: The result of the engine.
+            file: The encoded image.
+            name: The file name.
         """
         words = " ".join(filter(None, (result.original_prompt, result.prompt)))
-        told = recipe_of(asked, size, result, name.rpartition(".")[2])
+        recipe = recipe_of(request, size, result, name.rpartition(".")[2])
         entry_id = new_entry_id()
 
         def add() -> None:
             try:
-                self._history.add(entry_id, self._owner, file, name, words, result.model, told)
+                self._history.add(entry_id, self._owner, file, name, words, result.model, recipe)
             except (OSError, sqlite3.Error) as error:
-                log.error("a picture is not remembered", extra={"reason": type(error).__name__})
+                log.error("an image could not be recorded in the history", extra={"reason": type(error).__name__})
 
         self._history.begin(add, len(file))
         return entry_id
 
 
 def recipe_of(
-    painted: GenerationRequest, size: tuple[int, int], result: ImageResult, image_format: str
+    request: GenerationRequest, size: tuple[int, int], result: ImageResult, image_format: str
 ) -> dict[str, Any]:
-    """What is told of ``result``, and how to ask for it again: ``request`` is a body for ``url``, to which what
-    it ``needs`` is to be added.
+    """Return the parameters of ``result`` and how to repeat it.
+
+    ``restore`` has a ``body`` for ``url``, to which the inputs in ``needs`` must be added.
     """
-    needs = [] if painted.init_image is None else ["image"]
-    needs += [] if painted.mask_image is None else ["mask"]
+    needs = [] if request.init_image is None else ["image"]
+    needs += [] if request.mask_image is None else ["mask"]
     needs += ["controlnets"] if result.controlnets else []
     recipe = msgspec.to_builtins(result.recipe())
-    asked = {name: value for name, value in recipe.items() if value is not None and name not in NOT_REPEATED}
+    fields = {name: value for name, value in recipe.items() if value is not None and name not in NOT_REPEATED}
     if result.guidance_interval == FULL_INTERVAL:
-        asked.pop("guidance_interval")
+        fields.pop("guidance_interval")
     if result.micro_conditioning is not None:
-        sizes = asked["micro_conditioning"]
-        asked["micro_conditioning"] = {name: value for name, value in sizes.items() if value is not None}
+        sizes = fields["micro_conditioning"]
+        fields["micro_conditioning"] = {name: value for name, value in sizes.items() if value is not None}
     body = {
         "model": result.model,
         "prompt": result.prompt,
@@ -171,7 +194,7 @@ def recipe_of(
         "seed": result.seed,
         "num_inference_steps": result.num_steps,
         "output_format": image_format,
-        **asked,
+        **fields,
         **({"loras": msgspec.to_builtins(result.loras)} if result.loras else {}),
         **({} if result.strength is None else {"strength": result.strength}),
     }

@@ -1,4 +1,4 @@
-"""A response piece by piece: OpenAI's events, numbered in turn, of what is said and of what is painted.
+"""Encoders of a streamed response: OpenAI's numbered events of its text and its images.
 
 ::
 
@@ -7,8 +7,7 @@
     output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
     completed, incomplete (also where it was cancelled) or failed           with the whole object
 
-``response.diffserve.progress`` is ours, told where the tool says ``progress``: how far a picture is, or its place in
-the queue.
+``response.diffserve.progress`` is an extension, sent if the tool has ``progress``.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ import base64
 from collections import Counter
 from typing import Any, Final
 
-from diffserve.api.errors import DiffserveError
+from diffserve.api.errors import DiffserveError, ModerationBlocked
 from diffserve.api.text_types import TextDelta
 from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
-from diffserve.service.images.answers import delivery, image_entry
-from diffserve.service.images.events import Throttle
-from diffserve.service.images.painting import CheckedImages
-from diffserve.service.responses.answers import (
+from diffserve.service.images.openai_encoder import Throttle, blocked_image, delivery_fields, image_entry
+from diffserve.service.images.plan import ImagePlan
+from diffserve.service.responses.response_objects import (
     Json,
     call_error,
     call_of,
+    completed_call,
     logprob_of,
     message_of,
-    painted_call,
     response_error,
     response_of,
     text_part,
@@ -41,7 +39,7 @@ PROGRESS: Final = "diffserve.progress"
 
 
 class ResponseEvents:
-    """Numbers the events of one response and writes them as bytes; ``head`` is what its object says anyway."""
+    """Numbers and encodes the events of one response; ``head`` has the fixed fields of its object."""
 
     def __init__(self, head: Json) -> None:
         self.head = head
@@ -49,7 +47,7 @@ class ResponseEvents:
         self._number = 0
 
     def opened(self) -> bytes:
-        """That it has begun; nothing where that was said."""
+        """Encode the start of the response; empty after the first call."""
         if self.is_open:
             return b""
         self.is_open = True
@@ -63,18 +61,18 @@ class ResponseEvents:
         return self.write(kind, response=response)
 
     def failed(self, error: DiffserveError, output: list[Json]) -> bytes:
-        """The last, where something went wrong on the way."""
+        """Encode the last event of a response that failed."""
         return self.ended(response_of(self.head, "failed", output, error=response_error(error)))
 
     def write(self, kind: str, **fields: Any) -> bytes:
-        """One event."""
+        """Encode one event with the next number."""
         kind = f"response.{kind}"
         number, self._number = self._number, self._number + 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 class TextEvents:
-    """A message while it is said."""
+    """Encodes the events of a message."""
 
     def __init__(self, events: ResponseEvents, item_id: str, end_ids: frozenset[int], has_logprobs: bool) -> None:
         self._events = events
@@ -85,7 +83,7 @@ class TextEvents:
         self._text = ""
 
     def opened(self) -> bytes:
-        """That there is one."""
+        """Encode the start of the message."""
         item = message_of(self._item_id, "in_progress", [])
         return (
             self._events.opened()
@@ -94,7 +92,7 @@ class TextEvents:
         )
 
     def delta(self, told: TextDelta) -> bytes:
-        """What is new of it."""
+        """Encode new text; empty if there is neither text nor a token to report."""
         tokens = [token for token in told.tokens if self._has_logprobs and token.token_id not in self._end_ids]
         if not told.text and not tokens:
             return b""
@@ -103,7 +101,7 @@ class TextEvents:
         return self._events.write("output_text.delta", **self._at, **said)
 
     def done(self, message: Json) -> bytes:
-        """The whole of it."""
+        """Encode the end of the message."""
         [part] = message["content"]
         return (
             self._events.write("output_text.done", **self._at, text=part["text"], logprobs=part["logprobs"])
@@ -112,56 +110,55 @@ class TextEvents:
         )
 
     def so_far(self) -> list[Json]:
-        """What was said of it when it broke off."""
+        """Return the incomplete message as the output of a failed response."""
         return [message_of(self._item_id, "incomplete", [text_part(self._text)])]
 
 
-class CallEvents:
-    """Pictures while they are painted, in the place of ``images.events.ImageEvents``: each is an item, by its index.
+class CallEncoder:
+    """Encodes image events as the events of a response; an ``EventEncoder``. Each image is an output item."""
 
-    Those with pictures take a while: call them in a thread.
-    """
+    encodes_images = True
 
-    def __init__(self, events: ResponseEvents, painting: CheckedImages, ids: list[str]) -> None:
+    def __init__(self, events: ResponseEvents, plan: ImagePlan, ids: list[str]) -> None:
         self._events = events
-        self._painting = painting
+        self._plan = plan
         self._ids = ids
         self._throttle = Throttle()
         self._num_partials: Counter[int] = Counter()
         self._begun: set[int] = set()
-        self.output = [call_of(painting, item_id, "in_progress") for item_id in ids]
+        self.output = [call_of(plan, item_id, "in_progress") for item_id in ids]
         self.results: list[ImageResult] = []
         self.warnings: list[str] = []
 
     def queued(self, event: Accepted | Queued, **fields: Any) -> bytes | None:
-        """The place in the queue, and the seconds until all of it is done; with the first of these it begins."""
+        """Encode the queue position; the first call starts the response."""
         opened = self._opened()
-        if not self._painting.has_progress:
+        if not self._plan.has_progress:
             return opened or None
         left = {"seconds_left": event.seconds_left, "request_seconds_left": event.seconds_left}
         return opened + self._events.write(PROGRESS, step=0, queue_position=event.queue_position, **left, **fields)
 
     def progressed(self, progress: Progress) -> bytes | None:
-        """Steps done and seconds left; ``None`` where the last such event is too fresh."""
+        """Encode the completed steps; None if the last such event is too recent."""
         index = progress.image_index
-        if not self._is_told(index):
+        if not self._is_item(index):
             return None
         head = self._generating(index)
-        if not self._painting.has_progress or not self._throttle.lets_pass(progress):
+        if not self._plan.has_progress or not self._throttle.allows(progress):
             return head or None
         far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
         whole = progress.request_seconds_left
         return head + self._events.write(PROGRESS, **self._at(index), **far, request_seconds_left=whole)
 
     def partial(self, preview: Preview) -> bytes | None:
-        """A picture of the way."""
-        picture, painting, index = preview.picture, self._painting, preview.image_index
-        if not self._is_told(index):
+        """Encode a preview."""
+        picture, plan, index = preview.picture, self._plan, preview.image_index
+        if not self._is_item(index):
             return None
-        file = painting.preview_file(picture)
+        file = plan.preview_file(picture)
         number = self._num_partials[index]
         self._num_partials[index] += 1
-        how = delivery(painting) | {"size": f"{picture.width_px}x{picture.height_px}"}
+        how = delivery_fields(plan) | {"size": f"{picture.width_px}x{picture.height_px}"}
         return self._generating(index) + self._call(
             index,
             "partial_image",
@@ -171,24 +168,28 @@ class CallEvents:
         )
 
     def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
-        """A finished picture."""
-        index, entry = result.image_index, image_entry(self._painting, result)
-        item = self.output[index] = painted_call(self._painting, self._ids[index], entry, result)
+        """Encode a finished image."""
+        index, entry = result.image_index, image_entry(self._plan, result)
+        item = self.output[index] = completed_call(self._plan, self._ids[index], entry, result)
         self.results.append(result)
         self.warnings = list(dict.fromkeys([*self.warnings, *warnings]))
         head = self._generating(index) + self._call(index, "completed")
         return head + self._events.write("output_item.done", output_index=index, item=item)
 
     def image_failed(self, failed: ImageFailed) -> bytes | None:
-        """One picture is lost, not the response."""
-        if not self._is_told(failed.image_index):
+        """Encode the failure of one image; the response goes on."""
+        if not self._is_item(failed.image_index):
             return None
         index, said = failed.image_index, call_error(failed.code, told(failed))
-        item = self.output[index] = call_of(self._painting, self._ids[index], "failed") | {"error": said}
+        item = self.output[index] = call_of(self._plan, self._ids[index], "failed") | {"error": said}
         return self._opened() + self._events.write("output_item.done", output_index=index, item=item)
 
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
+        """Encode that the safety filter blocked an image; a response with one image fails instead."""
+        return self.image_failed(blocked_image(result, error)) if self._plan.request.num_images > 1 else None
+
     def so_far(self, error: DiffserveError) -> list[Json]:
-        """What there was when it broke off because of ``error``: what was not finished has failed."""
+        """Return the output of a response that fails with ``error``: unfinished images have failed."""
         ended, failed = ("completed", "failed"), {"status": "failed", "error": call_error(error.code, error.message)}
         return [item if item["status"] in ended else item | failed for item in self.output]
 
@@ -201,8 +202,8 @@ class CallEvents:
             said += self._call(index, "in_progress")
         return said
 
-    def _is_told(self, index: int) -> bool:
-        """Whether it is an item: of a best-of more are painted than are."""
+    def _is_item(self, index: int) -> bool:
+        """Return whether an image is an output item; ``best_of`` generates more images than are returned."""
         return index < len(self._ids)
 
     def _generating(self, index: int) -> bytes:

@@ -1,0 +1,426 @@
+"""The image service: plans image requests, runs them, and streams their events; all image endpoints share one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadError, ModerationBlocked, NumericalError
+from diffserve.api.types import Accepted, ImageFailed, ImageResult, ModelInfo, Painted, Preview, Progress, Queued
+from diffserve.client.on_behalf import HEADER as ON_BEHALF
+from diffserve.client.on_behalf import asker_in
+from diffserve.logs import reason_of
+from diffserve.media import images
+from diffserve.media.decoders import ImageReader, shared_decoders
+from diffserve.media.provenance import Marks
+from diffserve.service.admission import Admission, Ticket, share_of, work_of
+from diffserve.service.endpoint import AdmissionSlot
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.errors import told as message_of
+from diffserve.service.http.streams import Events
+from diffserve.service.images.edit_schemas import StartBody
+from diffserve.service.images.encoding_queue import EncodingQueue
+from diffserve.service.images.fetching import Fetcher
+from diffserve.service.images.image_history import ImageHistory
+from diffserve.service.images.image_store import ImageStore, ImageUrls, base_url_of
+from diffserve.service.images.inputs import Start, read_start
+from diffserve.service.images.openai_encoder import image_entry
+from diffserve.service.images.plan import Delivery, ImagePlan, plan_images
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.lifecycle import Gate, InFlight, while_connected
+from diffserve.service.models import find_model, refused_fields
+from diffserve.service.safety import Safety
+from diffserve.service.stored.file_pictures import FilePictures
+from diffserve.service.texts.schemas import RewriterMode
+from diffserve.service.threads import ANSWERS
+from diffserve.settings.config import ServeConfig, Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SERVER_ERROR_CODES: Final = frozenset(kind.default_code for kind in (DiffserveError, NumericalError, EngineUnavailable))
+"""Codes of failures that the client did not cause."""
+
+WATERMARK_STAYS: Final = (
+    "watermark: false changes nothing; the server's configuration alone can leave it out (--no-watermark)."
+)
+NO_IMAGE: Final = "the engine finished without an image."
+
+log = logging.getLogger("diffserve.http")
+
+
+class ImageChecks(NamedTuple):
+    """What images pass on their way in and out, created once per server.
+
+    Attributes:
+        fetcher: Downloads images that requests name by URL.
+        marks: Watermark and metadata of generated images.
+        safety: Filter of prompts and finished images; None: no filter.
+        files: Finds images that requests name by the id of an uploaded file.
+    """
+
+    fetcher: Fetcher
+    marks: Marks
+    safety: Safety | None = None
+    files: FilePictures = FilePictures(None, None)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ImageChecks:
+        """Create the checks of a configuration; takes as long as loading the safety filter.
+
+        Raises:
+            ConfigError: A setting cannot be used.
+        """
+        return cls(Fetcher(settings.serve.fetch_hosts), Marks.of(settings.serve), Safety.of(settings))
+
+    def stop(self) -> None:
+        """Stop the safety filter."""
+        if self.safety is not None:
+            self.safety.stop()
+
+
+class EventEncoder(Protocol):
+    """Encodes what happens to a request for one protocol; a method returns None if the protocol has no such event.
+
+    ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
+    """
+
+    @property
+    def encodes_images(self) -> bool:
+        """Whether ``partial`` and ``completed`` encode image files."""
+
+    def queued(self, event: Accepted | Queued) -> bytes | None:
+        """Encode the queue position; the first event means that the engine accepted the request."""
+
+    def progressed(self, progress: Progress) -> bytes | None:
+        """Encode the completed steps and the time left."""
+
+    def partial(self, preview: Preview) -> bytes | None:
+        """Encode a preview."""
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> bytes | None:
+        """Encode a finished image. Raises ModerationBlocked if the safety filter blocks it."""
+
+    def image_failed(self, failed: ImageFailed) -> bytes | None:
+        """Encode the failure of one image."""
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
+        """Encode that the safety filter blocked an image."""
+
+
+class Collector:
+    """Collects the finished images of a request for an answer that is not streamed; an ``EventEncoder``.
+
+    ``encode`` returns the protocol's form of a finished image and is called in a thread; None: only results are wanted.
+    """
+
+    def __init__(self, encode: Callable[[ImageResult], dict[str, Any]] | None = None) -> None:
+        self._encode = encode
+        self.encodes_images = encode is not None
+        self._images: dict[int, tuple[ImageResult, dict[str, Any]]] = {}
+        self._warnings: list[str] = []
+        self.failures: list[ImageFailed] = []
+
+    @property
+    def results(self) -> list[ImageResult]:
+        """The results in the order of their images."""
+        return [self._images[index][0] for index in sorted(self._images)]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The encoded images in order."""
+        return [self._images[index][1] for index in sorted(self._images)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the engine, of lost images, and of the finished ones."""
+        return [*self._warnings, *(text for result, _ in self._images.values() for text in result.warnings)]
+
+    def queued(self, event: Accepted | Queued) -> None:
+        """Take the warnings of the engine."""
+        if isinstance(event, Accepted):
+            self._warnings += event.warnings
+
+    def progressed(self, progress: Progress) -> None:
+        """Ignore progress."""
+
+    def partial(self, preview: Preview) -> None:
+        """Ignore previews."""
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> None:
+        """Encode and keep a finished image."""
+        self._images[result.image_index] = result, {} if self._encode is None else self._encode(result)
+
+    def image_failed(self, failed: ImageFailed) -> None:
+        """Record a lost image."""
+        self.failures.append(failed)
+        self._warnings.append(f"image {failed.image_index} failed: {message_of(failed)}")
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> None:
+        """Record a blocked image."""
+        self._warnings.append(f"image {result.image_index} was withheld: {error.message}")
+
+
+class GeneratedImages(NamedTuple):
+    """The images of a request in order, the elements of ``data`` that describe them, and warnings."""
+
+    results: list[ImageResult]
+    entries: list[dict[str, Any]]
+    warnings: list[str]
+
+
+class ImageService:
+    """Plans and runs image requests; one is shared by all image endpoints.
+
+    Images are encoded in threads, as many at a time as there are cores, small images first.
+    """
+
+    def __init__(
+        self,
+        engine: Engines,
+        config: ServeConfig,
+        gate: Gate,
+        admission: Admission,
+        *,
+        rewriter: RewriterMode,
+        checks: ImageChecks,
+        store: ImageStore | None = None,
+        history: ImageHistory | None = None,
+    ) -> None:
+        """Create the service.
+
+        Args:
+            engine: The engines that generate the images.
+            config: Server settings.
+            gate: Counts requests for a graceful shutdown.
+            admission: Limits on queued work.
+            rewriter: Whether prompts are rewritten if a request does not say.
+            checks: What images pass on their way in and out.
+            store: Stores images for their URLs; None: images have no URLs.
+            history: Records images; None: no history.
+        """
+        self.engine = engine
+        self.config = config
+        self.gate = gate
+        self.admission = admission
+        self.in_flight = InFlight()
+        self._rewriter: RewriterMode = rewriter
+        self._checks = checks
+        self._store = store
+        self._history = history
+        self._encoding_queue, self._decoders = EncodingQueue(os.cpu_count() or 1), shared_decoders()
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether a safety filter judges prompts and finished images."""
+        return self._checks.safety is not None
+
+    def model(self, name: str | None) -> ModelInfo:
+        """Return the image model of a name; None: the default model.
+
+        Raises:
+            ModelNotFound: There is no such model.
+            ModelLoadError: The model could not be loaded; the engine tries again.
+        """
+        try:
+            return find_model(name, self.engine.models, self.engine.text_info)
+        except ModelLoadError:
+            self.engine.retry_load(name or "")
+            raise
+
+    def refused_fields(self, name: str | None) -> list[str]:
+        """Return the fields of a body that a model does not take; none if there is no such model."""
+        try:
+            info = find_model(name, self.engine.models, self.engine.text_info)
+        except DiffserveError:
+            return []
+        return refused_fields(info, keeps_latents=True)
+
+    def is_world_model(self, name: str | None) -> bool:
+        """Return whether a model generates scenes of the embedded model's image world."""
+        try:
+            return find_model(name, self.engine.models, self.engine.text_info).world is not None
+        except DiffserveError:
+            return False  # planning the request reports the error
+
+    async def read_files(self, request: Request, *bodies: BaseModel) -> None:
+        """Put images into ``bodies`` in place of the ids of uploaded files. Raises InvalidRequest."""
+        await self._checks.files.fill(request, *bodies)
+
+    async def plan(
+        self,
+        body: GenerateBody,
+        request: Request,
+        client: str,
+        *,
+        sources: tuple[BaseModel, ...] = (),
+        start_reader: Callable[[ImageReader], Start] | None = None,
+        rewriter: RewriterMode | None = None,
+        preview_every: int | None = None,
+        warnings: tuple[str, ...] = (),
+        texts: dict[str, str] | None = None,
+    ) -> ImagePlan:
+        """Resolve a body into the plan that every entry point shares.
+
+        Args:
+            body: What the client asks for.
+            request: The HTTP request; decoding ends when its client disconnects.
+            client: The client, for fair scheduling and decoding.
+            sources: Further bodies whose file ids and URLs are replaced by images.
+            start_reader: Reads the start image; None: it is read from an edit or a variation.
+            rewriter: Whether prompts are rewritten if the body does not say; None: as configured.
+            preview_every: Steps between previews; None: as the body asks.
+            warnings: Further sentences for the client.
+            texts: Further texts for the safety filter, by the names of their fields.
+
+        Raises:
+            DiffserveError: The request cannot be answered, or the safety filter blocks a text.
+        """
+        info = self.model(body.model)
+        await self._checks.files.fill(request, body, *sources)
+        await self._checks.fetcher.fill(body, *sources)
+        marks, safety = self._checks.marks, self._checks.safety
+        if body.watermark is False and marks.has_watermark:
+            if asker_in(request.headers.get(ON_BEHALF)) is None:
+                warnings = (WATERMARK_STAYS, *warnings)
+            else:  # the Gradio page in this process, for measurements
+                marks = marks.without_watermark()
+        urls = None if self._store is None else ImageUrls(self._store, base_url_of(request, self.config.public_url))
+        history = None if self._history is None else self._history.writer(request)
+
+        def resolve(reader: ImageReader) -> ImagePlan:
+            resolved, start = body, None
+            if start_reader is not None:
+                start = start_reader(reader)
+            elif isinstance(body, StartBody):
+                resolved, start = read_start(body, reader)
+            return plan_images(
+                resolved,
+                info,
+                self.config,
+                request.state.request_id,
+                client=client,
+                share=share_of(request),
+                rewriter=self._rewriter if rewriter is None else rewriter,
+                start=start,
+                reader=reader,
+                delivery=Delivery(marks, safety, urls, history),
+                preview_every=preview_every,
+                warnings=warnings,
+            )
+
+        if body.controlnets or start_reader is not None or isinstance(body, StartBody):
+            plan = await while_connected(request, self._decoders.run(client, resolve))
+        else:
+            plan = resolve(images)
+        if safety is not None:
+            with self._traced(plan.request.request_id, "safety"):
+                await self.encode_in_thread(0, safety.check_texts, plan.request.texts | (texts or {}))
+        return plan
+
+    def admit(self, plan: ImagePlan) -> AdmissionSlot:
+        """Return the slot of a plan in the backlog, to be entered; entering raises QueueFull."""
+        request, info = plan.request, self.model(plan.request.model)
+        work = work_of(request, info, self.engine.info)
+        return self.admission.images.entered(request.client, work, request.num_painted, priority=request.priority)
+
+    async def run(self, plan: ImagePlan, ticket: Ticket) -> GeneratedImages:
+        """Return all images of a plan.
+
+        Raises:
+            DiffserveError: The request failed, or no image was generated.
+        """
+        collector = Collector(partial(image_entry, plan))
+        async for _ in self.stream(plan, collector, ticket.watch, is_whole=True):
+            pass
+        if not collector.results:
+            raise DiffserveError(NO_IMAGE)
+        warnings = [*plan.warnings, *collector.warnings, *plan.url_warnings]
+        return GeneratedImages(collector.results, collector.entries, list(dict.fromkeys(warnings)))
+
+    async def stream(
+        self, plan: ImagePlan, encoder: EventEncoder, watch: Callable[[object], None], *, is_whole: bool = False
+    ) -> Events:
+        """Run a plan and yield its encoded events.
+
+        Args:
+            plan: The plan.
+            encoder: Encodes the events.
+            watch: Receives every event of the engine.
+            is_whole: Whether only finished images are wanted, so that the engine sends no other events.
+
+        Raises:
+            DiffserveError: The request failed, or the safety filter blocked all images.
+        """
+        warnings = list(plan.warnings)
+        blocked: ModerationBlocked | None = None
+        num_completed = 0
+        async with self.engine.submit(plan.request, watch, is_whole=is_whole) as job:
+            async for event in job:
+                chunk: bytes | None = None
+                match event:
+                    case Accepted() | Queued():
+                        if isinstance(event, Accepted):
+                            warnings += event.warnings
+                        chunk = encoder.queued(event)
+                    case Progress():
+                        chunk = encoder.progressed(event)
+                    case Preview():
+                        chunk = await self.encode_in_thread(plan.num_pixels, encoder.partial, event)
+                    case Painted(result=result):
+                        try:
+                            chunk = await self._encode(plan, encoder, result, warnings)
+                            num_completed += 1
+                        except ModerationBlocked as error:
+                            blocked = error
+                            chunk = encoder.withheld(result, error)
+                    case ImageFailed():
+                        _log_failure(event)
+                        chunk = encoder.image_failed(event)
+                if chunk is not None:
+                    yield chunk
+        if blocked is not None and not num_completed:
+            raise blocked
+
+    async def _encode(
+        self, plan: ImagePlan, encoder: EventEncoder, result: ImageResult, warnings: list[str]
+    ) -> bytes | None:
+        sentences = list(dict.fromkeys([*warnings, *result.warnings]))
+        if not encoder.encodes_images:
+            return encoder.completed(result, sentences)
+        with self._traced(result.request_id, "image_encode", **{"diffserve.image_index": result.image_index}):
+            return await self.encode_in_thread(plan.num_pixels, encoder.completed, result, sentences)
+
+    async def encode_in_thread(
+        self, num_pixels: int, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Return ``encode(*arguments, **named)``, called in a thread after waiting in the encoding queue."""
+        async with self._encoding_queue.slot(num_pixels):
+            return await ANSWERS.run(encode, *arguments, **named)
+
+    @contextmanager
+    def _traced(self, request_id: str, name: str, **attributes: int) -> Iterator[None]:
+        """Record the block as a span of the request, if tracing is configured."""
+        traces, started_ns = self.engine.metrics.traces, time.time_ns()
+        try:
+            yield
+        finally:
+            if traces is not None:
+                traces.beside(request_id, name, started_ns, **attributes)
+
+
+def _log_failure(event: ImageFailed) -> None:
+    """Log the failure of an image; the reason only if the server is at fault, because it may contain the prompt."""
+    facts = {"request_id": event.request_id, "image_index": event.image_index, "code": event.code}
+    if event.code in SERVER_ERROR_CODES:
+        log.error("image failed", extra=facts | {"reason": reason_of(event.message)})
+    else:
+        log.warning("image failed", extra=facts)
