@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.engine import failure_of
-from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.latent_cache import KeptLatents, LatentCache
 from diffserve.engine.image.preparer import kin_of
 from diffserve.engine.image.room import Room
@@ -52,8 +52,8 @@ class Showing:
     source: Tensor
 
 
-class PictureDecoder:
-    """Decodes with the VAE of ``model`` what lies in the lanes of ``pool``.
+class ImageDecoder:
+    """Decodes with the VAE of ``model`` what lies in the slots of ``pool``.
 
     On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
     steps to run.
@@ -69,7 +69,7 @@ class PictureDecoder:
     def __init__(
         self,
         model: DiffusionModel,
-        pool: LanePool,
+        pool: LatentPool,
         clock: Callable[[], float],
         caller: UNetCaller,
         room: Room,
@@ -97,7 +97,7 @@ class PictureDecoder:
         by_shape = defaultdict[tuple[int, int, int], list[ImageTask]](list)
         for task in tasks:
             if task not in self._going:
-                by_shape[task.held.shape].append(task)
+                by_shape[task.loaded_state.shape].append(task)
         for (_, height, width), group in by_shape.items():
             step = self._plan(len(group), height, width).images_per_call
             for start in range(0, len(group), step):
@@ -165,23 +165,23 @@ class PictureDecoder:
             latents = None if going.latents is None else going.latents.read().numpy()
             if latents is not None and self._tells(task):
                 outcome.latents[task] = latents
-            if latents is not None and task.held.embedding is not None and not task.is_interrupted:
-                self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.held.embedding, latents))
+            if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
+                self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.loaded_state.embedding, latents))
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - going.started_s
 
     def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
         """Finished latents for who asked for them, or for whoever asks for something similar."""
-        is_wanted = task.live.request.return_latents or task.held.embedding is not None
+        is_wanted = task.live.request.return_latents or task.loaded_state.embedding is not None
         return self._caller.with_room(lambda: fetch(latents[place])) if is_wanted else None
 
     def _tells(self, task: ImageTask) -> bool:
         return task.live.request.return_latents
 
     def _latents(self, task: ImageTask) -> Tensor:
-        assert task.lane is not None
-        return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
+        assert task.slot is not None
+        return task.table.out_scale * self.pool.latent(task.loaded_state.shape, task.slot)
 
     def _plan(self, num_images: int, height: int, width: int) -> DecodePlan:
         num_images = 1 if self.is_alone else num_images
@@ -211,7 +211,7 @@ class PictureDecoder:
             return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))
 
 
-class LatentTeller(PictureDecoder):
+class LatentReader(ImageDecoder):
     """Tells finished latents, which somebody else decodes; in place of a picture there is a single grey pixel."""
 
     def pictures(self, latents: Tensor) -> Decoded:

@@ -33,7 +33,7 @@ from diffserve.engine.engine import TRACE_TICKS, CoreEngine
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.scoring import CheckerScorer, PictureScores, refuse_best_of
+from diffserve.engine.image.scoring import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
 from diffserve.engine.records import TickBudget, shares
 from diffserve.runtime import DiffusionModel, load_model
@@ -76,7 +76,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         super().__init__(self.config.max_waiting, clock, trace_ticks)
         defaults = None if profile is None else profile.diffusion
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
-        scores = PictureScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
+        scores = ImageScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
         self._admission = ImageAdmission(
             model.info,
             model.schedule,
@@ -177,14 +177,14 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
                 busy_s=self._busy_s,
                 results=self.scheduler.results.stats,
                 latents=self.runners.kept.stats,
-                num_lanes=self.scheduler.lanes.num_lanes,
+                num_lanes=self.scheduler.slots.num_slots,
                 num_loras=self.runners.loras.num_kept,
                 lora_bytes=self.runners.loras.num_bytes,
                 steps=self._steps.stats,
             )
 
     def check_integrity(self) -> None:
-        """No lane, image or page is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        """No slot, image or page is lost; AssertionError or PoolIntegrityError says what is wrong."""
         with self._ticking:
             self.scheduler.check_integrity()
             self.runners.check_integrity(self.scheduler.in_flight)
@@ -352,7 +352,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
         self._num_postponed = len(outcome.postponed)
         charged_s = self._charge(plan, outcome, started_s)
-        events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.moved_up(self.clock())
+        events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.position_events(self.clock())
         self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s, charged_s)
         self._pace.did(plan.cost)

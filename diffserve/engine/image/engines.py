@@ -92,7 +92,7 @@ class Waiting(NamedTuple):
 
 
 @dataclass(eq=False)
-class Served:
+class ModelEntry:
     """A model that requests may name.
 
     waiting    by request id, those for whom it is to be loaded
@@ -145,7 +145,7 @@ class ImageEngines:
     def __init__(
         self,
         first: Engine,
-        others: Sequence[Served] = (),
+        others: Sequence[ModelEntry] = (),
         *,
         loader: Loader | None = None,
         unload_after_s: float = 0.0,
@@ -158,15 +158,15 @@ class ImageEngines:
         self._loader = loader
         self._unload_after_s = unload_after_s
         self._clock = clock
-        self._first = Served(first.model.profile, info=first.info, engine=first, used_s=clock())
+        self._first = ModelEntry(first.model.profile, info=first.info, engine=first, used_s=clock())
         self._first.profile = msgspec.structs.replace(first.model.profile, model_id=first.info.model_id)
         self._served = {one.name: one for one in (self._first, *others)}
         self._lock = RLock()  # of who waits, and of which engines there are
         self._news: list[Event] = []
         self._thread = pool_of_threads(1, "loading models")
-        self._job: tuple[Served, float, Future[Survey | DiffusionModel]] | None = None
-        self._turn: Served | None = None
-        self._had_work: set[Served] = set()
+        self._job: tuple[ModelEntry, float, Future[Survey | DiffusionModel]] | None = None
+        self._turn: ModelEntry | None = None
+        self._had_work: set[ModelEntry] = set()
         self._now_s = 0.0
         self._num_turns = 0
 
@@ -367,7 +367,7 @@ class ImageEngines:
 
     # Whose turn it is ----------------------------------------------------------------------------------------------
 
-    def _next(self) -> Served | None:
+    def _next(self) -> ModelEntry | None:
         """Of those with work the one served least. Whoever comes back starts with the others: nobody saves up."""
         ready = [one for one in self._served.values() if one.engine is not None and one.engine.has_work]
         for one in ready:
@@ -379,7 +379,7 @@ class ImageEngines:
             self._now_s = max(self._now_s, first.clock_s)
         return first
 
-    def _serve(self, one: Served) -> list[Event]:
+    def _serve(self, one: ModelEntry) -> list[Event]:
         assert one.engine is not None
         self._num_turns += 1
         one.last_turn = self._num_turns
@@ -419,7 +419,7 @@ class ImageEngines:
             if not self._unload(idle, f"idle for {self._unload_after_s:g} s"):
                 break
 
-    def _begin(self, one: Served) -> None:
+    def _begin(self, one: ModelEntry) -> None:
         """Load ``one``, its needs known, beside the loop. Raises InsufficientMemory."""
         assert self._loader is not None
         work: Callable[[], Survey | DiffusionModel] = partial(self._loader.survey, one.profile)
@@ -428,7 +428,7 @@ class ImageEngines:
             work = partial(self._loader.load, one.profile, [engine.model for engine in self.loaded])
         self._job = one, self._clock(), self._thread.submit(work)
 
-    def _take(self, one: Served, found: Survey | DiffusionModel, load_s: float) -> None:
+    def _take(self, one: ModelEntry, found: Survey | DiffusionModel, load_s: float) -> None:
         if isinstance(found, Survey):
             self.num_changes += one.info is None
             one.survey, one.info, one.error = found, one.info or found.info, None
@@ -450,7 +450,7 @@ class ImageEngines:
         needed = PagePlan.smallest_page_bytes(image_specs(model, is_exact=True))
         return pool if needed <= pool.page_bytes else None
 
-    def _hand_over(self, one: Served, engine: Engine) -> None:
+    def _hand_over(self, one: ModelEntry, engine: Engine) -> None:
         """Those who waited go to the engine, as far as it takes them."""
         with self._lock:
             for request_id, (request, since_s) in list(one.waiting.items()):
@@ -462,7 +462,7 @@ class ImageEngines:
                     self._news.append(failure_of(error, "taking this request").of(request_id))
                 del one.waiting[request_id]
 
-    def _expire(self, one: Served) -> None:
+    def _expire(self, one: ModelEntry) -> None:
         late = DeadlineExceeded("the deadline passed while the model was being loaded.", param="deadline_s")
         with self._lock:
             for request_id, (request, since_s) in list(one.waiting.items()):
@@ -470,7 +470,7 @@ class ImageEngines:
                     del one.waiting[request_id]
                     self._news.append(failure_of(late, "waiting").of(request_id))
 
-    def _fail(self, one: Served, error: Exception) -> None:
+    def _fail(self, one: ModelEntry, error: Exception) -> None:
         """``one`` cannot be loaded: those who waited for it have failed."""
         reason = failure_of(error, f"loading {one.name}")
         logger.warning("%s cannot be loaded: %s", one.name, reason.message)
@@ -484,7 +484,7 @@ class ImageEngines:
             self._news += [FailureReason(one.error.code, said).of(request_id) for request_id in waiting]
         self.num_changes += 1
 
-    def _make_room(self, one: Served, survey: Survey) -> None:
+    def _make_room(self, one: ModelEntry, survey: Survey) -> None:
         """Unload idle models until ``one`` fits. InsufficientMemory, and nothing is unloaded, where that is too few."""
         device = torch.device(survey.info.device)
         free, needs = free_over(device, self.config.device_map), survey.needs_bytes
@@ -505,7 +505,7 @@ class ImageEngines:
                 return
             self._unload(other, f"to make room for {one.name}")
 
-    def _unload(self, one: Served, why: str) -> bool:
+    def _unload(self, one: ModelEntry, why: str) -> bool:
         """Let go of ``one``; False where it is not idle any more."""
         with self._lock:
             engine = one.engine
@@ -524,7 +524,7 @@ class ImageEngines:
         self.num_changes += 1
         return True
 
-    def _of(self, name: str) -> Served:
+    def _of(self, name: str) -> ModelEntry:
         if not name:
             return self._first
         if name not in self._served:
@@ -532,7 +532,7 @@ class ImageEngines:
             raise ModelNotFound(f"there is no model {name[:80]!r}; this server has {known}.", param="model")
         return self._served[name]
 
-    def _check_waiting(self, one: Served, num_ahead: int = 0) -> None:
+    def _check_waiting(self, one: ModelEntry, num_ahead: int = 0) -> None:
         """Raise where nobody may wait for ``one`` now."""
         if one.error is not None and self._clock() - one.failed_s < TRY_AGAIN_S:
             raise type(one.error)(one.error.message)
@@ -542,6 +542,6 @@ class ImageEngines:
 
 
 def _without_caches(stats: ImageStats) -> ImageStats:
-    """The same of an engine that is gone, with its caches and its lanes."""
+    """The same of an engine that is gone, with its caches and its slots."""
     caches = {name: msgspec.structs.replace(getattr(stats, name), num_bytes=0) for name in ("results", "latents")}
     return msgspec.structs.replace(stats, **caches, num_lanes=0, num_loras=0, lora_bytes=0)

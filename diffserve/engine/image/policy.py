@@ -54,7 +54,7 @@ class TickCosts(Protocol):
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
 
 
-class Moment(NamedTuple):
+class TickTime(NamedTuple):
     """When a tick is planned: its number, and a reading of the engine's clock."""
 
     tick: int = 0
@@ -69,11 +69,11 @@ class Policy(ABC):
         self.costs = costs
 
     @abstractmethod
-    def key(self, task: ImageTask, moment: Moment) -> float:
+    def key(self, task: ImageTask, moment: TickTime) -> float:
         """The order within a client, the smallest first. Of an image that waits it grows or stays."""
 
     @abstractmethod
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """The images of the next tick, all of one group; none where it is better to wait.
 
         ready  everybody who can run, at least one: by :meth:`key` within a client, in fair shares between clients, and
@@ -128,11 +128,11 @@ class TickLoad:
 class Latency(Policy):
     """Shortest remaining work first (Schrage 1968), in rows of the native size, minus what was earned by waiting."""
 
-    def key(self, task: ImageTask, moment: Moment) -> float:
+    def key(self, task: ImageTask, moment: TickTime) -> float:
         """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
         return task.cost_left + AGEING_ROWS_PER_TICK * task.live.submitted_tick
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Whoever is first, and who may share its call."""
         return self.pack(ready, group_of(ready[0]))
 
@@ -140,7 +140,7 @@ class Latency(Policy):
 class Throughput(Latency):
     """The group whose tick does most work in a second, unless somebody of another is so old that none may overtake."""
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
         newcomer = AGEING_ROWS_PER_TICK * moment.tick
         leading = [task for task in ready if task.live.request.priority == ready[0].live.request.priority]
@@ -165,12 +165,12 @@ class Goodput(Latency):
     but not for ever.
     """
 
-    def key(self, task: ImageTask, moment: Moment) -> float:
+    def key(self, task: ImageTask, moment: TickTime) -> float:
         """As under latency; that of somebody late is larger by a multiple of its cost."""
-        late = 0.0 if self._pace_s(task, moment) >= self._own_pace_s(task) else (LATE - 1.0) * task.cost_whole
+        late = 0.0 if self._pace_s(task, moment) >= self._own_pace_s(task) else (LATE - 1.0) * task.total_cost
         return super().key(task, moment) + late
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Whoever is first, and who may share its call without making those before it late."""
         group, load, chosen, most_s = group_of(ready[0]), TickLoad(self.costs), list[ImageTask](), math.inf
         for task in ready:
@@ -183,7 +183,7 @@ class Goodput(Latency):
                 most_s = min(most_s, HEADROOM * pace_s)
         return chosen
 
-    def _pace_s(self, task: ImageTask, moment: Moment) -> float:
+    def _pace_s(self, task: ImageTask, moment: TickTime) -> float:
         """Seconds that each of its ticks may take from now on; what has none left has that long for its picture."""
         return (task.live.due_s - moment.now_s) / max(1, task.settings.num_rows - task.row_index)
 

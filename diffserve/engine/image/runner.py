@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.engine import failure_of
-from diffserve.engine.image.batch import ImageBatch, LanePool
+from diffserve.engine.image.batch import ImageBatch, LatentPool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.compiled_groups import is_deterministic
-from diffserve.engine.image.decoder import LatentTeller, PictureDecoder
+from diffserve.engine.image.decoder import ImageDecoder, LatentReader
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
@@ -92,8 +92,8 @@ class ImageRunner:
             _store_weights(each, config)
         self.model = model
         self.clock = clock
-        self.pool = LanePool(model.device)
-        self._num_lanes = config.max_lanes
+        self.pool = LatentPool(model.device)
+        self._num_slots = config.max_lanes
         self.controlnets = ControlNetShelf(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
         if model.refiner is not None:
@@ -114,7 +114,7 @@ class ImageRunner:
         self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
             model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))
-        made = LatentTeller if config.stage == "denoise" else PictureDecoder
+        made = LatentReader if config.stage == "denoise" else ImageDecoder
         self.decoder = made(
             model,
             self.pool,
@@ -180,7 +180,7 @@ class ImageRunner:
             expert.caller.trim()
         self.decoder.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
-            self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
+            self.pool.keep_only(task.loaded_state.shape for task in in_flight if task.state is not None)
 
     def close(self, kept: Collection[str]) -> None:
         """See ``Engine.close``."""
@@ -195,7 +195,7 @@ class ImageRunner:
         num_switched = sum(task.group is not None and task.group.is_refined for task in held)
         self.conditioner.check_integrity(len(held) - num_switched)
         if self.refiner is not None:
-            num_ready = sum(task.held.refined is not None for task in held)
+            num_ready = sum(task.loaded_state.refined is not None for task in held)
             self.refiner.conditioner.check_integrity(num_switched + num_ready)
 
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
@@ -211,7 +211,7 @@ class ImageRunner:
     def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
 
-        Encodes a text and decodes a latent once, has room for all lanes of that size, and finds out on how many threads
+        Encodes a text and decodes a latent once, has room for all slots of that size, and finds out on how many threads
         to begin.
         """
         if self.model.text.handed is None:
@@ -249,7 +249,7 @@ class ImageRunner:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
-        self.pool.reserve((info.latent_channels, *cells), self._num_lanes)
+        self.pool.reserve((info.latent_channels, *cells), self._num_slots)
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
@@ -327,8 +327,8 @@ class ImageRunner:
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
-            known = latest if finite.is_here else task.held.health
-            task.held.health = latest
+            known = latest if finite.is_here else task.loaded_state.health
+            task.loaded_state.health = latest
             if known is not None and not known.is_finite:
                 outcome.failures.setdefault(task, not_finite(task, known.step_index))
         self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
@@ -336,29 +336,29 @@ class ImageRunner:
     def _step(
         self, expert: Expert, group: GroupKey, tasks: Sequence[ImageTask], outcome: TickOutcome
     ) -> tuple[ImageBatch, Tensor, Fetched, dict[int, Exception]]:
-        """The rows of ``tasks`` after a step, in their lanes again: (their batch, what they were denoised to, whether
+        """The rows of ``tasks`` after a step, in their slots again: (their batch, what they were denoised to, whether
         each is finite, what went wrong by row). OutOfMemoryError: they are as before.
         """
         batch = ImageBatch.gather(tasks, self.pool)
-        draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
+        draws = [(task.loaded_state, task.loaded_state.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
-                    task.held.features.clear()
+                    task.loaded_state.features.clear()
             output, errors = expert.caller.predict(batch, group, outcome.calls)
             guided = guided_output(batch, output)
             x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
             for index, task in enumerate(tasks):
                 if task.stops_early:
                     x_next[index] = denoised[index] / task.table.out_scale
-                if task.held.repaint is not None:
+                if task.loaded_state.repaint is not None:
                     x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
             finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
-            self.pool.scatter(batch.lanes, x_next, history)
+            self.pool.scatter(batch.slots, x_next, history)
         except torch.OutOfMemoryError:
             for state, mark in draws:
                 state.go_back(mark)
-            self.pool.scatter(batch.lanes, batch.x, batch.history)
+            self.pool.scatter(batch.slots, batch.x, batch.history)
             raise
         return batch, denoised, finite, errors
 
@@ -401,7 +401,7 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
 
 def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
     """(C, h, w): outside the mask the init image at the noise level this row leaves; clean after the last row."""
-    repaint = task.held.repaint
+    repaint = task.loaded_state.repaint
     assert repaint is not None
     if task.is_last_row:
         known = repaint.latents / task.table.out_scale
@@ -422,10 +422,10 @@ def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
     """Groups of the calls that an image of ``group`` makes because of its ControlNets: of its rows, and of each of
     them.
     """
-    texts = task.held.texts
+    texts = task.loaded_state.texts
     if texts is None:
         return []
-    digests = dict.fromkeys(control.network.digest for control in task.held.controls)
+    digests = dict.fromkeys(control.network.digest for control in task.loaded_state.controls)
     own = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
     return [group._replace(is_controlled=True), *own]
 

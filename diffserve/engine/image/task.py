@@ -52,7 +52,7 @@ class GroupKey(NamedTuple):
         return self[:3]
 
 
-class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
+class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
     """A request's recipe and its sampler, compiled.
 
     guided   bool (num_rows,): whether table row i also runs the unconditional row
@@ -77,7 +77,7 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     row_cost: float = 1.0
     shallow_share: float = 1.0
     skipped_steps: int = 0
-    shorter: tuple[PaintSettings, ...] = ()
+    shorter: tuple[GenerationSettings, ...] = ()
     lora_digest: bytes = b""
     control_digest: bytes = b""
     controlled: tuple[tuple[int, ...], ...] = ()
@@ -127,14 +127,14 @@ class LiveRequest(Live):
     due_s           when it should be done, a reading of the engine's clock
     seconds_left    until all of it is done, as was thought when it came; ``None`` where that was not known
     line            where it queues: a client has one for each priority
-    queue_position  others that begin before it, as its caller was last told, at ``place_told_s``
+    queue_position  others that begin before it, as its caller was last told, at ``position_sent_s``
     candidates      finished pictures with their scores, of a best-of
     reading         its adapters on their way from the disk, where it has some; it holds them until it is over
     mapping         its ControlNets on theirs, and its control maps; the same
     """
 
     request: GenerationRequest
-    settings: PaintSettings
+    settings: GenerationSettings
     seed: int
     warnings: tuple[str, ...]
     submitted_s: float
@@ -143,7 +143,7 @@ class LiveRequest(Live):
     due_s: float = math.inf
     seconds_left: float | None = None
     queue_position: int = 0
-    place_told_s: float = -math.inf
+    position_sent_s: float = -math.inf
     reading: Future[Any] | None = None
     mapping: Future[Any] | None = None
     line: tuple[str, Priority] = field(init=False)
@@ -189,7 +189,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class ImageTask:
-    """One image on its way. The scheduler moves ``stage``, ``row_index`` and ``lane``; ``state`` is the runner's own.
+    """One image on its way. The scheduler moves ``stage``, ``row_index`` and ``slot``; ``state`` is the runner's own.
 
     row_index        next row of the step table
     num_evaluations  UNet rows run so far (two a step under guidance)
@@ -203,11 +203,11 @@ class ImageTask:
 
     live: LiveRequest
     image_index: int
-    settings: PaintSettings = field(init=False)
+    settings: GenerationSettings = field(init=False)
     similarity: float | None = None
     stage: Stage = Stage.WAITING
     row_index: int = 0
-    lane: int | None = None
+    slot: int | None = None
     group: GroupKey | None = None
     refined_group: GroupKey | None = None
     state: ImageState | None = None
@@ -222,7 +222,7 @@ class ImageTask:
         self.settings = self.live.settings
 
     @property
-    def held(self) -> ImageState:
+    def loaded_state(self) -> ImageState:
         """Its state, while it has one."""
         assert self.state is not None
         return self.state
@@ -230,7 +230,7 @@ class ImageTask:
     def switch(self) -> GroupKey:
         """The refiner's UNet goes on with it, in the group that is returned."""
         assert self.refined_group is not None
-        self.held.switch()
+        self.loaded_state.switch()
         return self.refined_group
 
     @property
@@ -304,7 +304,7 @@ class ImageTask:
         return self.settings.cost_left[self.row_index]
 
     @property
-    def cost_whole(self) -> float:
+    def total_cost(self) -> float:
         """Work of the whole image, in UNet rows of the native size."""
         return self.settings.cost_left[0]
 
@@ -332,7 +332,7 @@ class ImageTask:
 class TickPlan:
     """The work of one tick.
 
-    prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
+    prepare   newcomers with a fresh slot: encode their text and init image, draw the start latent
     rows      images of one ``group`` that advance by one table row, whole or shallow; a guided image takes two UNet
               rows, never split
     num_rows  UNet rows these take, before padding
