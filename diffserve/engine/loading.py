@@ -18,7 +18,8 @@ from diffserve.api.types import ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import ImageEngines, Loader, ModelEntry, Survey
+from diffserve.engine.image.engines import ImageEngines
+from diffserve.engine.image.model_loading import Loader, ModelEntry, Survey
 from diffserve.engine.image.room import said_bytes
 from diffserve.engine.image.runner import LEAST_ROWS
 from diffserve.engine.rewriter import Rewriter

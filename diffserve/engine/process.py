@@ -193,7 +193,7 @@ class EngineProcess:
                 case ipc.Interrupt():
                     studio.interrupt(command.request_id)
                 case ipc.LookAgain():
-                    studio.images.look_again(command.name)
+                    studio.images.retry_load(command.name)
                 case ipc.ReadTrace():
                     ticks = [tick for engine in studio.images.loaded for tick in engine.trace]
                     calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]

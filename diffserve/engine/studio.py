@@ -379,7 +379,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                     queue.fail_all()
             self._pending.give_up_rewriting()
         else:
-            lost = self.images.lose_turn(failure, [name for name in lost if not self._pending.holds(name)])
+            lost = self.images.fail_active(failure, [name for name in lost if not self._pending.holds(name)])
         self._post([failure.of(name) for name in lost])
         if self.pool is not None:
             self.pool.check_integrity()
