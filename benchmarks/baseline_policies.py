@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from diffserve.engine.image.policy import Moment, Policy, group_of
+from diffserve.engine.image.policy import Policy, TickTime, group_of
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import ImageTask
 from diffserve.settings.config import POLICIES, EngineConfig
@@ -20,7 +20,7 @@ from diffserve.settings.config import POLICIES, EngineConfig
 class InOrder(Policy):
     """Requests in the order in which they came."""
 
-    def key(self, task: ImageTask, moment: Moment) -> float:
+    def key(self, task: ImageTask, moment: TickTime) -> float:
         """Return the time of arrival."""
         return task.live.submitted_s
 
@@ -28,7 +28,7 @@ class InOrder(Policy):
 class Serial(InOrder):
     """One request at a time, as a pipeline behind a lock serves them."""
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Return the images of the request that has begun, else of the first."""
         first = next(iter(begun(ready)), ready[0])
         return self.pack((task for task in ready if task.live is first.live), group_of(first))
@@ -39,7 +39,7 @@ class Static(InOrder):
 
     max_batch_delay_s = 0.1
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Return the running batch, else the first batch that may begin, else nothing."""
         if running := begun(ready):
             return running
@@ -56,7 +56,7 @@ class Static(InOrder):
 class SameKey(InOrder):
     """Continuous batching of requests that agree in sampler, steps, guidance and size."""
 
-    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+    def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
         """Return the running images and their equals; if none runs, the first image and its equals."""
         key = batch_key(next(iter(begun(ready)), ready[0]))
         equal = [task for task in ready if batch_key(task) == key]

@@ -105,7 +105,7 @@ class SimulatedEngine:
         self.costs = costs
         self.calls = SimulatedCalls(costs, config)
         self.scheduler = RequestScheduler(config, info, self.calls)
-        self.scheduler.timer = itertools.count().__next__  # forecasts are not read here: make few
+        self.scheduler.estimates.timer = itertools.count().__next__  # forecasts are not read here: make few
         self.inbox: list[LiveRequest] = []
         self.busy_s = 0.0
         self._plan: TickPlan | None = None

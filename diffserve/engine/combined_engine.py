@@ -375,7 +375,9 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
                     queue.fail_all()
             self._pending.give_up_rewriting()
         else:
-            failed_ids = self.images.lose_turn(failure, [name for name in failed_ids if not self._pending.holds(name)])
+            failed_ids = self.images.fail_active(
+                failure, [name for name in failed_ids if not self._pending.holds(name)]
+            )
         self._post([failure.of(name) for name in failed_ids])
         if self.pool is not None:
             self.pool.check_integrity()

@@ -18,7 +18,8 @@ from diffserve.api.types import ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import ImageEngines, Loader, Served, Survey
+from diffserve.engine.image.engines import ImageEngines
+from diffserve.engine.image.model_loading import Loader, ModelEntry, Survey
 from diffserve.engine.image.room import said_bytes
 from diffserve.engine.image.runner import LEAST_ROWS
 from diffserve.engine.rewriter import Rewriter
@@ -130,16 +131,16 @@ def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Sur
 
 def survey_or_problem(
     profile: ModelProfile, config: EngineConfig, cache: DiskCache, clock: Callable[[], float]
-) -> Served:
+) -> ModelEntry:
     """A model that may be asked for; what its files cannot be read for is said, and told to who asks."""
     try:
         model_survey = survey(profile, config, cache)
     except DiffserveError as error:
         logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
         load_error = ModelLoadError(error.message.replace(profile.path, profile.model_id))
-        return Served(profile, error=load_error, failed_s=clock())
+        return ModelEntry(profile, error=load_error, failed_s=clock())
     logger.info("%s is loaded when asked for; it takes %s", profile.model_id, said_bytes(model_survey.needs_bytes))
-    return Served(profile, survey=model_survey, info=model_survey.info)
+    return ModelEntry(profile, survey=model_survey, info=model_survey.info)
 
 
 def load_languages(

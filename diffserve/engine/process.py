@@ -195,7 +195,7 @@ class EngineProcess:
                 case ipc.Interrupt():
                     engine.interrupt(command.request_id)
                 case ipc.LookAgain():
-                    engine.images.look_again(command.name)
+                    engine.images.retry_load(command.name)
                 case ipc.ReadTrace():
                     ticks = [tick for image_engine in engine.images.loaded for tick in image_engine.trace]
                     calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]

@@ -23,7 +23,7 @@ from diffserve.api.types import Failed, GenerationRequest, LatentArray, Picture
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
-from diffserve.engine.image.outputs import kept_outside_mask
+from diffserve.engine.image.outputs import restore_outside_mask
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
@@ -204,7 +204,7 @@ class DecodingStage(StageQueue[DecodeRequest]):
         with torch.inference_mode():
             latents = torch.from_numpy(request.latents.array.copy()).to(engine.model.device)
             decoded = engine.runners.decoder.pictures(latents[None]).picture(0)
-        picture = Picture.from_array(kept_outside_mask(request.init_image, request.mask_image, decoded))
+        picture = Picture.from_array(restore_outside_mask(request.init_image, request.mask_image, decoded))
         ended_s = self._clock()
         return PictureDecoded(
             request_id=request.request_id,

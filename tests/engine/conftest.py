@@ -50,7 +50,7 @@ def loaded(_models: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
-    """``make_engine(kind, pool, clock, trace_ticks, **config)``: a new engine; lanes and pages are counted later."""
+    """``make_engine(kind, pool, clock, trace_ticks, **config)``: a new engine; slots and pages are counted later."""
     made: list[Engine] = []
 
     def make(
@@ -67,7 +67,7 @@ def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
     for engine in made:
         engine.check_integrity()
         assert not engine.num_live
-        assert engine.scheduler.lanes.num_free == engine.config.max_lanes
+        assert engine.scheduler.slots.num_free == engine.config.max_lanes
         if engine.page_stats is not None:
             tenants = engine.page_stats.tenants.items()
             assert {name: stats.held_pages for name, stats in tenants if stats.held_pages and name != STRANGER} == {}

@@ -10,7 +10,7 @@ from diffserve.api.types import DiffusionParams, Event, GenerationRequest, Model
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.policy import TickCosts
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, ShownPreview, TickOutcome, TickPlan
+from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, StepPreview, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason
 from diffserve.settings.config import EngineConfig
 from schedulers import NoiseSchedule
@@ -98,7 +98,7 @@ class Desk:
                 outcome.pictures[task] = PIXELS
             outcome.decode_s[task] = 0.5
         for task in plan.previews:
-            outcome.previews[task] = ShownPreview(task.step_index + 1, PIXELS)
+            outcome.previews[task] = StepPreview(task.step_index + 1, PIXELS)
         return self.scheduler.apply(plan, outcome, self.now_s)
 
     def tick(self) -> tuple[TickPlan, list[Event]]:

@@ -15,7 +15,7 @@ import torch
 from diffserve.api.errors import DiffserveError, InvalidRequest, ModelLoadError, ModelNotFound
 from diffserve.api.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
 from diffserve.engine import Engine
-from diffserve.engine.image.scoring import CheckerScorer, PictureScores
+from diffserve.engine.image.scoring import CheckerScorer, ImageScores
 from diffserve.runtime import load_model
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
@@ -95,11 +95,11 @@ def test_what_cannot_be_chosen_is_refused_in_a_sentence(make_engine: MakeEngine)
     engine = make_engine()
     with pytest.raises(InvalidRequest, match=r"best_of is 2; no scorer is loaded to choose by: leave it out, or set"):
         engine.submit(GenerationRequest(prompt="a fox", best_of=2))
-    scores = PictureScores(CheckerScorer())
-    with pytest.raises(InvalidRequest, match="the checker reads pictures of at most 256 px a side, not 512x512"):
+    scores = ImageScores(CheckerScorer())
+    with pytest.raises(InvalidRequest, match="the checker reads images of at most 256 px a side, not 512x512"):
         scores.check(GenerationRequest(prompt="a fox", best_of=2), 512, 512)
     [warning] = scores.check(GenerationRequest(prompt="a zeppelin", best_of=2), 128, 128)
-    assert "chosen by how clear they are alone" in warning
+    assert "chosen by clarity alone" in warning
     assert "zeppelin" in warning
     assert scores.check(GenerationRequest(prompt="a fox", best_of=2), 128, 128) == ()
 

@@ -31,7 +31,7 @@ from diffserve.api.types import GenerationRequest, Painted
 from diffserve.cli import warm
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.compiled_groups import DOUBT_S, check, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
@@ -258,14 +258,14 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     requests = [picture(number, num_steps=2 + number) for number in range(4)]
     wanted = pixels(engine_of(model, "", compile="off"), *requests)
     monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
-    before, gather = torch.get_num_threads(), LanePool.gather
+    before, gather = torch.get_num_threads(), LatentPool.gather
     between: list[int] = []
 
     def watched(*args: Any) -> Any:
         between.append(torch.get_num_threads())
         return gather(*args)
 
-    monkeypatch.setattr(LanePool, "gather", watched)
+    monkeypatch.setattr(LatentPool, "gather", watched)
     together = pixels(engine, *requests)
     alone = [pixels(engine, request)[0] for request in requests]
     for one, other, plain in zip(together, alone, wanted, strict=True):

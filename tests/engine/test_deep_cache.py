@@ -238,7 +238,7 @@ def test_a_cancelled_image_leaves_no_features(make_engine: MakeEngine) -> None:
     for _ in range(3):
         engine.tick()
     [task] = engine.scheduler.in_flight
-    assert set(task.held.features) == {False, True}
+    assert set(task.loaded_state.features) == {False, True}
     engine.cancel(request_id)
     engine.tick()
     assert task.state is None

@@ -129,7 +129,7 @@ def test_image_i_of_a_request_is_the_single_image_with_seed_plus_i(make_engine: 
         assert content(single) == content(result)
 
 
-def test_a_reused_lane_holds_nothing_of_its_last_image(make_engine: MakeEngine) -> None:
+def test_a_reused_slot_holds_nothing_of_its_last_image(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=1)
     first = engine.generate(asked("sd15", "dpmpp_2m", seed=1, num_steps=3))
     engine.generate(asked("sd15", "unipc", seed=2, num_steps=5))

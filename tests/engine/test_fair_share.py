@@ -47,13 +47,13 @@ def test_eighty_requests_of_one_delay_the_first_picture_of_another_by_one_turn(
 
 
 @pytest.mark.parametrize("max_lanes", [1, 4, 16, 64])
-def test_pictures_of_a_thousand_steps_do_not_keep_another_from_a_lane(max_lanes: int) -> None:
+def test_pictures_of_a_thousand_steps_do_not_keep_another_from_a_slot(max_lanes: int) -> None:
     desk = Desk(row_cap=8, max_lanes=max_lanes)
     for _ in range(80):
         desk.submit(client="crowd", num_steps=1000, num_images=10)
     for _ in range(30):
         desk.tick()
-    assert (len(desk.scheduler.in_flight), desk.scheduler.lanes.num_free) == (max_lanes, 0), "one alone has them all"
+    assert (len(desk.scheduler.in_flight), desk.scheduler.slots.num_free) == (max_lanes, 0), "one alone has them all"
     guest = desk.submit(client="guest", num_steps=STEPS)
     assert desk.tick()[0].prepare == (guest.tasks[0],)
     assert ticks_until_painted(desk, guest) <= TURN_TICKS
@@ -206,7 +206,7 @@ def test_a_random_walk_of_many_clients_loses_nothing_and_remembers_nobody(seed: 
         desk.scheduler.check_integrity()
     desk.run()
     assert set(over.values()) <= {1}
-    assert desk.scheduler.lanes.num_free == 4
+    assert desk.scheduler.slots.num_free == 4
     assert desk.scheduler._share._shares["interactive"]._clocks == {}
 
 

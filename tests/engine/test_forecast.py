@@ -13,7 +13,7 @@ from benchmarks.trace import Recorded, mixed
 from diffserve.api.types import Event, Failed, Painted, Progress
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.buckets import CostCurve, KneeCap
-from diffserve.engine.image.scheduler import FORECAST_SHARE
+from diffserve.engine.image.forecast import MAX_FORECAST_SHARE
 from diffserve.engine.image.task import LiveRequest
 from diffserve.settings.config import EngineConfig
 from tests.engine.desk import Desk
@@ -37,7 +37,7 @@ class Watched:
     def __init__(self, trace: list[Recorded], policy: str = "latency") -> None:
         info = model_info(COSTS)
         self.engine = SimulatedEngine(COSTS, EngineConfig(policy=policy), info)
-        self.engine.scheduler.timer = lambda: 0.0  # a forecast takes no time here
+        self.engine.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time here
         self.door = ImageAdmission(info, SCHEDULE, {})
         self.now_s = 0.0
         self.foreseen: dict[str, tuple[float, float]] = {}
@@ -108,7 +108,7 @@ def test_images_that_share_ticks_are_not_forecast_one_after_another() -> None:
     desk.run()
     lives = [desk.submit(num_steps=10) for _ in range(8)]
     desk.tick()
-    left_s = desk.scheduler._seconds_left(desk.now_s)
+    left_s = desk.scheduler.estimates.seconds_left(desk.now_s)
     first, last = left_s[lives[0].tasks[0]], left_s[lives[-1].tasks[0]]
     assert first == pytest.approx(10.0, abs=2.5), "four images share a tick of one second"
     assert last == pytest.approx(20.0, abs=5.0), "the other four follow"
@@ -154,14 +154,14 @@ def test_forecasts_take_a_small_share_of_the_time() -> None:
         num_forecasts += 1
         return 0.25 * num_forecasts
 
-    desk.scheduler.timer = timer
+    desk.scheduler.estimates.timer = timer
     for _ in range(40):
         desk.submit(num_steps=10)
     events = desk.run()
     assert sum(isinstance(event, Progress) for event in events) == 400
-    assert 1 <= num_forecasts // 2 <= 1 + FORECAST_SHARE * desk.now_s / 0.25
+    assert 1 <= num_forecasts // 2 <= 1 + MAX_FORECAST_SHARE * desk.now_s / 0.25
     live = desk.door.admit(desk.submit(num_steps=3).request, desk.now_s)
-    desk.scheduler._seconds_left(desk.now_s)
+    desk.scheduler.estimates.seconds_left(desk.now_s)
     assert desk.scheduler.seconds_left(live, (), desk.now_s) is None
     urgent = desk.door.admit(desk.submit(num_steps=3, deadline_s=100.0).request, desk.now_s)
     assert desk.scheduler.seconds_left(urgent, (), desk.now_s) is not None, "a deadline is always checked"
@@ -185,9 +185,9 @@ def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
 
 @pytest.mark.parametrize(("max_lanes", "fields"), [(1, {"num_images": 3}), (2, {"num_images": 5, "seed": 1})])
 def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: dict[str, int]) -> None:
-    """Though some wait for a lane meanwhile, and others want the same pictures."""
+    """Though some wait for a slot meanwhile, and others want the same pictures."""
     desk = Desk(max_lanes=max_lanes)
-    desk.scheduler.timer = lambda: 0.0
+    desk.scheduler.estimates.timer = lambda: 0.0
     desk.submit(num_steps=10)
     desk.run()
     lives = [desk.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
@@ -270,6 +270,6 @@ def test_what_cannot_be_done_in_time_any_more_is_given_up_without_another_step()
         ran += sum(task.live is late for task in desk.tick()[0].rows)
     [failed] = [event for event in events if isinstance(event, Failed)]
     assert (failed.request_id, failed.code, failed.param) == (late.request_id, "deadline_exceeded", "deadline_s")
-    assert "cannot be kept any more" in failed.message
+    assert "cannot be met" in failed.message
     assert ran == 0, "its neighbours were shorter, and it had no time left when its turn came"
     assert all(live.is_over for live in first)

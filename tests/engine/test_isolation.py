@@ -152,19 +152,19 @@ def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
     assert len(engine.generate(innocent(range(1))[0])) == 1
 
 
-def test_a_cancelled_image_returns_its_lane_before_the_next_step(make_engine: MakeEngine) -> None:
+def test_a_cancelled_image_returns_its_slot_before_the_next_step(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=4)
     doomed, kept = asked("sd15", "ddim", seed=1, num_images=3), asked("sd15", "ddim", seed=2)
     engine.submit(doomed)
     engine.submit(kept)
     for _ in range(3):
         engine.tick()
-    assert engine.scheduler.lanes.num_free == 0
+    assert engine.scheduler.slots.num_free == 0
     assert engine.cancel(doomed.request_id)
     assert not engine.cancel(doomed.request_id)
     events = engine.tick()
     assert Cancelled(request_id=doomed.request_id) in events
-    assert engine.scheduler.lanes.num_free == 3
+    assert engine.scheduler.slots.num_free == 3
     assert set(engine.trace[-1].request_ids) == {kept.request_id}
     assert not engine.cancel("img-unknown")
     assert [type(event) for event in engine.events()][-2:] == [Painted, Finished]
@@ -191,7 +191,7 @@ def test_a_deadline_gives_the_work_up(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm_up()
     late = asked("sd15", "ddim", seed=1, num_steps=1000, deadline_s=0.05)
-    with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.05 s (passed|cannot be kept)"):
+    with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.05 s (passed|cannot be met)"):
         engine.generate(late)
     in_time = asked("sd15", "ddim", seed=1, num_steps=2, deadline_s=60.0)
     assert len(engine.generate(in_time)) == 1

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Event, GenerationRequest, ImageResult
-from diffserve.engine.image.latent_cache import SKIPS, KeptLatents, LatentCache, skip_of
+from diffserve.engine.image.latent_cache import SKIPS, CachedLatents, LatentCache, skip_of
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents
 from tests.engine.test_deep_cache import TOLERANCE, content, init_image, painted_by_seed
@@ -143,8 +143,8 @@ def test_steps_left_out_grow_with_the_similarity() -> None:
 
 
 def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None:
-    def kept(*embedding: float) -> KeptLatents:
-        return KeptLatents(np.array(embedding, np.float32), np.full((4, 2, 2), embedding[0], np.float32))
+    def kept(*embedding: float) -> CachedLatents:
+        return CachedLatents(np.array(embedding, np.float32), np.full((4, 2, 2), embedding[0], np.float32))
 
     one = kept(1.0, 0.0).num_bytes
     cache = LatentCache(2 * one)
@@ -168,8 +168,10 @@ def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None
 
 
 def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() -> None:
-    def kept(angle: float) -> KeptLatents:
-        return KeptLatents(np.array([np.cos(angle), np.sin(angle)], np.float32), np.full((1, 1, 1), angle, np.float32))
+    def kept(angle: float) -> CachedLatents:
+        return CachedLatents(
+            np.array([np.cos(angle), np.sin(angle)], np.float32), np.full((1, 1, 1), angle, np.float32)
+        )
 
     cache = LatentCache(100 * kept(0.0).num_bytes)
     tracemalloc.start()

@@ -253,7 +253,7 @@ def test_a_pool_made_outside_is_shared_with_strangers(make_engine: MakeEngine) -
     engine.submit(quick())
     for _ in range(3):
         assert not any(isinstance(event, Painted | Failed) for event in engine.tick())
-    assert engine.scheduler.lanes.num_free == engine.config.max_lanes
+    assert engine.scheduler.slots.num_free == engine.config.max_lanes
     pool.close(table)
     assert sum(isinstance(event, Painted) for event in engine.events()) == 1
     assert engine.page_stats is not None

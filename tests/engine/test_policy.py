@@ -79,8 +79,8 @@ def test_nobody_starves_while_others_keep_coming(
     for _ in range(3):
         desk.submit(num_steps=9)
     victim = desk.submit(num_steps=num_steps, width_px=96 if is_wide else 64, height_px=64)
-    times = policy.LATE if name == "goodput" else 1.0
-    overtaking_ticks = 2 + int(times * victim.tasks[0].cost_whole / ageing)
+    times = policy.LATE_WEIGHT if name == "goodput" else 1.0
+    overtaking_ticks = 2 + int(times * victim.tasks[0].total_cost / ageing)
     steps_before = 3 * 9 + num_steps
     num_ticks = 0
     while not victim.is_over:
@@ -97,7 +97,7 @@ def test_nobody_starves_while_others_keep_coming(
 @pytest.mark.parametrize("name", POLICIES)
 def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> None:
     desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
-    desk.scheduler.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
+    desk.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
         desk.submit(num_steps=num_steps)
     told = [event for event in desk.run() if isinstance(event, Progress)]

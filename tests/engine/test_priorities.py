@@ -6,7 +6,7 @@ import pytest
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Finished
-from diffserve.engine.image.priorities import BATCH_SHARE
+from diffserve.engine.image.fair_share import BATCH_SHARE
 from diffserve.engine.image.task import GroupKey
 from tests.engine.desk import Desk, DeskCosts, request
 
@@ -32,7 +32,7 @@ def test_batch_work_fills_the_rows_that_interactive_work_leaves() -> None:
 @pytest.mark.parametrize("width_px", [64, 96], ids=["sharing calls", "never sharing a call"])
 @pytest.mark.parametrize("policy", ["latency", "throughput", "goodput"])
 def test_under_a_sustained_load_batch_work_has_its_tenth_and_not_much_more(policy: str, width_px: int) -> None:
-    """Always as many interactive pictures as fill every tick and every lane; the batch's are of their size, or not."""
+    """Always as many interactive pictures as fill every tick and every slot; the batch's are of their size, or not."""
     desk = Desk(row_cap=8, max_lanes=8, policy=policy)
     for _ in range(40):
         desk.submit(client="bulk", num_steps=10, priority="batch", width_px=width_px, height_px=64)
@@ -49,7 +49,7 @@ def test_under_a_sustained_load_batch_work_has_its_tenth_and_not_much_more(polic
 
 
 @pytest.mark.parametrize("client", ["bulk", "another"])
-def test_a_flood_of_batch_work_leaves_lanes_and_the_next_tick_to_who_comes(client: str) -> None:
+def test_a_flood_of_batch_work_leaves_slots_and_the_next_tick_to_who_comes(client: str) -> None:
     """Also to interactive work of the very client that floods."""
     desk = Desk(row_cap=4, max_lanes=8)
     for _ in range(100):

@@ -10,7 +10,7 @@ import pytest
 
 from diffserve.api.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from diffserve.engine.image import policy
-from diffserve.engine.image.queues import LaneTable
+from diffserve.engine.image.slots import SlotTable
 from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
 from tests.engine.desk import Desk
@@ -27,7 +27,7 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     [task] = live.tasks
     plan, events = desk.tick()
     assert (plan.prepare, plan.rows, events) == ((task,), (), [])
-    assert (task.stage, task.lane) == (Stage.DENOISING, 0)
+    assert (task.stage, task.slot) == (Stage.DENOISING, 0)
     plan, events = desk.tick()
     assert (plan.rows, plan.num_rows, plan.decode) == ((task,), 2, ())
     left = {"seconds_left": 1.0, "request_seconds_left": 1.0}
@@ -37,7 +37,7 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     assert [type(event) for event in events] == [Progress, Painted, Finished]
     assert isinstance(events[1], Painted)
     assert events[1].result.num_evaluations == 4
-    assert (task.stage, task.lane, desk.scheduler.lanes.owners) == (Stage.DONE, None, {})
+    assert (task.stage, task.slot, desk.scheduler.slots.owners) == (Stage.DONE, None, {})
 
 
 def test_times_add_up_and_waiting_counts_as_queueing() -> None:
@@ -132,15 +132,15 @@ def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again()
     desk.tick()
     longer, shorter = desk.submit(num_steps=50), desk.submit(num_steps=2)
     places = {longer.request_id: 1, shorter.request_id: 0}
-    moved = [event for event in desk.scheduler.moved_up(desk.now_s) if isinstance(event, Queued)]
+    moved = [event for event in desk.scheduler.position_events(desk.now_s) if isinstance(event, Queued)]
     assert {event.request_id: event.queue_position for event in moved} == {longer.request_id: 1}
     assert {one.request_id: one.queue_position for one in (longer, shorter)} == places
-    assert desk.scheduler.moved_up(desk.now_s + 1.0) == []
+    assert desk.scheduler.position_events(desk.now_s + 1.0) == []
     desk.scheduler.cancel(shorter.request_id)
-    assert desk.scheduler.moved_up(desk.now_s + 1.1) == [], "too soon after the last time"
-    assert desk.scheduler.moved_up(desk.now_s + 2.0) == [Queued(request_id=longer.request_id, queue_position=0)]
-    assert desk.scheduler.moved_up(desk.now_s + 6.9) == []
-    again = desk.scheduler.moved_up(desk.now_s + 7.5)
+    assert desk.scheduler.position_events(desk.now_s + 1.1) == [], "too soon after the last time"
+    assert desk.scheduler.position_events(desk.now_s + 2.0) == [Queued(request_id=longer.request_id, queue_position=0)]
+    assert desk.scheduler.position_events(desk.now_s + 6.9) == []
+    again = desk.scheduler.position_events(desk.now_s + 7.5)
     assert again == [Queued(request_id=longer.request_id, queue_position=0)], "it is told again where nothing changes"
 
 
@@ -204,7 +204,7 @@ def test_sizes_do_not_share_a_tick_and_both_get_their_turn() -> None:
     assert all(live.num_painted == 1 for live in (*square, *wide))
 
 
-def test_a_full_house_makes_newcomers_wait_for_a_lane() -> None:
+def test_a_full_house_makes_newcomers_wait_for_a_slot() -> None:
     desk = Desk(row_cap=16, max_lanes=2)
     first = desk.submit(num_steps=2, num_images=2)
     second = desk.submit(num_steps=3)
@@ -259,27 +259,27 @@ def test_the_last_failure_of_a_request_ends_it_with_the_first_reason() -> None:
     desk.scheduler.check_integrity()
 
 
-def test_a_newcomer_that_cannot_be_prepared_gives_its_lane_back() -> None:
+def test_a_newcomer_that_cannot_be_prepared_gives_its_slot_back() -> None:
     desk = Desk(max_lanes=1)
     desk.submit()
     plan = desk.plan()
     events = desk.apply(plan, {plan.prepare[0]: FailureReason("invalid_value", "the prompt is too long", "prompt")})
     assert isinstance(events[-1], Failed)
     assert events[-1].param == "prompt"
-    assert desk.scheduler.lanes.num_free == 1
+    assert desk.scheduler.slots.num_free == 1
 
 
-def test_freeing_a_lane_twice_is_an_error() -> None:
-    table = LaneTable(2)
-    lane = table.allocate("a")
-    assert lane == 0
-    table.free(lane)
+def test_freeing_a_slot_twice_is_an_error() -> None:
+    table = SlotTable(2)
+    slot = table.allocate("a")
+    assert slot == 0
+    table.free(slot)
     with pytest.raises(KeyError):
-        table.free(lane)
+        table.free(slot)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_walk_over_few_lanes_loses_nothing(seed: int) -> None:
+def test_a_random_walk_over_few_slots_loses_nothing(seed: int) -> None:
     walk = random.Random(seed)
     desk = Desk(row_cap=walk.choice([2, 3, 8]), max_lanes=3, max_prepares_per_tick=2, max_decodes_per_tick=1)
     seen: dict[str, int] = {}
@@ -307,5 +307,5 @@ def test_a_random_walk_over_few_lanes_loses_nothing(seed: int) -> None:
     for event in desk.run():
         seen[event.request_id] += isinstance(event, Finished | Failed)
     desk.scheduler.check_integrity()
-    assert desk.scheduler.lanes.num_free == 3
+    assert desk.scheduler.slots.num_free == 3
     assert set(seen.values()) == {1}

@@ -23,7 +23,7 @@ from diffserve.api.types import (
     Progress,
     RewriteOptions,
 )
-from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
+from diffserve.engine.image.result_cache import IGNORED_FIELDS, CachedImage, ResultCache, key_of
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine
@@ -70,7 +70,7 @@ def key(request: GenerationRequest) -> bytes:
 @pytest.mark.parametrize("name", GenerationRequest.__struct_fields__)
 def test_every_field_of_a_request_changes_the_key_but_those_that_change_no_picture(name: str) -> None:
     changed = replace(plain(), **{name: OTHER[name]})
-    assert (key(changed) == key(plain())) is (name in NOT_OF_THE_PICTURE)
+    assert (key(changed) == key(plain())) is (name in IGNORED_FIELDS)
 
 
 @pytest.mark.parametrize("name", DiffusionParams.__struct_fields__)
@@ -226,12 +226,12 @@ def test_a_deadline_is_of_one_request_alone(make_engine: MakeEngine) -> None:
 
 
 def test_the_cache_is_bounded_and_drops_what_nobody_asked_for_the_longest() -> None:
-    cache, kept = ResultCache(250), Kept(np.zeros((5, 7, 3), dtype=np.uint8), None)
+    cache, kept = ResultCache(250), CachedImage(np.zeros((5, 7, 3), dtype=np.uint8), None)
     for name in (b"a", b"b"):
         cache.put(name, kept)
     assert cache.get(b"a") is kept
     cache.put(b"c", kept)
     assert [cache.get(name) is kept for name in (b"a", b"b", b"c")] == [True, False, True]
     assert (cache.num_bytes, cache.num_evicted) == (210, 1)
-    cache.put(b"d", Kept(np.zeros((10, 10, 3), dtype=np.uint8), None))
+    cache.put(b"d", CachedImage(np.zeros((10, 10, 3), dtype=np.uint8), None))
     assert cache.get(b"d") is None

@@ -171,7 +171,7 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
     good = asked("sd15", "ddim", 9, num_steps=2)
     wrong = [
         (replace(good, width_px=60), "width is 60 px"),
-        (replace(good, best_of=3), "best_of is 3; where stages of a picture stand apart"),
+        (replace(good, best_of=3), "best_of is 3; it is not supported where another process"),
         (asked("sd15", "eular", 9), "'eular', which is not known"),
     ]
     for request, said in wrong:

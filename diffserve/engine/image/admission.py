@@ -25,7 +25,7 @@ from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
 from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.latent_cache import SKIPS
-from diffserve.engine.image.task import LiveRequest, PaintSettings
+from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.few_step import begin_with_loras
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
@@ -70,7 +70,7 @@ class ImageAdmission:
     memory is there for, told whether an init image of that size is to be encoded, whether ControlNets are at work, and
     whether the refiner is.
     ``check_loras``: what is known of adapters; InvalidRequest for those that the model cannot take;
-    ``check_controlnets``: a digest of ControlNets. ``check_scores``: see ``PictureScores.check``.
+    ``check_controlnets``: a digest of ControlNets. ``check_scores``: see ``ImageScores.check``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ImageAdmission:
 
     def _settings(
         self, request: GenerationRequest, width_px: int, height_px: int, kind: str, loras: CheckedLoras
-    ) -> tuple[PaintSettings, tuple[str, ...]]:
+    ) -> tuple[GenerationSettings, tuple[str, ...]]:
         info = self.info
         params, warnings = begin_with_loras(request.diffusion)
         strength = 1.0 if request.init_image is None else params.strength
@@ -169,7 +169,7 @@ class ImageAdmission:
             warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
-        settings = PaintSettings(
+        settings = GenerationSettings(
             width_px=width_px,
             height_px=height_px,
             sampler=table.sampler,
@@ -220,7 +220,9 @@ class ImageAdmission:
         from_text = "it is for pictures from text alone: leave it out, or the init image and an inpainting model."
         check(kind == "text", said + from_text, "similarity_threshold")
 
-    def _without_first(self, settings: PaintSettings, params: DiffusionParams, num_skipped: int) -> PaintSettings:
+    def _without_first(
+        self, settings: GenerationSettings, params: DiffusionParams, num_skipped: int
+    ) -> GenerationSettings:
         """``settings`` without the first ``num_skipped`` steps."""
         num_steps = settings.num_steps
         if num_skipped == 0:

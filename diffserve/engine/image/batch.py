@@ -1,4 +1,4 @@
-"""A mixed batch: the images of one tick, gathered from their lanes, and the rows they send through the UNet."""
+"""A mixed batch: the images of one tick, gathered from their slots, and the rows they send through the UNet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedulers.update import HISTORY, NUM_COLUMNS, scale_input
 class ImageBatch:
     """B images of one shape, each at its own row of its own table.
 
-    lanes     (B,) int64
+    slots     (B,) int64
     x         (B, C, h, w) float32 latents in sigma coordinates
     history   (B, HISTORY, C, h, w) float32
     rows      (B, K) float32 table rows
@@ -32,7 +32,7 @@ class ImageBatch:
     """
 
     tasks: tuple[ImageTask, ...]
-    lanes: Tensor
+    slots: Tensor
     x: Tensor
     history: Tensor
     rows: Tensor
@@ -42,19 +42,19 @@ class ImageBatch:
     drawing: Tensor
 
     @classmethod
-    def gather(cls, tasks: Sequence[ImageTask], pool: LanePool) -> ImageBatch:
-        """Copy the latents and histories of ``tasks`` out of their lanes; two transfers bring all that says how."""
+    def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
+        """Copy the latents and histories of ``tasks`` out of their slots; two transfers bring all that says how."""
         guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
         sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
-        whole = [*(task.lane for task in tasks), *range(len(tasks)), *guided, *drawing]
+        whole = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]
         packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
         for row, task in zip(packed, tasks, strict=True):
             row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
-        lanes, owners, places = send(torch.tensor(whole), pool.device).split(sizes)
+        slots, owners, places = send(torch.tensor(whole), pool.device).split(sizes)
         rows = send(torch.from_numpy(packed), pool.device)
-        x, history = pool.gather(tasks[0].held.shape, lanes)
-        return cls(tuple(tasks), lanes, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided, owners, places)
+        x, history = pool.gather(tasks[0].loaded_state.shape, slots)
+        return cls(tuple(tasks), slots, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided, owners, places)
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +74,7 @@ class ImageBatch:
     @cached_property
     def noise(self) -> Tensor:
         """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
-        held = [task.held for task in self.tasks if task.draws_now]
+        held = [task.loaded_state for task in self.tasks if task.draws_now]
         if not held:
             return torch.zeros_like(self.x)
         drawn = draw_noise(held, self.x.device)
@@ -94,11 +94,11 @@ class ImageBatch:
 LatentShape = tuple[int, int, int]
 
 
-class LanePool:
-    """One float32 tensor of latents (lanes, C, h, w) and one of histories (lanes, HISTORY, C, h, w) per latent shape.
+class LatentPool:
+    """One float32 tensor of latents (slots, C, h, w) and one of histories (slots, HISTORY, C, h, w) per latent shape.
 
-    Lanes are numbered across shapes by the scheduler's ``LaneTable``; what a shape has is reserved, or grows to
-    the next power of two above the highest lane that used it; :meth:`keep_only` drops it when many have come and gone.
+    Slots are numbered across shapes by the scheduler's ``SlotTable``; what a shape has is reserved, or grows to
+    the next power of two above the highest slot that used it; :meth:`keep_only` drops it when many have come and gone.
     Latents are in sigma coordinates (noise std over unit signal).
     """
 
@@ -113,33 +113,33 @@ class LanePool:
         if held >= num_lanes:
             return
         size = max(8, 1 << (num_lanes - 1).bit_length())
-        latents = torch.zeros((size, *shape), device=self.device)  # (lanes, C, h, w)
-        history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (lanes, HISTORY, C, h, w)
+        latents = torch.zeros((size, *shape), device=self.device)  # (slots, C, h, w)
+        history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (slots, HISTORY, C, h, w)
         if held:
             latents[:held] = self._latents[shape]
             history[:held] = self._history[shape]
         self._latents[shape], self._history[shape] = latents, history
 
-    def open(self, lane: int, start: torch.Tensor) -> None:
-        """Write the start latent (C, h, w) into ``lane`` and zero its history: nothing of the last holder is left."""
+    def open(self, slot: int, start: torch.Tensor) -> None:
+        """Write the start latent (C, h, w) into ``slot`` and zero its history: nothing of the last holder is left."""
         shape = (start.shape[0], start.shape[1], start.shape[2])
-        self.reserve(shape, lane + 1)
-        self._latents[shape][lane] = start
-        self._history[shape][lane] = 0.0
+        self.reserve(shape, slot + 1)
+        self._latents[shape][slot] = start
+        self._history[shape][slot] = 0.0
 
-    def gather(self, shape: LatentShape, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of (latents (B, C, h, w), history (B, HISTORY, C, h, w)) of ``lanes`` (B,) int64."""
-        return self._latents[shape].index_select(0, lanes), self._history[shape].index_select(0, lanes)
+    def gather(self, shape: LatentShape, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of (latents (B, C, h, w), history (B, HISTORY, C, h, w)) of ``slots`` (B,) int64."""
+        return self._latents[shape].index_select(0, slots), self._history[shape].index_select(0, slots)
 
-    def scatter(self, lanes: torch.Tensor, latents: torch.Tensor, history: torch.Tensor) -> None:
+    def scatter(self, slots: torch.Tensor, latents: torch.Tensor, history: torch.Tensor) -> None:
         """Write the advanced latents and histories back."""
         shape = (latents.shape[1], latents.shape[2], latents.shape[3])
-        self._latents[shape].index_copy_(0, lanes, latents)
-        self._history[shape].index_copy_(0, lanes, history)
+        self._latents[shape].index_copy_(0, slots, latents)
+        self._history[shape].index_copy_(0, slots, history)
 
-    def latent(self, shape: LatentShape, lane: int) -> torch.Tensor:
-        """A view (C, h, w) of one lane's latent."""
-        return self._latents[shape][lane]
+    def latent(self, shape: LatentShape, slot: int) -> torch.Tensor:
+        """A view (C, h, w) of one slot's latent."""
+        return self._latents[shape][slot]
 
     @property
     def num_shapes(self) -> int:

@@ -1,4 +1,4 @@
-"""From finished latents to pictures, beside the steps: begun in one tick, and on a GPU told in a later one."""
+"""ImageDecoder: decodes finished latents and previews while steps run; on a GPU the result arrives in a later tick."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.base_engine import failure_of
-from diffserve.engine.image.batch import LanePool
-from diffserve.engine.image.latent_cache import KeptLatents, LatentCache
+from diffserve.engine.image.batch import LatentPool
+from diffserve.engine.image.latent_cache import CachedLatents, LatentCache
 from diffserve.engine.image.preparer import kin_of
 from diffserve.engine.image.room import Room
-from diffserve.engine.image.task import ImageTask, ShownPreview, TickOutcome
+from diffserve.engine.image.task import ImageTask, StepPreview, TickOutcome
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
@@ -24,56 +24,63 @@ from diffserve.runtime.transfer import Fetched, SideQueue, fetch
 from diffserve.runtime.vae.plan import DecodePlan, plan_decode
 from diffserve.runtime.vae.vae import Decoded
 
-GREY: Final = 128
+GRAY: Final = 128
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``; ``source`` is what is
-    decoded, kept until that is done; ``latents`` (C, h, w) are for who wants them.
+    """An image that is being decoded: image ``index`` of ``decoded``.
+
+    Attributes:
+        started_s: When decoding began.
+        source: The latents, which must live until decoding is done.
+        latents: (C, h, w) for requests that want them.
     """
 
     started_s: float
     decoded: Decoded
-    place: int
+    index: int
     source: Tensor
     latents: Fetched | None
 
 
 @dataclass(frozen=True, eq=False)
-class Showing:
-    """A preview on its way: the ``place``-th of ``decoded``, as it was after ``num_steps``; see ``Decoding``."""
+class PreviewDecoding:
+    """A preview that is being decoded: image ``index`` of ``decoded``, after ``num_steps`` steps."""
 
     decoded: Decoded
-    place: int
+    index: int
     num_steps: int
     source: Tensor
 
 
-class PictureDecoder:
-    """Decodes with the VAE of ``model`` what lies in the lanes of ``pool``.
+class ImageDecoder:
+    """Decodes the latents in the slots of ``pool`` with the model's VAE.
 
-    On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
-    steps to run.
+    On a CUDA device decoding has its own stream: steps do not wait for it, and the engine waits for it only when there
+    are no steps to run.
 
-    caller    holds memory that is only kept to save time, and gives it back
-    room      how much the free memory lets one call decode; a larger image is decoded in tiles
-    kept      gets the latents of those who take part
-    is_alone  whether each image is decoded in a call of its own, so that its bytes do not depend on other images;
-              otherwise images of one size share calls as far as memory allows
-    tile_px   longest side of a tile in pixels that the configuration allows; 0: no limit
+    Args:
+        model: The loaded model.
+        pool: The latent pool.
+        clock: In seconds.
+        caller: Frees cached memory when a call runs out of memory.
+        room: Limits the images of a call by free memory; a larger image is decoded in tiles.
+        cache: Gets the latents of requests that use the latent cache.
+        is_alone: Whether each image has a call of its own, so that its bytes do not depend on other images.
+        tile_px: Longest side of a tile in pixels; 0 for no limit.
     """
 
     def __init__(
         self,
         model: DiffusionModel,
-        pool: LanePool,
+        pool: LatentPool,
         clock: Callable[[], float],
         caller: UNetCaller,
         room: Room,
-        kept: LatentCache,
+        cache: LatentCache,
         *,
         is_alone: bool,
         tile_px: int = 0,
@@ -81,58 +88,54 @@ class PictureDecoder:
         self.model = model
         self.pool = pool
         self.clock = clock
-        self.kept = kept
+        self.cache = cache
         self.is_alone = is_alone
         self.tile_px = tile_px
         self._caller = caller
         self._room = room
         self._queue = SideQueue(model.device)
-        self._going: dict[ImageTask, Decoding] = {}
-        self._shown: dict[ImageTask, Showing] = {}
+        self._decoding: dict[ImageTask, Decoding] = {}
+        self._previews: dict[ImageTask, PreviewDecoding] = {}
 
     def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
-        """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
-        waited for.
-        """
+        """Start decoding new ``tasks``, and add finished images to ``outcome``; with ``may_wait``, wait for all."""
         by_shape = defaultdict[tuple[int, int, int], list[ImageTask]](list)
         for task in tasks:
-            if task not in self._going:
-                by_shape[task.held.shape].append(task)
+            if task not in self._decoding:
+                by_shape[task.loaded_state.shape].append(task)
         for (_, height, width), group in by_shape.items():
             step = self._plan(len(group), height, width).images_per_call
             for start in range(0, len(group), step):
                 batch = group[start : start + step]
                 self._begin(batch, outcome)
-                self._tell(batch, outcome, may_wait=False)
-        self._tell(tasks, outcome, may_wait=may_wait)
+                self._collect(batch, outcome, may_wait=False)
+        self._collect(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
-        """Forget pictures of images that have left."""
-        self._going = {task: going for task, going in self._going.items() if task.state is not None}
-        self._shown = {task: showing for task, showing in self._shown.items() if task.state is not None}
+        """Drop decodings of images that are gone."""
+        self._decoding = {task: decoding for task, decoding in self._decoding.items() if task.state is not None}
+        self._previews = {task: preview for task, preview in self._previews.items() if task.state is not None}
 
     def show(self, tasks: Sequence[ImageTask], denoised: Tensor) -> None:
-        """Begin previews of ``denoised`` (len(tasks), C, h, w), the estimates after the step that is being made, in one
-        call.
-        """
+        """Start previews of ``denoised`` (len(tasks), C, h, w), the estimates of the current step, in one call."""
         with self._queue:
             decoded = self.model.preview_later(denoised)
-        for place, task in enumerate(tasks):
-            self._shown[task] = Showing(decoded, place, task.step_index + 1, denoised)
+        for index, task in enumerate(tasks):
+            self._previews[task] = PreviewDecoding(decoded, index, task.step_index + 1, denoised)
 
     def is_showing(self, task: ImageTask) -> bool:
-        """Whether a preview of ``task`` is on its way; the next begins after it."""
-        return task in self._shown
+        """Return whether a preview of ``task`` is being decoded; the next one starts after it."""
+        return task in self._previews
 
-    def tell_previews(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
-        """Tell ``outcome`` of previews that are here, of those of ``tasks`` who end a step."""
+    def collect_previews(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
+        """Add finished previews of ``tasks`` that end a step to ``outcome``."""
         for task in tasks:
-            if task.ends_step and task in self._shown and self._shown[task].decoded.is_here:
-                showing = self._shown.pop(task)
-                outcome.previews[task] = ShownPreview(showing.num_steps, showing.decoded.picture(showing.place))
+            if task.ends_step and task in self._previews and self._previews[task].decoded.is_here:
+                preview = self._previews.pop(task)
+                outcome.previews[task] = StepPreview(preview.num_steps, preview.decoded.picture(preview.index))
 
     def try_once(self, latents: Tensor) -> None:
-        """Decode ``latents`` (C, h, w) and throw the picture away."""
+        """Decode ``latents`` (C, h, w) and discard the image."""
         self.pictures(latents[None]).picture(0)
 
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
@@ -140,8 +143,10 @@ class PictureDecoder:
         try:
             latents = self._caller.with_room(lambda: torch.stack([self._latents(task) for task in tasks]))
             decoded = self.pictures(latents)
-            for place, task in enumerate(tasks):
-                self._going[task] = Decoding(started_s, decoded, place, latents, self._wanted(task, latents, place))
+            for index, task in enumerate(tasks):
+                self._decoding[task] = Decoding(
+                    started_s, decoded, index, latents, self._fetch_latents(task, latents, index)
+                )
         except Exception as error:
             reason = failure_of(error, "painting this image")
             without_frames(error)
@@ -152,36 +157,38 @@ class PictureDecoder:
             for task in tasks:
                 self._begin([task], outcome)
 
-    def _tell(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
+    def _collect(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
         for task in tasks:
-            going = self._going.get(task)
-            if going is not None and (may_wait or going.decoded.is_here):
-                del self._going[task]
-                self._end(task, going, outcome)
+            decoding = self._decoding.get(task)
+            if decoding is not None and (may_wait or decoding.decoded.is_here):
+                del self._decoding[task]
+                self._end(task, decoding, outcome)
 
-    def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
+    def _end(self, task: ImageTask, decoding: Decoding, outcome: TickOutcome) -> None:
         try:
-            outcome.pictures[task] = self._caller.with_room(lambda: going.decoded.picture(going.place))
-            latents = None if going.latents is None else going.latents.read().numpy()
-            if latents is not None and self._tells(task):
+            outcome.pictures[task] = self._caller.with_room(lambda: decoding.decoded.picture(decoding.index))
+            latents = None if decoding.latents is None else decoding.latents.read().numpy()
+            if latents is not None and self._wants_latents(task):
                 outcome.latents[task] = latents
-            if latents is not None and task.held.embedding is not None and not task.is_interrupted:
-                self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.held.embedding, latents))
+            if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
+                self.cache.put(
+                    kin_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
+                )
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
-        outcome.decode_s[task] = self.clock() - going.started_s
+        outcome.decode_s[task] = self.clock() - decoding.started_s
 
-    def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
-        """Finished latents for who asked for them, or for whoever asks for something similar."""
-        is_wanted = task.live.request.return_latents or task.held.embedding is not None
-        return self._caller.with_room(lambda: fetch(latents[place])) if is_wanted else None
+    def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
+        """Fetch the finished latents for the request or for the latent cache, if either wants them."""
+        is_wanted = task.live.request.return_latents or task.loaded_state.embedding is not None
+        return self._caller.with_room(lambda: fetch(latents[index])) if is_wanted else None
 
-    def _tells(self, task: ImageTask) -> bool:
+    def _wants_latents(self, task: ImageTask) -> bool:
         return task.live.request.return_latents
 
     def _latents(self, task: ImageTask) -> Tensor:
-        assert task.lane is not None
-        return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
+        assert task.slot is not None
+        return task.table.out_scale * self.pool.latent(task.loaded_state.shape, task.slot)
 
     def _plan(self, num_images: int, height: int, width: int) -> DecodePlan:
         num_images = 1 if self.is_alone else num_images
@@ -195,9 +202,10 @@ class PictureDecoder:
             return self.model.vae.decode_later(latents, plan.tile_share)
 
     def pictures(self, latents: Tensor) -> Decoded:
-        """Decode ``latents`` (B, C, h, w) as planned, again after freeing memory, and at last in smaller tiles.
+        """Decode ``latents`` (B, C, h, w); without memory, retry after freeing some, and then in tiles.
 
-        Raises ``torch.OutOfMemoryError`` when several images do not fit; each alone may.
+        Raises:
+            torch.OutOfMemoryError: Several images do not fit together; each alone may.
         """
         try:
             return self._caller.with_room(lambda: self._start(latents))
@@ -211,15 +219,15 @@ class PictureDecoder:
             return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))
 
 
-class LatentTeller(PictureDecoder):
-    """Tells finished latents, which somebody else decodes; in place of a picture there is a single grey pixel."""
+class LatentReader(ImageDecoder):
+    """Delivers finished latents for another process to decode, with a single gray pixel as the image."""
 
     def pictures(self, latents: Tensor) -> Decoded:
-        """As many pixels as there are ``latents``."""
-        return Decoded.of(torch.full((len(latents), 1, 1, 3), GREY, dtype=torch.uint8))
+        """Return a gray pixel for each of ``latents``."""
+        return Decoded.of(torch.full((len(latents), 1, 1, 3), GRAY, dtype=torch.uint8))
 
-    def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
-        return self._caller.with_room(lambda: fetch(latents[place]))
+    def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
+        return self._caller.with_room(lambda: fetch(latents[index]))
 
-    def _tells(self, task: ImageTask) -> bool:
+    def _wants_latents(self, task: ImageTask) -> bool:
         return True

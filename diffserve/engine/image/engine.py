@@ -1,4 +1,4 @@
-"""Pictures: ``Engine``, what a tick of them is, and its public face."""
+"""Engine: generates images of one model, in mixed batches of many requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.scoring import CheckerScorer, PictureScores, refuse_best_of
+from diffserve.engine.image.scoring import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
 from diffserve.engine.records import TickBudget, shares
 from diffserve.runtime import DiffusionModel, load_model
@@ -47,14 +47,20 @@ BATCH_WAIT_S = 1e-3
 
 
 class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
-    """Paints requests in mixed batches. Safe to call from any thread; nothing runs unless somebody ticks.
+    """Generates images in mixed batches; all methods are thread-safe, and work happens only in :meth:`tick`.
 
-    ``generate`` and ``stream`` tick in the calling thread. A server calls :meth:`submit`, :meth:`cancel` and, in a
-    loop, :meth:`tick`. Every event is delivered exactly once: to the ``generate`` or ``stream`` that submitted the
-    request, else by the next :meth:`tick`.
+    ``generate`` and ``stream`` call :meth:`tick` in the calling thread. A server calls :meth:`submit`, :meth:`cancel`
+    and, in a loop, :meth:`tick`. Every event is delivered exactly once: to the ``generate`` or ``stream`` that
+    submitted the request, else by the next :meth:`tick`.
 
-    ``pool``: a page pool that other tenants use too, in the thread that ticks; its pages must suit ``image_specs``.
-    Without one the engine makes its own, of ``config.kv_pool_bytes``. ``clock``: in seconds.
+    Args:
+        model: The loaded model.
+        config: How to batch.
+        profile: Defaults of requests.
+        pool: A page pool shared with other tenants of the same thread, with pages that suit ``image_specs``. Without
+            one, the engine makes its own pool of ``config.kv_pool_bytes``.
+        clock: In seconds.
+        trace_ticks: Number of ticks to remember for inspection.
     """
 
     doing = "painting this image"
@@ -76,7 +82,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         super().__init__(self.config.max_waiting, clock, trace_ticks)
         defaults = None if profile is None else profile.diffusion
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
-        scores = PictureScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
+        scores = ImageScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
         self._admission = ImageAdmission(
             model.info,
             model.schedule,
@@ -92,7 +98,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         self.scheduler: RequestScheduler = RequestScheduler(
             self.config, model.info, self.runners, scores, self._digests
         )
-        self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
+        self._num_postponed = 0  # images that the latest tick could not prepare for lack of pages
         self._interrupted: dict[str, None] = {}  # guarded by the lock
         self._counts = Counter[str]()
         self._steps = StepTally()
@@ -109,11 +115,19 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         config: EngineConfig | None = None,
         profile: ModelProfile | None = None,
     ) -> Engine:
-        """Load "embedded", "embedded-turbo" (distilled from it), a diffusers directory or a single safetensors file,
-        and put an engine on it.
+        """Load a model and return an engine for it.
 
-        ``profile`` gives the defaults, ``config`` says how to batch; where both are left out, the built-in file that
-        fits the model gives them. Raises ModelNotFound, ModelLoadError or ConfigError.
+        Args:
+            model: "embedded", "embedded-turbo" (distilled from it), a diffusers directory or a safetensors file.
+            dtype: Precision of the weights.
+            device: Device of the model.
+            config: How to batch; by default from the built-in settings of the model.
+            profile: Defaults of requests; by default from the same settings.
+
+        Raises:
+            ModelNotFound: There is no such model.
+            ModelLoadError: Its files cannot be loaded.
+            ConfigError: A setting does not fit the model.
         """
         if profile is None:
             settings = load_settings(model=str(model), env={})
@@ -124,16 +138,14 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         loaded = load(model, profile=profile, cache=cache)
         return cls(loaded, config, profile=profile)
 
-    # What it is ---------------------------------------------------------------------------------------------------
-
     @property
     def info(self) -> ModelInfo:
-        """What the model can do and where it runs."""
+        """Description of the model and its device."""
         return self.model.info
 
     @property
     def unet_paths(self) -> tuple[UNetPath, ...]:
-        """How UNet calls are made, for each shape seen so far; empty while shapes are measured instead of chosen."""
+        """The implementation of UNet calls chosen for each shape so far; empty if shapes are measured instead."""
         return self.runners.groups.unet_paths
 
     @property
@@ -143,28 +155,28 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether an image's bytes are independent of its neighbours."""
+        """Whether an image's bytes are independent of the rest of the batch."""
         return self.runners.groups.is_deterministic
 
     @property
     def tolerance(self) -> float:
-        """By how much a latent may differ from its solo run: 0 when deterministic, else rounding (fp32; 16 bits)."""
+        """Largest difference of a latent from its run alone: 0 if deterministic, else rounding of fp32 or 16 bits."""
         if self.is_deterministic:
             return 0.0
         return 1e-3 if self.info.dtype == "float32" else 5e-2
 
     @property
     def buckets(self) -> dict[GroupKey, tuple[int, ...]]:
-        """The UNet batch sizes in use for each group seen so far."""
+        """UNet batch sizes in use for each group so far."""
         return self.runners.groups.describe()
 
     @property
     def num_threads(self) -> int:
-        """Threads that UNet calls run on now, where several numbers may be tried (``config.threads``)."""
+        """Threads that UNet calls currently run on (see ``config.threads``)."""
         return self.runners.groups.threads.choice.current
 
     def stats(self) -> ImageStats:
-        """Counters for the metrics; requests that no tick has seen yet are waiting too."""
+        """Return counters for the metrics; requests in the inbox count as waiting."""
         with self._ticking, self._lock:
             waiting = sum(not live.has_started for live in self.scheduler.live.values())
             return ImageStats(
@@ -177,72 +189,72 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
                 busy_s=self._busy_s,
                 results=self.scheduler.results.stats,
                 latents=self.runners.kept.stats,
-                num_lanes=self.scheduler.lanes.num_lanes,
+                num_lanes=self.scheduler.slots.num_slots,
                 num_loras=self.runners.loras.num_kept,
                 lora_bytes=self.runners.loras.num_bytes,
                 steps=self._steps.stats,
             )
 
     def check_integrity(self) -> None:
-        """No lane, image or page is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        """Raise ``AssertionError`` or ``PoolIntegrityError`` if a slot, an image or a page is lost."""
         with self._ticking:
             self.scheduler.check_integrity()
             self.runners.check_integrity(self.scheduler.in_flight)
 
     @property
     def waits_for_pages(self) -> bool:
-        """Whether an image would have been let in by the latest tick, had there been pages."""
+        """Whether the latest tick could not prepare an image for lack of pages."""
         return self._num_postponed > 0 and self.scheduler.has_work
 
     @property
     def pool(self) -> PagePool | None:
-        """Where the pages of prompts are; ``None`` where the UNet uses none."""
+        """The page pool of prompts; ``None`` if the UNet uses no pages."""
         return self.runners.conditioner.pool
 
     @property
     def page_stats(self) -> PoolStats | None:
-        """Pages and prefix hits by tenant; ``None`` where the UNet uses none."""
+        """Pages and prefix hits by tenant; ``None`` if the UNet uses no pages."""
         with self._ticking:
             return None if self.pool is None else self.pool.stats()
 
     @property
     def most_pixels(self) -> int:
-        """Pixels of the largest picture among the requests that are live, 0 when there is none."""
+        """Pixels of the largest image among the live requests, 0 if there is none."""
         live = (*self._inbox.copy().values(), *self.scheduler.live.copy().values())
-        return max((one.settings.width_px * one.settings.height_px for one in live), default=0)
+        return max((each.settings.width_px * each.settings.height_px for each in live), default=0)
 
     def close(self, kept: Collection[str] = ()) -> None:
-        """Give up what others hold for an engine that nobody will ask again: its tenants' pages, but for those in
-        ``kept``, and a compiler's process.
-        """
+        """Release the pages of the engine's tenants, except for those in ``kept``, and end its compiler process."""
         with self._ticking:
             self.runners.close(kept)
 
-    # The verbs ----------------------------------------------------------------------------------------------------
-
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
-        """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
+        """Generate images and return them in the order of requests and image indices.
 
-        A size that the model does not paint is painted at the nearest that it does well, and resized.
+        A list may be longer than ``max_waiting``. A size that the model does not support is generated at the nearest
+        good size and resized. If some images of a request fail, the others are returned.
 
-        Raises what :meth:`submit` raises (but QueueFull), and for a request that gave no image DeadlineExceeded,
-        NumericalError, InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
+        Raises:
+            DeadlineExceeded: A request has no image before its deadline.
+            NumericalError: The latents of all images of a request are not finite.
+            InvalidRequest: A field of a request is invalid.
+            DiffserveError: A request failed for another reason; also what :meth:`submit` raises, except QueueFull.
         """
         if isinstance(request, str):
             request = GenerationRequest(prompt=request)
         requests = [request] if isinstance(request, GenerationRequest) else list(request)
-        sized = [Sized.of(one, self.info) for one in requests]
-        histories = self._answer([one.request for one in sized])
+        sized = [Sized.of(each, self.info) for each in requests]
+        histories = self._answer([each.request for each in sized])
         for history in histories:
             raise_if_failed(history[-1])
         results: list[ImageResult] = []
-        for one, history in zip(sized, histories, strict=True):
-            painted = [event.result for event in map(one.deliver, history) if isinstance(event, Painted)]
+        for each, history in zip(sized, histories, strict=True):
+            painted = [event.result for event in map(each.deliver, history) if isinstance(event, Painted)]
             results += sorted(painted, key=lambda result: result.image_index)
         return results
 
     def stream(self, request: str | GenerationRequest) -> Iterator[Event]:
-        """Paint and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
+        """Yield the events of a request up to its terminal one; closing the iterator cancels the request."""
         if isinstance(request, str):
             request = GenerationRequest(prompt=request)
         sized = Sized.of(request, self.info)
@@ -253,14 +265,14 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             events.close()
 
     def submit_late(self, request: GenerationRequest, waited_s: float) -> None:
-        """``submit`` what has waited elsewhere for so long: its times and its deadline count from then."""
+        """Submit a request that arrived ``waited_s`` ago; its times and its deadline count from then."""
         with self._lock:
             self._inbox[self.submit(request)].submitted_s -= waited_s
 
     def interrupt(self, request_id: str) -> bool:
-        """End a request at its next step with unfinished pictures. False when it is not live.
+        """End a request at its next step with unfinished images, and return whether it is live.
 
-        A request without any picture to come is cancelled.
+        A request whose images have not started is cancelled.
         """
         with self._lock:
             if self._inbox.pop(request_id, None) is not None:
@@ -272,22 +284,21 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             return True
 
     def warm_up(self) -> None:
-        """Know the buckets of the native size and touch every network, so that the first request pays for neither."""
+        """Measure the native size and run every network once, so that the first request is not slowed."""
         with self._ticking:
             self.runners.warm_up(self.info.good_sizes)
 
     def study(self, has_arrived: Callable[[], bool] | None = None) -> bool:
-        """Use an idle moment for one UNet call that measures a shape; False where there is nothing to measure.
+        """Make one UNet call that measures a shape, and return whether there was anything to measure.
 
-        ``has_arrived``: the call is given up as soon as this returns true.
+        Args:
+            has_arrived: The call is abandoned as soon as this returns true.
         """
         with self._ticking:
             return self.runners.study(has_arrived=has_arrived)
 
-    # Below the counter --------------------------------------------------------------------------------------------
-
     def admitted(self, request: GenerationRequest) -> LiveRequest:
-        """``request`` checked and resolved, for whoever does a part of it elsewhere. Raises InvalidRequest."""
+        """Return ``request`` validated and resolved, for a caller that runs a stage of it in another process."""
         return self._admit(request)
 
     def _admit(self, request: GenerationRequest) -> LiveRequest:
@@ -308,8 +319,8 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
 
     def _is_ready(self, live: LiveRequest) -> bool:
-        """Adapters and ControlNets are read beside the ticks; what goes wrong is told when the image is prepared."""
-        if all(one is None or one.done() for one in (live.reading, live.mapping)):
+        """Return whether adapters and ControlNets are read; errors of reading are raised in preparation."""
+        if all(job is None or job.done() for job in (live.reading, live.mapping)):
             return True
         return self.clock() - live.submitted_s >= (live.request.deadline_s or math.inf)
 
@@ -325,7 +336,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         )
 
     def _check_deadline(self, live: LiveRequest) -> None:
-        """Note when ``live`` would be done. Raises DeadlineUnreachable where that is too late."""
+        """Set the forecast of ``live``; raise ``DeadlineUnreachable`` if that is after its deadline."""
         is_free = live.request.deadline_s is None or not live.request.refuses_late
         deadline_s = math.inf if is_free else live.request.deadline_s or 0.0
         live.seconds_left = self.scheduler.seconds_left(live, self._inbox.values(), self.clock())
@@ -334,7 +345,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         raise DeadlineUnreachable.of(deadline_s, live.seconds_left or 0.0, self.scheduler.least_s(live))
 
     def _seconds_left(self) -> float:
-        """Seconds that everything accepted will take at the recent pace, at least one; one where no pace is known."""
+        """Return the seconds that all live requests take at the recent pace, at least one."""
         return max(1.0, self._pace.seconds(self.scheduler.cost_left) or 1.0)
 
     def _plan(self, budget: TickBudget) -> TickPlan:
@@ -344,7 +355,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             for request_id in interrupted:
                 self._deliver(self.scheduler.interrupt(request_id))
         plan = self.scheduler.plan(self.clock())
-        # for a batch of equals that is not full, pictures' scores, or adapters
+        # waits for a fuller batch, for scores, or for adapters
         if (self.scheduler.waits or self._inbox) and not plan.tasks:
             time.sleep(BATCH_WAIT_S)
         return plan
@@ -352,7 +363,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
         self._num_postponed = len(outcome.postponed)
         charged_s = self._charge(plan, outcome, started_s)
-        events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.moved_up(self.clock())
+        events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.position_events(self.clock())
         self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s, charged_s)
         self._pace.did(plan.cost)
@@ -362,13 +373,13 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         return events
 
     def _study(self, plan: TickPlan) -> None:
-        """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
+        """Measure the group of ``plan`` for an eighth of the time, while its images wait for each other."""
         if plan.group is None:
             return
-        own = (plan.group, plan.group._replace(is_shallow=True))
+        uncontrolled = (plan.group, plan.group._replace(is_shallow=True))
         controlled = (control_groups(task, plan.group) for task in plan.rows if task.state is not None)
-        wanted = filter(self.runners.is_wanted, (*own, *itertools.chain.from_iterable(controlled)))
-        group = next(wanted, None)
+        unmeasured = filter(self.runners.is_wanted, (*uncontrolled, *itertools.chain.from_iterable(controlled)))
+        group = next(unmeasured, None)
         if group is None:
             return
         if sum(task.group == plan.group for task in self.scheduler.in_flight) <= len(plan.rows):
@@ -380,9 +391,10 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             self._study_credit_s -= self.clock() - started_s
 
     def _charge(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> float:
-        """Share out the seconds of this tick so far, and what the one before took after its images were told.
+        """Divide the seconds of this tick, and the rest of the tick before it, among the images.
 
-        Of each call to its rows, before the calls to who was prepared, after them to who is decoded.
+        The time of a call goes to its rows, the time before the calls to the prepared images, and the time after them
+        to the decoded ones.
         """
         if not plan.tasks:
             return 0.0

@@ -1,10 +1,8 @@
-"""The semantic cache: a picture begins from the latents of one that was painted for a similar prompt.
+"""Latent cache: an image starts from the finished latents of a similar prompt and skips its first steps (no torch).
 
-Similar is what the text encoder says: the cosine between two prompts' embeddings. What is kept is the finished latent,
-without noise; whoever begins from it adds fresh noise of its own seed, as image-to-image does (SDEdit, Meng et al.
-2022), and so may come with another sampler and another seed. How many steps that leaves out grows with the similarity.
-(Approximate caching: Agarwal et al., "Approximate Caching for Efficiently Serving Text-to-Image Diffusion Models",
-NSDI 2024, who keep noisy latents of one sampler instead.) No torch.
+Similarity is the cosine of prompt embeddings. Cached latents have no noise; the new image adds its own, as in SDEdit
+(Meng et al. 2022), so sampler and seed may differ. Compare Agarwal et al., "Approximate Caching for Efficiently Serving
+Text-to-Image Diffusion Models", NSDI 2024, who cache noisy latents of one sampler.
 """
 
 from __future__ import annotations
@@ -20,43 +18,44 @@ from numpy.typing import NDArray
 from diffserve.api.engine_stats import CacheStats
 
 SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
-"""Shares of the steps that may be left out."""
+"""Fractions of the steps that may be skipped."""
 
 DIGITS: Final = 4
-"""Of a similarity: a product of long vectors rounds as it likes, and a prompt is as similar as 1 to itself."""
+"""Decimal digits of a similarity, so that rounding does not keep a prompt from being equal to itself."""
 
 Embedding = NDArray[np.float32]
 Latents = NDArray[np.float32]
 
 
-class KeptLatents(NamedTuple):
-    """A finished picture's latents (C, h, w) and the embedding (D,) of its prompt, of length 1."""
+class CachedLatents(NamedTuple):
+    """Latents (C, h, w) of a finished image and the normalized embedding (D,) of its prompt."""
 
     embedding: Embedding
     latents: Latents
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, with the row of a matrix that the embedding is looked up in."""
+        """Memory of both, including the row of the embedding in the lookup matrix."""
         return 2 * self.embedding.nbytes + self.latents.nbytes
 
 
 class Similar(NamedTuple):
-    """What is nearest: its similarity to what was asked for, and its latents (C, h, w)."""
+    """The nearest cached latents (C, h, w) and their similarity to the query."""
 
     similarity: float
     latents: Latents
 
 
 class LatentCache:
-    """At most ``max_bytes`` of latents and embeddings in memory; those go first that served nobody the longest.
+    """A least-recently-used cache of latents and embeddings of at most ``max_bytes``.
 
-    Latents are told apart by ``kin``, all that must be equal beside the prompt, and by their prompt: the first picture
-    of a prompt stays until it is dropped, so what a request finds depends on what was painted, not on who reads it.
-    Of texts, which may be long, only digests are kept.
+    Entries are keyed by ``kin``, everything that must be equal besides the prompt, and by the prompt; texts are stored
+    as digests. The first image of a prompt stays until it is evicted.
 
-    num_hits, num_misses  requests that found some as similar as they asked for, or not
-    num_evicted           latents that were dropped
+    Attributes:
+        num_hits: Requests for which similar latents were cached.
+        num_misses: Requests that did not.
+        num_evicted: Latents that were dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -65,33 +64,31 @@ class LatentCache:
         self.num_hits = 0
         self.num_misses = 0
         self.num_evicted = 0
-        self._kept: OrderedDict[tuple[bytes, bytes], KeptLatents] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes, bytes], CachedLatents] = OrderedDict()
         self._embeddings: dict[bytes, _Embeddings] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def put(self, kin: Hashable, prompt: str, kept: KeptLatents) -> None:
-        """Keep the latents of ``prompt``; those that take more than all there is room for are not."""
-        self._put(_digest(kin), _digest(prompt), kept)
+    def put(self, kin: Hashable, prompt: str, entry: CachedLatents) -> None:
+        """Cache the latents of ``prompt``, unless they are larger than the cache."""
+        self._put(_digest(kin), _digest(prompt), entry)
 
     def copy_to(self, other: LatentCache) -> None:
-        """Put all that is kept here into ``other``, the longest unused first."""
-        for (kin, prompt), kept in self._kept.items():
-            other._put(kin, prompt, kept)
+        """Put all entries into ``other``, the least recently used first."""
+        for (kin, prompt), entry in self._entries.items():
+            other._put(kin, prompt, entry)
 
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
-        """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
-        ``threshold``.
-        """
-        found = self._nearest(_digest(kin), embedding, threshold)
-        self.num_hits += found is not None
-        self.num_misses += found is None
-        return found
+        """Return the most similar latents of ``kin``, the oldest of equal ones, or ``None`` below ``threshold``."""
+        similar = self._nearest(_digest(kin), embedding, threshold)
+        self.num_hits += similar is not None
+        self.num_misses += similar is None
+        return similar
 
     @property
     def stats(self) -> CacheStats:
-        """For the metrics."""
+        """Counters for the metrics."""
         return CacheStats(
             num_hits=self.num_hits,
             num_misses=self.num_misses,
@@ -106,17 +103,17 @@ class LatentCache:
         similarity = min(1.0, round(cosine, DIGITS))
         if prompt is None or similarity < threshold:
             return None
-        self._kept.move_to_end((name, prompt))
-        return Similar(similarity, self._kept[name, prompt].latents)
+        self._entries.move_to_end((name, prompt))
+        return Similar(similarity, self._entries[name, prompt].latents)
 
-    def _put(self, kin: bytes, prompt: bytes, kept: KeptLatents) -> None:
-        if kept.num_bytes > self.max_bytes or (kin, prompt) in self._kept:
+    def _put(self, kin: bytes, prompt: bytes, entry: CachedLatents) -> None:
+        if entry.num_bytes > self.max_bytes or (kin, prompt) in self._entries:
             return
-        self._kept[kin, prompt] = kept
-        self._embeddings.setdefault(kin, _Embeddings(len(kept.embedding))).add(prompt, kept.embedding)
-        self.num_bytes += kept.num_bytes
+        self._entries[kin, prompt] = entry
+        self._embeddings.setdefault(kin, _Embeddings(len(entry.embedding))).add(prompt, entry.embedding)
+        self.num_bytes += entry.num_bytes
         while self.num_bytes > self.max_bytes:
-            (old_kin, old_prompt), dropped = self._kept.popitem(last=False)
+            (old_kin, old_prompt), dropped = self._entries.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
             self.num_evicted += 1
             self._embeddings[old_kin].drop(old_prompt)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from diffserve.api.micro_conditioning import PLAIN
 from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import Picture
-from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.batch import LatentPool
 from diffserve.engine.image.latent_cache import LatentCache, skip_of
 from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preparer:
-    """Encodes what a request brings and opens its lane.
+    """Encodes what a request brings and opens its slot.
 
     Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
@@ -45,7 +45,7 @@ class Preparer:
         self,
         model: DiffusionModel,
         conditioner: Conditioner,
-        pool: LanePool,
+        pool: LatentPool,
         kept: LatentCache,
         loras: LoRAStore,
         controlnets: ControlNetStore,
@@ -88,7 +88,7 @@ class Preparer:
                 text.handed = {name: to_tensor(value, text.device) for name, value in values.items()}
 
     def prepare(self, task: ImageTask) -> GroupKey:
-        """Encode, draw, open the lane; returns the group whose UNet calls the image can join first.
+        """Encode, draw, open the slot; returns the group whose UNet calls the image can join first.
 
         Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
         """
@@ -175,7 +175,7 @@ class Preparer:
         return request.prompt, request.negative_prompt if task.settings.guided.any() else None
 
     def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
-        """The state, its start latent drawn and in its lane."""
+        """The state, its start latent drawn and in its slot."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
@@ -198,8 +198,8 @@ class Preparer:
                 start = task.table.init_scale * noise
             else:
                 start = similar.to(self.model.device) + float(task.table.sigma[0]) * noise
-        assert task.lane is not None
-        self.pool.open(task.lane, start)
+        assert task.slot is not None
+        self.pool.open(task.slot, start)
         return state
 
     def _similar(self, task: ImageTask, state: ImageState) -> Tensor | None:

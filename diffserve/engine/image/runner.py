@@ -1,4 +1,4 @@
-"""One tick's work on the tensors: newcomers are prepared, the mixed batch advances, pictures are decoded."""
+"""ImageRunner: runs the plan of a tick on the tensors: prepares newcomers, advances the batch, decodes images."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.base_engine import failure_of
-from diffserve.engine.image.batch import ImageBatch, LanePool
+from diffserve.engine.image.batch import ImageBatch, LatentPool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.compiled_groups import is_deterministic
-from diffserve.engine.image.decoder import LatentTeller, PictureDecoder
+from diffserve.engine.image.decoder import ImageDecoder, LatentReader
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
@@ -40,13 +40,13 @@ from schedulers.update import advance, guide, renoise, rescale_guided
 
 SHAPES_KEPT = 8
 LEAST_ROWS = 2
-"""A guided image needs two rows in one tick, in one call or in two."""
+"""A guided image needs two rows in one tick, in one call or two."""
 
 logger = logging.getLogger(__name__)
 
 
 class Expert(NamedTuple):
-    """A UNet, and all that its calls take."""
+    """A UNet (the base or the refiner) and the objects that make its calls."""
 
     conditioner: Conditioner
     room: Room
@@ -62,22 +62,26 @@ class Expert(NamedTuple):
         clock: Callable[[], float],
         pages: PagePool | None,
         threads: Threads,
-        beside: Expert | None = None,
+        refiner: Expert | None = None,
         planned_bytes: int = 0,
     ) -> Expert:
-        """That of ``model``; ``beside``: of its refiner, which is there already; ``planned_bytes``: see ``Room``."""
+        """Build the expert of ``model``; ``refiner`` is the refiner's, and ``planned_bytes`` is as in ``Room``."""
         conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
         room = Room(model, config, most_rows(model, config), clock, planned_bytes)
         groups = Groups(model, config, conditioner, room, threads, clock)
         caps = RowCaps(clock, room.rows)
-        others = None if beside is None else beside.caller
-        return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, others))
+        refiner_caller = None if refiner is None else refiner.caller
+        return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, refiner_caller))
 
 
 class ImageRunner:
-    """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake.
+    """Runs plans and reports failures for the images they belong to, without raising for a single image.
 
-    pages: a page pool that others use too; where there is none, one is made if ``config`` asks for it
+    Args:
+        model: The loaded model.
+        config: The configuration.
+        clock: In seconds.
+        pages: A shared page pool; without one, a pool is made if ``config`` asks for it.
     """
 
     def __init__(
@@ -92,8 +96,8 @@ class ImageRunner:
             _store_weights(each, config)
         self.model = model
         self.clock = clock
-        self.pool = LanePool(model.device)
-        self._num_lanes = config.max_lanes
+        self.pool = LatentPool(model.device)
+        self._num_slots = config.max_lanes
         self.controlnets = ControlNetStore(model, config.controlnet_bytes)
         self.refiner: Expert | None = None
         if model.refiner is not None:
@@ -114,8 +118,8 @@ class ImageRunner:
         self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
         if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
             model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))
-        made = LatentTeller if config.stage == "denoise" else PictureDecoder
-        self.decoder = made(
+        decoder_class = LatentReader if config.stage == "denoise" else ImageDecoder
+        self.decoder = decoder_class(
             model,
             self.pool,
             clock,
@@ -127,14 +131,14 @@ class ImageRunner:
         )
 
     def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
-        """Rows that a tick of ``group`` may hold; see ``TickCosts``."""
+        """Return the rows that a tick of ``group`` may hold; see ``TickCosts``."""
         expert, group = self._expert(group)
         return min(expert.groups.row_cap(group, may_probe=may_probe), max(LEAST_ROWS, expert.caps.cap(group)))
 
     def check_room(
         self, width_px: int, height_px: int, is_encoded: bool, is_controlled: bool = False, is_refined: bool = False
     ) -> None:
-        """InvalidRequest for a picture that the memory can never hold; ``is_encoded``: it begins with a picture."""
+        """Raise ``InvalidRequest`` for an image that can never fit; ``is_encoded`` if it starts from an image."""
         for expert in self._experts[: 1 + is_refined] if self._paints else ():
             least_rows, is_base = expert.groups.least_rows(width_px, height_px), expert is self._experts[0]
             expert.room.check(
@@ -142,23 +146,23 @@ class ImageRunner:
             )
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
-        """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
+        """Return the seconds that ``num_rows`` rows of ``group`` take, estimated if it is not measured."""
         expert, group = self._expert(group)
         return expert.groups.call_s(group, num_rows)
 
     def is_wanted(self, group: GroupKey) -> bool:
-        """Whether ``group`` is still to be measured."""
+        """Return whether ``group`` is still to be measured."""
         expert, group = self._expert(group)
         return expert.groups.is_wanted(group)
 
     def _expert(self, group: GroupKey) -> tuple[Expert, GroupKey]:
-        """Whose calls those of ``group`` are, and what it is called there: each knows only of itself."""
+        """Return the expert that makes the calls of ``group``, and the group as that expert names it."""
         expert = self._experts[group.is_refined]
         return expert, group._replace(is_refined=False)
 
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None, has_arrived: Callable[[], bool] | None = None) -> bool:
-        """Make one call for what is still to be measured; False where there is nothing. See ``Groups.study``."""
+        """Make one measuring call and return whether there was one to make; see ``Groups.study``."""
         if group is not None:
             expert, group = self._expert(group)
             return expert.groups.study(group)
@@ -175,44 +179,43 @@ class ImageRunner:
             return False
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
-        """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
+        """Drop tensors stacked for images that are gone, and unused shapes beyond ``SHAPES_KEPT``."""
         for expert in self._experts:
             expert.caller.trim()
         self.decoder.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
-            self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
+            self.pool.keep_only(task.loaded_state.shape for task in in_flight if task.state is not None)
 
     def close(self, kept: Collection[str]) -> None:
-        """See ``Engine.close``."""
+        """Release pages and the compiler process; see ``Engine.close``."""
         self.groups.compiled.close()
         for tenant in set(self.conditioner.tenants) - set(kept):
             assert self.conditioner.pool is not None
             self.conditioner.pool.retire(tenant)
 
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
-        """Raises when a page is lost, or held for other images than those ``in_flight``."""
+        """Raise if a page is lost, or held for other images than those ``in_flight``."""
         held = [task for task in in_flight if task.state is not None]
         num_switched = sum(task.group is not None and task.group.is_refined for task in held)
         self.conditioner.check_integrity(len(held) - num_switched)
         if self.refiner is not None:
-            num_ready = sum(task.held.refined is not None for task in held)
+            num_ready = sum(task.loaded_state.refined is not None for task in held)
             self.refiner.conditioner.check_integrity(num_switched + num_ready)
 
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
-        """Where most images of this size are painted."""
+        """Return the group of most images of this size: prompts of one window."""
         return GroupKey(height_px, width_px, self.model.text.window_tokens)
 
     @property
     def _paints(self) -> bool:
-        """Whether the UNet is here (see ``engine.stages``)."""
+        """Whether this process has the UNet (see ``engine.stages``)."""
         return not self.model.unet.is_hollow
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
+        """Measure the group of short prompts at the first of ``sizes`` (width, height), and queue the others.
 
-        Encodes a text and decodes a latent once, has room for all lanes of that size, and finds out on how many threads
-        to begin.
+        Also encodes a text, decodes a latent, reserves all slots of that size, and chooses the number of threads.
         """
         if self.model.text.handed is None:
             self._read_a_text(*sizes[0])
@@ -249,11 +252,11 @@ class ImageRunner:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
-        self.pool.reserve((info.latent_channels, *cells), self._num_lanes)
+        self.pool.reserve((info.latent_channels, *cells), self._num_slots)
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
-        """Do what ``plan`` says."""
+        """Run ``plan``."""
         outcome = TickOutcome()
         started_s = self.clock()
         with self._preparer.together(plan.prepare):
@@ -267,8 +270,9 @@ class ImageRunner:
         return outcome
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
-        """Prepare a newcomer, ``together_s`` having gone into all of them. Once one has to wait for pages, those behind
-        it wait too: nobody overtakes by size.
+        """Prepare a newcomer, or postpone it if an earlier one lacked pages: small images do not overtake large ones.
+
+        ``together_s`` is the time that preparing all newcomers together has taken.
         """
         if outcome.postponed:
             outcome.postponed.append(task)
@@ -276,7 +280,7 @@ class ImageRunner:
         started_s = self.clock()
         try:
             group = self.caller.with_room(lambda: self._preparer.prepare(task))
-            # the network's own calls
+            # rows that neither a refiner nor ControlNets compute
             is_own = not (group.is_refined or task.settings.controlnets)
             if is_own and task.settings.full.all():
                 group = self.groups.best(group)
@@ -291,11 +295,9 @@ class ImageRunner:
             outcome.failures[task] = failure_of(error, "painting this image")
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
-        """Advance all rows of ``plan`` together, those with ControlNets after the others, then shallow ones; where
-        there is no memory for that, in halves.
-        """
+        """Advance the rows of ``plan`` group by group, and in halves where memory runs out."""
         outcome.rows_started_s = self.clock()
-        outcome.named = {(task.live.request_id, task.image_index): task for task in plan.rows}
+        outcome.task_of_row = {(task.live.request_id, task.image_index): task for task in plan.rows}
         groups = sorted({task.group_now for task in plan.rows})
         pending = [tuple(task for task in plan.rows if task.group_now == group) for group in groups]
         has_eased = False
@@ -317,9 +319,7 @@ class ImageRunner:
         outcome.rows_ended_s = self.clock()
 
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
-        """One step of ``tasks``, all full or all shallow: of everyone, or, where memory runs out, of none, their draws
-        taken back.
-        """
+        """Advance ``tasks``, all full or all shallow, by one step; if memory runs out, all are left as they were."""
         expert, group = self._expert(tasks[0].group_now)
         with expert.groups.beside_calls(group):
             batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
@@ -327,8 +327,8 @@ class ImageRunner:
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
-            known = latest if finite.is_here else task.held.health
-            task.held.health = latest
+            known = latest if finite.is_here else task.loaded_state.health
+            task.loaded_state.health = latest
             if known is not None and not known.is_finite:
                 outcome.failures.setdefault(task, not_finite(task, known.step_index))
         self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
@@ -336,29 +336,34 @@ class ImageRunner:
     def _step(
         self, expert: Expert, group: GroupKey, tasks: Sequence[ImageTask], outcome: TickOutcome
     ) -> tuple[ImageBatch, Tensor, Fetched, dict[int, Exception]]:
-        """The rows of ``tasks`` after a step, in their lanes again: (their batch, what they were denoised to, whether
-        each is finite, what went wrong by row). OutOfMemoryError: they are as before.
+        """Compute a step of ``tasks`` and write it to their slots.
+
+        Returns:
+            The batch, the denoised estimates (B, C, h, w), whether each image is finite, and errors by row.
+
+        Raises:
+            torch.OutOfMemoryError: The slots and noise streams are as before.
         """
         batch = ImageBatch.gather(tasks, self.pool)
-        draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
+        draws = [(task.loaded_state, task.loaded_state.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
-                    task.held.features.clear()
+                    task.loaded_state.features.clear()
             output, errors = expert.caller.predict(batch, group, outcome.calls)
             guided = guided_output(batch, output)
             x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
             for index, task in enumerate(tasks):
                 if task.stops_early:
                     x_next[index] = denoised[index] / task.table.out_scale
-                if task.held.repaint is not None:
+                if task.loaded_state.repaint is not None:
                     x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
             finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
-            self.pool.scatter(batch.lanes, x_next, history)
+            self.pool.scatter(batch.slots, x_next, history)
         except torch.OutOfMemoryError:
             for state, mark in draws:
                 state.go_back(mark)
-            self.pool.scatter(batch.lanes, batch.x, batch.history)
+            self.pool.scatter(batch.slots, batch.x, batch.history)
             raise
         return batch, denoised, finite, errors
 
@@ -370,22 +375,20 @@ class ImageRunner:
         plan: TickPlan,
         outcome: TickOutcome,
     ) -> None:
-        """Previews of those of ``denoised`` (len(tasks), C, h, w) who want one and live, in one call; where it fails,
-        the images go on unseen.
-        """
+        """Start previews of ``denoised`` (len(tasks), C, h, w) in one call; a failure only loses the previews."""
         try:
             shown = [task for task in living if task in plan.previews and not self.decoder.is_showing(task)]
             if shown:
                 places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
                 self.decoder.show(shown, denoised.index_select(0, places))
-            self.decoder.tell_previews(living, outcome)
+            self.decoder.collect_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
-    """(B, C, h, w) from the rows' outputs (num_rows, C, h, w); an image without an unconditional row keeps its own."""
+    """Return the guided outputs (B, C, h, w) of the rows' outputs (num_rows, C, h, w)."""
     cond = output[: len(batch.tasks)]
     if not batch.guided:
         return cond
@@ -400,8 +403,8 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
 
 
 def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
-    """(C, h, w): outside the mask the init image at the noise level this row leaves; clean after the last row."""
-    repaint = task.held.repaint
+    """Return ``x`` (C, h, w) with the init image outside the mask, at the noise level after ``row``."""
+    repaint = task.loaded_state.repaint
     assert repaint is not None
     if task.is_last_row:
         known = repaint.latents / task.table.out_scale
@@ -412,26 +415,24 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
 
 
 def _store_weights(model: DiffusionModel, config: EngineConfig) -> None:
-    """Store the UNet of ``model`` in its memory format; deterministic replicas must not differ by what they measure."""
+    """Store the UNet in its memory format, which is not measured if all replicas must give the same bytes."""
     is_fixed = config.memory_format == "auto" and is_deterministic(model, config)
     name = "contiguous" if is_fixed else config.memory_format
     set_memory_format(model, name, DiskCache.at(config.cache_dir))
 
 
 def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
-    """Groups of the calls that an image of ``group`` makes because of its ControlNets: of its rows, and of each of
-    them.
-    """
-    texts = task.held.texts
+    """Return the groups of the extra calls of an image with ControlNets: its controlled rows and each ControlNet."""
+    texts = task.loaded_state.texts
     if texts is None:
         return []
-    digests = dict.fromkeys(control.network.digest for control in task.held.controls)
+    digests = dict.fromkeys(control.network.digest for control in task.loaded_state.controls)
     own = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
     return [group._replace(is_controlled=True), *own]
 
 
 def not_finite(task: ImageTask, step_index: int) -> FailureReason:
-    """The network gave infinities or NaN for this image in the step ``step_index`` (0-based)."""
+    """Return the failure of an image whose latents are not finite after step ``step_index`` (0-based)."""
     return FailureReason(
         "numerical_error",
         f"the latents are not finite after step {step_index + 1} of {task.table.num_steps}; "

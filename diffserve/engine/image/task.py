@@ -1,4 +1,4 @@
-"""The mutable records of the engine: a live request and its images on their way through the stages. No torch."""
+"""Records of the image engine: live requests, their images, and the plan and outcome of a tick (no torch)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,25 @@ if TYPE_CHECKING:
     from diffserve.engine.image.state import ImageState
 
 PAINT_FROM = 128
-"""Mask values from here up are repainted (diffusers binarises at one half)."""
+"""Smallest mask value that is repainted (diffusers binarizes at one half)."""
 
 
 class GroupKey(NamedTuple):
-    """Rows that may share a UNet call: equal picture size, equal number of context tokens, the same way of computing.
+    """Key of rows that may share a UNet call: equal size, context length, and way of computing.
 
-    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
-    only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
-    ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
-    differently. ``lora_rank``: that the adapters of each row are padded to; 0: no row has any; ``WHOLE``: each row has
-    a change without a low-rank form. ``is_refined``: by the refiner.
-    ``is_controlled``: ControlNets add to every row; an image's own group is never such. ``control``: not calls of the
-    UNet, but of the ControlNet of this digest.
+    The group of an image is never shallow or controlled; that of its next row may be (``ImageTask.group_now``).
+
+    Attributes:
+        height_px: Height of the image.
+        width_px: Width of the image.
+        num_tokens: Context tokens; those of one window where texts of different lengths share calls.
+        is_shallow: Whether only the UNet's shallow part runs, on cached features (DeepCache).
+        is_compiled: Whether compiled calls run all steps of the image; they round differently.
+        lora_rank: Rank to which the adapters of each row are padded; 0 without adapters, ``WHOLE`` for changes without
+            a low-rank form.
+        is_controlled: Whether ControlNets add to every row.
+        control: Digest of the ControlNet whose calls these are; empty for calls of the UNet.
+        is_refined: Whether the refiner runs.
     """
 
     height_px: int
@@ -48,24 +54,26 @@ class GroupKey(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height and width of the picture in pixels, tokens of the text."""
+        """Height and width of the image in pixels, and the number of context tokens."""
         return self[:3]
 
 
-class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
-    """A request's recipe and its sampler, compiled.
+class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
+    """Resolved settings of a request, with the compiled sampler.
 
-    guided   bool (num_rows,): whether table row i also runs the unconditional row
-    full     bool (num_rows,): whether table row i runs the whole UNet, not its shallow part on kept features
-    kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
-    row_cost work of a UNet row: its pixels over those of the model's native size
-    skipped_steps  the first steps, which the table leaves out: it begins from latents of a similar prompt
-    shorter  the same for each of ``latent_cache.SKIPS``, for a request that may begin so
-    shallow_share  work of a shallow row over that of a full one
-    lora_digest  of which adapters they are, and how much of each; empty where there are none
-    control_digest  the same of ControlNets
-    controlled   for each table row the places of the ControlNets that are at work; empty where there never are any
-    switch_row   the first table row that the refiner's UNet evaluates, ``None`` where it evaluates none
+    Attributes:
+        kind: "text", "image" or "inpaint"; an inpainting UNet always inpaints, without a mask the entire image.
+        table: The compiled sampler.
+        guided: Bool (num_rows,): whether table row i also runs the unconditional row.
+        full: Bool (num_rows,): whether table row i runs the full UNet instead of its shallow part.
+        row_cost: Work of a UNet row: its pixels over those of the native size.
+        shallow_share: Work of a shallow row over that of a full one.
+        skipped_steps: First steps that the table omits because the image starts from latents of a similar prompt.
+        shorter: Settings for each of ``latent_cache.SKIPS``, for a request that may start from similar latents.
+        lora_digest: Digest of the adapters and their scales; empty without adapters.
+        control_digest: Digest of the ControlNets; empty without any.
+        controlled: Indices of the active ControlNets for each table row; empty without any.
+        switch_row: First table row of the refiner; ``None`` without a refiner.
     """
 
     width_px: int
@@ -77,7 +85,7 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     row_cost: float = 1.0
     shallow_share: float = 1.0
     skipped_steps: int = 0
-    shorter: tuple[PaintSettings, ...] = ()
+    shorter: tuple[GenerationSettings, ...] = ()
     lora_digest: bytes = b""
     control_digest: bytes = b""
     controlled: tuple[tuple[int, ...], ...] = ()
@@ -85,22 +93,22 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
 
     @cached_property
     def num_rows(self) -> int:
-        """Of the table."""
+        """Rows of the step table."""
         return self.table.num_rows
 
     @cached_property
     def full_at(self) -> tuple[bool, ...]:
-        """``full``, for who asks of one row after the other."""
+        """``full`` as a tuple, for fast access to single rows."""
         return tuple(self.full.tolist())
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
-        """UNet rows of table row i: 2 where it is guided, else 1."""
+        """UNet rows of table row i: 2 if it is guided, else 1."""
         return tuple(1 + int(guided) for guided in self.guided)
 
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
-        """Work of table row i, in UNet rows of the native size: two rows where it is guided."""
+        """Work of table row i, in UNet rows of the native size."""
         controlled = self.controlled or ((),) * len(self.full)
         rows = zip(self.full.tolist(), self.guided.tolist(), controlled, strict=True)
         return tuple(
@@ -110,31 +118,33 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
 
     @cached_property
     def cost_left(self) -> tuple[float, ...]:
-        """Work still to do before table row i, in the same unit; the last entry, behind the table, is 0."""
+        """Remaining work from table row i on, in UNet rows of the native size; the last entry is 0."""
         return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=0.0))[::-1]
 
     @cached_property
     def rows_left(self) -> tuple[int, ...]:
-        """UNet rows still to run before table row i; the last entry, behind the table, is 0."""
+        """Remaining UNet rows from table row i on; the last entry, after the table, is 0."""
         return tuple(itertools.accumulate(reversed(self.rows_at), initial=0))[::-1]
 
 
 @dataclass(eq=False, slots=True)
 class LiveRequest(Live):
-    """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing.
+    """A request from its submission to its terminal event.
 
-    solo_s          seconds that it would take alone, as was thought when it came
-    due_s           when it should be done, a reading of the engine's clock
-    seconds_left    until all of it is done, as was thought when it came; ``None`` where that was not known
-    line            where it queues: a client has one for each priority
-    queue_position  others that begin before it, as its caller was last told, at ``place_told_s``
-    candidates      finished pictures with their scores, of a best-of
-    reading         its adapters on their way from the disk, where it has some; it holds them until it is over
-    mapping         its ControlNets on theirs, and its control maps; the same
+    Attributes:
+        submitted_tick: The tick of submission, for ageing.
+        solo_s: Estimated seconds that it takes alone, at submission.
+        due_s: When it should be done, as a reading of the engine's clock.
+        seconds_left: Forecast at submission; ``None`` if no pace was known.
+        queue_position: Position in the queue that was last sent to the client, at ``position_sent_s``.
+        reading: Loading of its adapters, which holds them until the request is over.
+        mapping: Loading of its ControlNets and control images, likewise.
+        line: Its queue: client and priority.
+        candidates: Scored images of a best-of request.
     """
 
     request: GenerationRequest
-    settings: PaintSettings
+    settings: GenerationSettings
     seed: int
     warnings: tuple[str, ...]
     submitted_s: float
@@ -143,7 +153,7 @@ class LiveRequest(Live):
     due_s: float = math.inf
     seconds_left: float | None = None
     queue_position: int = 0
-    place_told_s: float = -math.inf
+    position_sent_s: float = -math.inf
     reading: Future[Any] | None = None
     mapping: Future[Any] | None = None
     line: tuple[str, Priority] = field(init=False)
@@ -159,25 +169,26 @@ class LiveRequest(Live):
 
     @property
     def client(self) -> str:
-        """Whose request it is."""
+        """The client that sent the request."""
         return self.request.client
 
     def wants_preview(self, num_steps: int) -> bool:
-        """Whether a preview was asked for after ``num_steps`` steps."""
+        """Return whether the request wants a preview after ``num_steps`` steps."""
         every = self.request.preview_every
         return every > 0 and num_steps % every == 0
 
     @property
     def has_started(self) -> bool:
-        """Whether any of its images has left the waiting room."""
+        """Whether any image has left the waiting queue."""
         return any(task.stage is not Stage.WAITING for task in self.tasks)
 
 
 @dataclass(slots=True)
 class Clock:
-    """Readings (seconds, monotonic) along an image's way; durations are differences of these.
+    """Times of an image: readings of the engine's clock, and durations in seconds.
 
-    device_s  its share of the ticks so far
+    Attributes:
+        device_s: Its share of the ticks so far.
     """
 
     prepare_s: float = 0.0
@@ -189,25 +200,27 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class ImageTask:
-    """One image on its way. The scheduler moves ``stage``, ``row_index`` and ``lane``; ``state`` is the runner's own.
+    """One image of a request. The scheduler changes ``stage``, ``row_index`` and ``slot``; the runner owns ``state``.
 
-    row_index        next row of the step table
-    num_evaluations  UNet rows run so far (two a step under guidance)
-    settings         the request's resolved settings; once it began from a similar picture, the shorter ones of that
-    similarity       of the prompt that it began from, ``None`` where it begins from noise
-    refined_group    its group from ``settings.switch_row`` on
-    key              of its picture in the result cache, where it has one and paints it
-    leader           who paints the same picture, and is waited for; it has this one among its ``followers``
-    is_interrupted   whether it ends with its next step, and the denoised estimate of that is decoded
+    Attributes:
+        settings: The request's settings, or shorter ones if the image starts from similar latents.
+        similarity: Similarity of the prompt whose latents it starts from; ``None`` if it starts from noise.
+        row_index: Next row of the step table.
+        refined_group: Its group from ``settings.switch_row`` on.
+        num_evaluations: UNet rows run so far (two per step under guidance).
+        key: Key in the result cache, if this image is the leader of its key.
+        leader: The equal image that it waits for, if it follows one.
+        followers: Equal images that wait for this one.
+        is_interrupted: Whether it ends with its next step, whose denoised estimate is decoded.
     """
 
     live: LiveRequest
     image_index: int
-    settings: PaintSettings = field(init=False)
+    settings: GenerationSettings = field(init=False)
     similarity: float | None = None
     stage: Stage = Stage.WAITING
     row_index: int = 0
-    lane: int | None = None
+    slot: int | None = None
     group: GroupKey | None = None
     refined_group: GroupKey | None = None
     state: ImageState | None = None
@@ -222,15 +235,15 @@ class ImageTask:
         self.settings = self.live.settings
 
     @property
-    def held(self) -> ImageState:
-        """Its state, while it has one."""
+    def loaded_state(self) -> ImageState:
+        """The state of a prepared image."""
         assert self.state is not None
         return self.state
 
     def switch(self) -> GroupKey:
-        """The refiner's UNet goes on with it, in the group that is returned."""
+        """Hand the image over to the refiner and return its new group."""
         assert self.refined_group is not None
-        self.held.switch()
+        self.loaded_state.switch()
         return self.refined_group
 
     @property
@@ -240,24 +253,24 @@ class ImageTask:
 
     @property
     def seed(self) -> int:
-        """Image i of a request is the picture that seed + i gives alone; of varied ones each has the same."""
+        """Seed of the image: the request's seed plus the image index, or the same for all variations."""
         return self.live.seed + (self.image_index if self.settings.variation_seed is None else 0)
 
     @property
     def variation_seed(self) -> int | None:
-        """Towards whose noise it is varied, where it is: image i of a request has the first one + i."""
+        """Seed of the variation: the request's variation seed plus the image index; ``None`` without variation."""
         first = self.settings.variation_seed
         return None if first is None else first + self.image_index
 
     @property
     def step_index(self) -> int:
-        """Whole steps done; ``num_steps`` once the last row has run."""
+        """Completed steps; ``num_steps`` once the last row has run."""
         table = self.table
         return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
 
     @property
     def is_guided_now(self) -> bool:
-        """Whether the next row also runs the unconditional row."""
+        """Whether the next row is guided."""
         return self.rows_now == 2
 
     @property
@@ -267,22 +280,22 @@ class ImageTask:
 
     @property
     def is_full_now(self) -> bool:
-        """Whether the next row runs the whole UNet."""
+        """Whether the next row runs the full UNet."""
         return self.settings.full_at[self.row_index]
 
     @property
     def keeps_features(self) -> bool:
-        """Whether the row after the next one is a shallow one, which needs what the next one leaves."""
+        """Whether the row after the next one is shallow and needs the features of the next one."""
         return not self.is_last_row and not self.settings.full_at[self.row_index + 1]
 
     @property
     def controls_now(self) -> tuple[int, ...]:
-        """The places of the ControlNets that add to the next row."""
+        """Indices of the ControlNets that add to the next row."""
         return self.settings.controlled[self.row_index] if self.settings.controlled else ()
 
     @property
     def group_now(self) -> GroupKey:
-        """The group whose calls its next rows can join."""
+        """The group of its next rows."""
         assert self.group is not None
         if self.settings.full_at[self.row_index] and not self.settings.controlled:
             return self.group
@@ -290,7 +303,7 @@ class ImageTask:
 
     @property
     def rows_now(self) -> int:
-        """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
+        """UNet rows of the next tick of this image: 2 if guided, else 1."""
         return self.settings.rows_at[self.row_index]
 
     @property
@@ -300,12 +313,12 @@ class ImageTask:
 
     @property
     def cost_left(self) -> float:
-        """Work up to the finished latent, in UNet rows of the native size."""
+        """Remaining work, in UNet rows of the native size."""
         return self.settings.cost_left[self.row_index]
 
     @property
-    def cost_whole(self) -> float:
-        """Work of the whole image, in UNet rows of the native size."""
+    def total_cost(self) -> float:
+        """Work of the entire image, in UNet rows of the native size."""
         return self.settings.cost_left[0]
 
     @property
@@ -315,7 +328,7 @@ class ImageTask:
 
     @property
     def stops_early(self) -> bool:
-        """Whether the image is interrupted, and the next row ends its step without finishing the latent."""
+        """Whether the image is interrupted and ends with the next row, before its last step."""
         if not self.is_interrupted or self.row_index + 1 >= self.settings.num_rows:
             return False
         steps = self.table.step_of_row
@@ -332,13 +345,14 @@ class ImageTask:
 class TickPlan:
     """The work of one tick.
 
-    prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
-    rows      images of one ``group`` that advance by one table row, whole or shallow; a guided image takes two UNet
-              rows, never split
-    num_rows  UNet rows these take, before padding
-    cost      their work, in UNet rows of the native size
-    previews  those of ``rows`` whose denoised estimate is to be shown
-    decode    latents to turn into pictures after the rows have run (some of ``rows`` finish in this very tick)
+    Attributes:
+        prepare: Newcomers with a new slot: encode their prompt and init image, and draw the start latent.
+        group: The group of ``rows``.
+        rows: Images that advance by one table row; the two UNet rows of a guided image are never split.
+        num_rows: UNet rows of ``rows``, before padding.
+        cost: Work of ``rows``, in UNet rows of the native size.
+        previews: Images of ``rows`` whose denoised estimate is decoded.
+        decode: Images to decode after the rows have run, including those that ``rows`` finishes.
     """
 
     prepare: tuple[ImageTask, ...]
@@ -351,12 +365,12 @@ class TickPlan:
 
     @property
     def tasks(self) -> tuple[ImageTask, ...]:
-        """Everybody this tick touches, once."""
+        """All images of the tick, each once."""
         return tuple(dict.fromkeys((*self.prepare, *self.rows, *self.decode)))
 
 
 class RowLabel(NamedTuple):
-    """Whose row it was: ``part`` is "cond" or "uncond"."""
+    """The image and the step of a row; ``part`` is "cond" or "uncond"."""
 
     request_id: str
     image_index: int
@@ -366,10 +380,9 @@ class RowLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class UNetCall:
-    """One UNet call as it ran: the rows that mattered, how many padded it, its wall time, and whether it was shallow;
-    or a call of the ControlNet named ``control``.
+    """One call of the UNet, or of the ControlNet named ``control``, as it ran.
 
-    On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
+    On an asynchronous device ``wall_s`` is only the time to launch the call; the tick's ``wall_s`` includes the work.
     """
 
     rows: tuple[RowLabel, ...]
@@ -381,7 +394,7 @@ class UNetCall:
 
 @dataclass(frozen=True)
 class TickTrace:
-    """What tick number ``tick`` ran, for tests and for eyes."""
+    """What tick number ``tick`` ran, for tests and inspection."""
 
     tick: int
     calls: tuple[UNetCall, ...]
@@ -396,12 +409,12 @@ class TickTrace:
 
     @property
     def num_rows(self) -> int:
-        """UNet rows that mattered."""
+        """UNet rows, without padding."""
         return sum(len(call.rows) for call in self.calls if not call.control)
 
 
-class ShownPreview(NamedTuple):
-    """A preview (height_px, width_px, 3) uint8 of an image as it was after ``num_steps``."""
+class StepPreview(NamedTuple):
+    """A preview (height_px, width_px, 3) uint8 of an image after ``num_steps`` steps."""
 
     num_steps: int
     pixels: NDArray[np.uint8]
@@ -409,19 +422,21 @@ class ShownPreview(NamedTuple):
 
 @dataclass
 class TickOutcome:
-    """What the runners report back; filled during the run, read by ``RequestScheduler.apply``.
+    """Results of a tick; filled by the runner and read by ``RequestScheduler.apply``.
 
-    postponed            newcomers that have to wait for pages; they keep their place in the waiting room
-    pictures             (height_px, width_px, 3) uint8
-    previews             of this step or an earlier one, as they come from the device
-    latents              (C, h, w) float32, for requests that asked for them
-    named                by request and index, the images of ``calls`` when these began: another may take one over
+    Attributes:
+        postponed: Newcomers that lack pages; they keep their position in the queue.
+        pictures: Decoded images, (height_px, width_px, 3) uint8.
+        previews: Previews of this step or an earlier one, as the device delivers them.
+        latents: (C, h, w) float32, for requests that want them.
+        task_of_row: Images of ``calls`` by request id and index at the start of the calls; another image may take one
+            over meanwhile.
     """
 
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
     failures: dict[ImageTask, FailureReason] = field(default_factory=dict)
     postponed: list[ImageTask] = field(default_factory=list)
-    previews: dict[ImageTask, ShownPreview] = field(default_factory=dict)
+    previews: dict[ImageTask, StepPreview] = field(default_factory=dict)
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
     prepare_s: dict[ImageTask, float] = field(default_factory=dict)
@@ -429,13 +444,13 @@ class TickOutcome:
     rows_started_s: float = 0.0
     rows_ended_s: float = 0.0
     calls: list[UNetCall] = field(default_factory=list)
-    named: dict[tuple[str, int], ImageTask] = field(default_factory=dict)
+    task_of_row: dict[tuple[str, int], ImageTask] = field(default_factory=dict)
 
 
 def row_seconds(plan: TickPlan, outcome: TickOutcome) -> dict[ImageTask, float]:
-    """Of each image of ``plan`` that advances, the seconds that its rows took: of each call an equal part for each."""
+    """Return the seconds of each image that advances: each row counts an equal part of its call."""
     seconds = dict.fromkeys(plan.rows, 0.0)
     for call in outcome.calls:
         for row in call.rows:
-            seconds[outcome.named[row.request_id, row.image_index]] += call.wall_s / len(call.rows)
+            seconds[outcome.task_of_row[row.request_id, row.image_index]] += call.wall_s / len(call.rows)
     return seconds

@@ -234,7 +234,7 @@ class UNetCaller:
         images = [batch.tasks[batch.image_of_row[row]] for row in rows]
         features = None
         if group.is_shallow:
-            kept = [task.held.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
+            kept = [task.loaded_state.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
             features = torch.stack([*kept, *kept[-1:] * (bucket - len(rows))])
         added = None
         if residuals is not None:
@@ -259,7 +259,7 @@ class UNetCaller:
         for kept_of_rows in features_of_call or ():
             for place, (task, row) in enumerate(zip(images, rows, strict=True)):
                 if task.keeps_features:
-                    task.held.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
+                    task.loaded_state.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
         labels = tuple(batch.label(row) for row in rows)
         calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s, group.is_shallow))
         return output[: len(rows)]
@@ -333,13 +333,13 @@ def stack_conditioning(
     """Stack what each row, an image and whether it is its unconditional one, is told; ``spare`` as ``RowLoRAs`` has
     it.
     """
-    told = [ConditioningRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
-    loras = [task.held.loras for task, _ in rows if task.held.loras is not None]
+    told = [ConditioningRow(task.loaded_state.conditioning, is_uncond) for task, is_uncond in rows]
+    loras = [task.loaded_state.loras for task, _ in rows if task.loaded_state.loras is not None]
     return Stack(
         conditioner.contexts(told),
         stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in told]),
         stack_all([_time_ids(task, is_uncond) for task, is_uncond in rows]),
-        stack_all([task.held.extra for task, _ in rows]),
+        stack_all([task.loaded_state.extra for task, _ in rows]),
         _guidance(rows, conditioner.model),
         RowLoRAs(loras, spare) if loras else None,
     )
@@ -363,12 +363,12 @@ def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
     found: dict[tuple[str, int, int], list[ControlledRow]] = {}
     for row, image in enumerate(batch.image_of_row):
         task = batch.tasks[image]
-        texts = task.held.texts
+        texts = task.loaded_state.texts
         assert texts is not None
         is_uncond, times = batch.is_uncond(row), Counter[str]()
         contexts, pooled = (texts.uncond, texts.pooled_uncond) if is_uncond else (texts.cond, texts.pooled_cond)
         for place in task.controls_now:
-            control = task.held.controls[place]
+            control = task.loaded_state.controls[place]
             digest = control.network.digest
             told = ControlledRow(row, image, control, contexts, pooled, _time_ids(task, is_uncond))
             found.setdefault((digest, times[digest], len(contexts)), []).append(told)
@@ -377,8 +377,8 @@ def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
 
 
 def _time_ids(task: ImageTask, is_uncond: bool) -> Tensor | None:
-    own = task.held.time_ids
-    return task.held.conditioning.time_ids if own is None else own[int(is_uncond)]
+    own = task.loaded_state.time_ids
+    return task.loaded_state.conditioning.time_ids if own is None else own[int(is_uncond)]
 
 
 def _guidance(rows: Sequence[tuple[ImageTask, bool]], model: DiffusionModel) -> Tensor | None:

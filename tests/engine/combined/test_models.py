@@ -17,7 +17,7 @@ import pytest
 from diffserve.api.errors import InsufficientMemory, ModelLoadError, ModelNotFound
 from diffserve.api.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
 from diffserve.engine.combined_engine import CombinedEngine
-from diffserve.engine.image import engines
+from diffserve.engine.image import model_loading
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from diffserve.rewriting import TextWindow
@@ -127,7 +127,7 @@ def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
     studio = make_models(unload_after_s=1000.0, other=tiny_model("sd15"))
     first = paint(studio, one := picture("other"))[one.request_id]
     engine = weakref.ref(studio.images.loaded[1].model)
-    studio.images._unload_after_s = 1e-9
+    studio.images._loading._unload_after_s = 1e-9
     with caplog.at_level(logging.INFO):
         assert studio.has_work, "there is one to unload"
         list(studio.events())
@@ -137,7 +137,7 @@ def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
     assert "other is unloaded, idle for" in caplog.text
     assert studio.pool is not None
     assert not studio.pool.stats().tenants
-    studio.images._unload_after_s = 0.0
+    studio.images._loading._unload_after_s = 0.0
     again = paint(studio, two := picture("other"), three := picture())
     assert (again[two.request_id], again[three.request_id]) == (first, first), "the same weights under two names"
     assert [one.images.num_painted for one in studio.stats().models] == [1, 2], "what is counted stays counted"
@@ -173,13 +173,13 @@ def test_nobody_waits_for_a_model_that_cannot_be_loaded_and_the_others_go_on(
         with pytest.raises(ModelNotFound, match="this server has sd15, other, unread"):
             studio.submit(picture(name))
     place.symlink_to(tiny_model("sd15"))
-    monkeypatch.setattr(engines, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(model_loading, "RETRY_AFTER_S", 0.0)
     assert paint(studio, picture("other"))
     unread.rmdir()
     unread.symlink_to(tiny_model("sd15"))
-    studio.images.look_again("unread")
+    studio.images.retry_load("unread")
     while not studio.has_work:
-        assert studio.images.rest_s == engines.LOAD_POLL_S, "somebody looks whether it is done"
+        assert studio.images.rest_s == model_loading.LOAD_POLL_S, "somebody looks whether it is done"
     studio.tick()
     assert studio.images.served[2].info is not None
     assert not studio.images.served[2].problem
@@ -218,7 +218,7 @@ def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_e
     assert (first.vae is second.vae, first.unet is second.unet) == (True, False)
     assert together == {request.request_id: paint(studio, request)[request.request_id] for request in reversed(asked)}
     fresh = make_models(**folders, other=other)
-    assert studio.images._unload(studio.images._served["sd15"], "the other one has its parts, too")
+    assert studio.images._loading._unload(studio.images._entries["sd15"], "the other one has its parts, too")
     for request in asked[4:8]:
         (alone,) = paint(fresh, request).values()
         assert {together[request.request_id]} == {alone, *paint(studio, request).values()}
@@ -270,9 +270,9 @@ def test_memory_returns_when_a_model_goes(make_models: MakeStudio, tiny_model: M
     left = []
     for _ in range(8):
         assert len(set(paint(studio, *asked).values())) == len(asked)
-        one = studio.images._served["other"]
+        one = studio.images._entries["other"]
         held = RESIDENT.memory_info().rss
-        assert studio.images._unload(one, "to be loaded again")
+        assert studio.images._loading._unload(one, "to be loaded again")
         assert RESIDENT.memory_info().rss < held
         left.append(allocated_bytes())
     assert (left[-1] - left[1]) / (len(left) - 2) < 1e6, "bytes that one coming and going loses"
@@ -284,9 +284,9 @@ def test_a_model_comes_only_where_there_is_room_and_idle_ones_make_room(
 ) -> None:
     studio = make_models(other=tiny_model("sd15"), third=tiny_model("sd15"))
     room = {"models": 2}
-    needs = studio.images._served["other"].survey.needs_bytes  # type: ignore[union-attr]
+    needs = studio.images._entries["other"].survey.needs_bytes  # type: ignore[union-attr]
     monkeypatch.setattr(
-        engines, "free_over", lambda *_: needs if len(studio.images.loaded) < room["models"] else needs // 100
+        model_loading, "free_over", lambda *_: needs if len(studio.images.loaded) < room["models"] else needs // 100
     )
     paint(studio, picture("other"))
     assert loaded(studio) == ["sd15", "other"]

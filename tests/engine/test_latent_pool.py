@@ -1,10 +1,10 @@
-"""The tensors behind the lanes."""
+"""The tensors behind the slots."""
 
 from __future__ import annotations
 
 import torch
 
-from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.batch import LatentPool
 from schedulers import HISTORY
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -12,24 +12,24 @@ from tests.engine.pipelines import asked
 SHAPE = (4, 8, 8)
 
 
-def test_a_lane_opened_again_holds_its_new_start_and_no_history() -> None:
-    pool = LanePool(torch.device("cpu"))
+def test_a_slot_opened_again_holds_its_new_start_and_no_history() -> None:
+    pool = LatentPool(torch.device("cpu"))
     pool.open(0, torch.ones(SHAPE))
-    lanes = torch.tensor([0])
-    pool.scatter(lanes, torch.full((1, *SHAPE), torch.nan), torch.full((1, HISTORY, *SHAPE), torch.nan))
+    slots = torch.tensor([0])
+    pool.scatter(slots, torch.full((1, *SHAPE), torch.nan), torch.full((1, HISTORY, *SHAPE), torch.nan))
     pool.open(0, 2.0 * torch.ones(SHAPE))
-    latents, history = pool.gather(SHAPE, lanes)
+    latents, history = pool.gather(SHAPE, slots)
     assert latents.eq(2.0).all()
     assert history.eq(0.0).all()
 
 
-def num_bytes(pool: LanePool) -> int:
+def num_bytes(pool: LatentPool) -> int:
     """Bytes held now."""
     return sum(held.nbytes for held in (*pool._latents.values(), *pool._history.values()))
 
 
 def test_a_growing_pool_keeps_what_it_holds() -> None:
-    pool = LanePool(torch.device("cpu"))
+    pool = LatentPool(torch.device("cpu"))
     pool.open(1, torch.ones(SHAPE))
     small = num_bytes(pool)
     pool.open(40, 3.0 * torch.ones(SHAPE))
@@ -38,7 +38,7 @@ def test_a_growing_pool_keeps_what_it_holds() -> None:
     assert pool.latent(SHAPE, 40).eq(3.0).all()
 
 
-def test_a_warm_engine_has_room_for_all_lanes_of_its_native_size(make_engine: MakeEngine) -> None:
+def test_a_warm_engine_has_room_for_all_slots_of_its_native_size(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=24)
     engine.warm_up()
     pool = engine.runners.pool
