@@ -79,7 +79,7 @@ def test_nobody_starves_while_others_keep_coming(
     for _ in range(3):
         desk.submit(num_steps=9)
     victim = desk.submit(num_steps=num_steps, width_px=96 if is_wide else 64, height_px=64)
-    times = policy.LATE_WEIGHT if name == "goodput" else 1.0
+    times = policy.LATE if name == "goodput" else 1.0
     overtaking_ticks = 2 + int(times * victim.tasks[0].total_cost / ageing)
     steps_before = 3 * 9 + num_steps
     num_ticks = 0

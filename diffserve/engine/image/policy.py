@@ -24,7 +24,7 @@ AGEING_ROWS_PER_TICK: Final = 0.5
 An image of N rows is overtaken only by images that arrive within N / ``AGEING_ROWS_PER_TICK`` ticks, so none starves.
 """
 
-LATE_WEIGHT: Final = 20.0
+LATE: Final = 20.0
 """Factor on the cost of a late image. With more, long late images stay for minutes; with less, old late images make new
 ones late."""
 
@@ -160,7 +160,7 @@ class Goodput(Latency):
 
     def key(self, task: ImageTask, moment: TickTime) -> float:
         """Return the key of ``Latency``, larger by a multiple of the cost for a late image."""
-        late = 0.0 if self._pace_s(task, moment) >= self._solo_pace_s(task) else (LATE_WEIGHT - 1.0) * task.total_cost
+        late = 0.0 if self._pace_s(task, moment) >= self._solo_pace_s(task) else (LATE - 1.0) * task.total_cost
         return super().key(task, moment) + late
 
     def choose(self, ready: Sequence[ImageTask], moment: TickTime) -> Sequence[ImageTask]:
