@@ -87,7 +87,7 @@ def floors(*, with_extras: bool = False) -> dict[str, str]:
     """Package -> floor of the dependencies, and of every extra."""
     extras = PYPROJECT["project"]["optional-dependencies"].values() if with_extras else ()
     lines = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
-    pairs = (re.sub(r"\[.*?\]", "", re.split("[;,]", line)[0]).split(">=") for line in lines if ">=" in line)
+    pairs = (re.split("[;,]", re.sub(r"\[.*?\]", "", line))[0].split(">=") for line in lines if ">=" in line)
     return dict(pair for pair in pairs if len(pair) == 2)
 
 
