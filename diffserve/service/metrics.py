@@ -57,7 +57,7 @@ REJECTED: Final = {
     "no_room": "disk",
     "insufficient_memory": "memory",
 }
-"""Why a request was not worked on, by the code of its error."""
+"""Reasons for refusing a request, by the code of its error."""
 
 Look = Callable[[], Mapping[tuple[str, ...], float]]
 
@@ -97,7 +97,7 @@ class Metrics:
         self._stage_bytes = self._counter(
             "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
         )
-        for reason in LOSSES:  # what there is none of yet is told, too: rates begin somewhere
+        for reason in LOSSES:  # reports zero counts from the start, so that rates can be computed
             self._restarts.labels(reason)
         for kind in ("text", "rewrite"):
             self._ttft_s.labels(kind)

@@ -30,18 +30,20 @@ from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
 from diffserve.service.threads import ANSWERS
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]
-"""Mounts the page of the server at an address at ``/`` of an empty application. Returns the paths it needs: those that
-end in "/" or "=" with all below them. May take seconds; runs in a thread."""
+"""Mounts the page of the server with this address at ``/`` of an empty application, and returns the paths it needs.
+
+A path that ends in "/" or "=" includes all paths below it. May take seconds; runs in a thread.
+"""
 
 POLICY: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; frame-ancestors 'self'"
 )
-"""Nothing is fetched from elsewhere, whatever a library would like to."""
+"""Content security policy of the page: nothing is loaded from other hosts."""
 
 UPLOAD: Final = "/upload"
-"""The end of the one path to which files are sent; everywhere else a body is JSON."""
+"""End of the path of file uploads; the bodies of all other paths are JSON."""
 
 COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="1">
 <meta name="viewport" content="width=device-width"><title>diffserve</title></head>
@@ -131,7 +133,7 @@ class PageRoute(BaseRoute):
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the page answer, but answer every error with the error object of this server."""
+        """Answer with the page; every error is answered with the error object of this server."""
         answer = _ErrorFilter(scope, send)
         error: Exception | None
         try:
@@ -170,7 +172,7 @@ class _ErrorFilter:
 
     @property
     def error(self) -> DiffserveError | None:
-        """The page's error answer as an error of this server; ``None`` where the page answered well."""
+        """The page's error answer as an error of this server; None if there is none."""
         if self._status < 400:
             return None
         if self._status == 503:
@@ -209,7 +211,7 @@ class _Detail(msgspec.Struct):
 
 
 async def _checked(scope: Scope, receive: Receive) -> Receive:
-    """``receive`` of the same body, after it was found to be JSON; of anything without one or an upload, as it is."""
+    """Return a ``receive`` with the body, which is checked to be JSON except for uploads. Raises HttpError."""
     request = Request(scope, receive)
     is_upload = scope["path"].endswith(UPLOAD)
     has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers

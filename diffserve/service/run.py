@@ -98,13 +98,13 @@ def _may_be_there(file: Path) -> bool:
 
 def open_ring(database: Database | None) -> KeyRing | None:
     """Load the keys from the database and the environment. Raises ConfigError if they cannot be read."""
-    own = os.environ.get(ENV_KEY, "")
-    if own and len(own) < SHORTEST_KEY:
+    env_key = os.environ.get(ENV_KEY, "")
+    if env_key and len(env_key) < SHORTEST_KEY:
         message = (
-            f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
+            f"{ENV_KEY} has {len(env_key)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
         )
         raise ConfigError(message, param="api_key")
-    return None if database is None else KeyRing(database, own)
+    return None if database is None else KeyRing(database, env_key)
 
 
 def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
@@ -258,7 +258,7 @@ class _Server:
 
     @staticmethod
     def _say(text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads, or the disk is full: that is no reason to end
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk must not end the server
             print(f"diffserve: {text}", flush=True)
 
 

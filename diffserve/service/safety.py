@@ -26,7 +26,7 @@ MODULE: Final = "diffserve.engine.safety_process"
 CODE: Final = "safety_filter_unavailable"
 RETRY_AFTER_S: Final = 5.0
 STOPPED_S: Final = 5.0
-"""A process that is stopped for so long is given up, though it may judge for ``safety_timeout_s``."""
+"""Seconds after which a stopped process is abandoned, even if ``safety_timeout_s`` is longer."""
 
 LOOK_EVERY_S: Final = 0.5
 SAID_OF_PICTURE: Final = "the safety filter withholds the picture; ask for something else."
@@ -93,7 +93,7 @@ class Safety:
             self._stop_process()
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
-        """Judge the texts that a picture is painted from, by the names of their fields; blank ones are skipped.
+        """Judge the prompts of an image, by field name; blank ones are skipped.
 
         Raises:
             ModerationBlocked: One of them is not allowed; ``param`` is the name of its field.

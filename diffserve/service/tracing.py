@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 EVENT_EVERY: Final = 10
-"""Steps, of which a span of denoising tells one."""
+"""Interval, in steps, of the events in a denoising span."""
 
 MISSING: Final = "OTEL_ variables ask for them, and the packages are not installed: pip install 'diffserve[otel]'"
 OTLP: Final = "http/protobuf"

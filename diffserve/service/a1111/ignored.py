@@ -1,6 +1,6 @@
-"""What A1111 would paint differently and this server does not: each field, setting and script is named in a warning.
+"""Warnings about A1111's fields, settings and scripts that this server does not support.
 
-A value that changes nothing in A1111 either, such as a switch that is off, causes no warning: clients send every field.
+A value without an effect in A1111, such as a switch that is off, causes no warning, because clients send every field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STRETCH, STRETCH_LATENTS = 0, 3
 FILL, LATENT_NOISE = 0, 2
 
 Neutral = tuple[object, ...]
-"""Values of a field with which A1111 paints the same as without it; None and "" always are."""
+"""Values of a field that have no effect in A1111; None and "" never have one."""
 
 FIELDS: Final[dict[str, Neutral]] = {
     "restore_faces": (False,),

@@ -49,7 +49,7 @@ from diffserve.version import __version__
 from schedulers import SAMPLERS
 
 NUM_PREVIEWS: Final = 4
-"""Previews of a request whose task is polled by its name."""
+"""Number of previews of a request whose task is polled."""
 
 
 class A1111Plan(RequestPlan, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class EncodedImage(NamedTuple):
 
 
 class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
-    """The endpoint of txt2img or img2img, as the class of its body says.
+    """Endpoint of txt2img or img2img, depending on the class of its body.
 
     ``jobs`` are shared with the routes that report progress.
     """

@@ -37,14 +37,14 @@ ENGINE_RETRY_AFTER_S = 2.0
 A1111: Final = "/sdapi/v1"
 CONTROLNET: Final = "/controlnet"
 A1111_PATHS: Final = (f"{A1111}/", f"{CONTROLNET}/")
-"""The paths at which errors have A1111's form: of its API, and of its ControlNet extension."""
+"""Prefixes of the paths whose errors have A1111's form: its API and its ControlNet extension."""
 
 OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
 
 ABOUT_SERVER: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind for kind in (EngineUnavailable, ModelLoadError, InsufficientMemory)
 }
-"""By their codes, errors of the engine that are not about what was asked for."""
+"""Errors about the state of the server rather than the request, by code."""
 
 BLOCKED: Final = ModerationBlocked.answer_type
 
@@ -76,9 +76,9 @@ class ErrorReply(NamedTuple):
 
     def in_a1111s_words(self) -> ErrorReply:
         """Return this reply with a body in A1111's form."""
-        told = msgspec.json.decode(self.body)["error"]
-        body = {"error": "HTTPException", "detail": told["message"], "body": "", "errors": told["message"]}
-        body |= {"code": told["code"] or told["type"]}  # ours
+        error = msgspec.json.decode(self.body)["error"]
+        body = {"error": "HTTPException", "detail": error["message"], "body": "", "errors": error["message"]}
+        body |= {"code": error["code"] or error["type"]}  # an extension of A1111's form
         return self._replace(body=msgspec.json.encode(body))
 
     @property

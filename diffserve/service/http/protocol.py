@@ -108,7 +108,7 @@ class Http1(H11Protocol):
 
     max_connections: ClassVar[int | None] = None
     owing: ClassVar[dict[Http1, None]] = {}
-    """The connections whose clients owe the rest of a request, those that have done so for longest first."""
+    """Connections with an incomplete request, the oldest first."""
     _deadline: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -116,10 +116,10 @@ class Http1(H11Protocol):
         """Return the protocol of a server with at most ``max_connections`` at a time."""
         return type("LimitedHttp1", (cls,), {"max_connections": max_connections, "owing": {}})
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Take the connection, or say that there are too many; start the clock for the first request's headers."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Accept the connection, or refuse it if there are too many; start the timeout of the first headers."""
         super().connection_made(transport)
-        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # as far as it is used
+        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # has the methods that are used
         self.conn._receive_buffer = StrictLines()
         transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of every transport that reads a socket
         if not self._has_room():
@@ -128,18 +128,18 @@ class Http1(H11Protocol):
         self._keep_time()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; the clock stops when nothing is owed."""
+        """Process received data; the timeout ends when the request is complete."""
         super().data_received(data)
         self._keep_time()
 
     def on_response_complete(self) -> None:
-        """Let the answer go; be ready for the next request, whose headers have a clock of their own."""
+        """Flush the answer and start the timeout of the next request's headers."""
         self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         self._keep_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the timeout."""
         self._stop_clock()
         self.owing.pop(self, None)
         super().connection_lost(exc)

@@ -27,7 +27,7 @@ class PublicAddress(NamedTuple):
 
     origin     scheme, host and port
     prefix     the path, without a slash at its end; empty at the root
-    is_stated  whether the configuration or a trusted proxy says so, rather than headers that anyone may send
+    is_stated  whether the configuration or a trusted proxy states it, rather than headers that any client may send
     """
 
     origin: str
@@ -64,6 +64,7 @@ class PublicPath:
         self._trusted = frozenset(trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Store the public address in the request's state and remove the prefix from its path."""
         address = self._address(scope) if scope["type"] == "http" else None
         if address is not None:
             scope["state"][STATE] = address

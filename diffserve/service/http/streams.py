@@ -160,7 +160,7 @@ class EventStreamResponse(Response):
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await _send(send, self._error_event(error) + self._ending, is_last=True)
-        except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
+        except (TimeoutError, RuntimeError):  # the client reads nothing, or the status line was not sent
             log.warning("the end of a stream was not read")
 
     def _error_event(self, error: Exception) -> bytes:

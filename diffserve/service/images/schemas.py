@@ -1,4 +1,4 @@
-"""What may stand in the body of ``POST /v1/images/generations``, and what is said when something else does."""
+"""Body of ``POST /v1/images/generations``, and messages about unsupported fields."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ControlNetChoice(BaseModel):
 
 
 class SizesChoice(BaseModel):
-    """The sizes that SDXL is told of a picture, in pixels: [width, height], a crop as [left, top]."""
+    """Size conditioning of SDXL in pixels: sizes as [width, height], crops as [left, top]."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -47,8 +47,8 @@ class Verification:
         else:
             body = await read_body(request, VerifyBody)
         if not files and body.image is None:
-            said = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
-            raise InvalidRequest(said, param="image", code="missing_required_parameter")
+            message = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
+            raise InvalidRequest(message, param="image", code="missing_required_parameter")
         await self._fetcher.fill(body)
 
         def examine(decoder: Decoder) -> Provenance:

@@ -1,4 +1,4 @@
-"""Follow-ups in a conversation about pictures: "now at night" changes the earlier prompt instead of replacing it.
+"""Follow-ups in a conversation about images: "now at night" changes the earlier prompt instead of replacing it.
 
 By rules, without a language model: what describes a picture by itself replaces the earlier prompt, anything else is
 added to it. For the embedded model the result is a caption of its picture world, where there is one.
@@ -18,7 +18,7 @@ OPENING: Final = re.compile(
     r")\b[\s,:]*)*",
     re.IGNORECASE,
 )
-"""Words at the beginning of a follow-up that describe no picture."""
+"""Words at the beginning of a follow-up that do not describe an image."""
 
 WHOLE: Final = re.compile(
     r"(?:(?:draw|paint|show|create|generate|make|imagine|render)(?: me)? )?"

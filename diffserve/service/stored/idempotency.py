@@ -93,7 +93,7 @@ class Idempotency:
             raise
 
     def _outlive(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
-        """Let repetitions follow ``response`` while its work continues, and store it at the end."""
+        """Make ``response`` available to repetitions while its work continues, and store it at the end."""
 
         async def keep() -> Response:
             return await self._keep(name, digest, response, await lasting.whole())
@@ -194,8 +194,8 @@ async def _digest(request: Request) -> bytes:
 
 
 def _digest_of(media_type: str, body: bytes) -> bytes:
-    kind, _, rest = media_type.partition(";")
-    boundary = rest.partition("boundary=")[2].partition(";")[0].strip().strip('"').encode("latin-1")
+    kind, _, parameters = media_type.partition(";")
+    boundary = parameters.partition("boundary=")[2].partition(";")[0].strip().strip('"').encode("latin-1")
     if boundary:
         body = body.replace(boundary, b"")
     else:

@@ -120,7 +120,7 @@ class CompletionAnswers:
 
 
 Dialect = ChatAnswers | CompletionAnswers
-"""How an endpoint speaks."""
+"""Format of the answers of a text endpoint."""
 
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
