@@ -166,7 +166,7 @@ class Ticket:
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""
-        if isinstance(event, Progress):  # most of them, and nothing is used by it yet
+        if isinstance(event, Progress):  # most events are of this type, and they report no usage
             self.advance(event.image_index, event.step_index / event.num_steps)
             return
         self.count(event)

@@ -197,7 +197,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if ring is not None:
         add_login(app, ring)
-        below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch pictures without a word of who they are
+        below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch image URLs without a key
         app.add_middleware(KeyGuard, ring=ring, open_below=below)
     app.add_middleware(FramingGuard)
     hosts = HostNames(config.host, config.allowed_hosts, public_url=config.public_url)
@@ -413,7 +413,7 @@ def _allowed(request: Request) -> str:
 async def _reply_invalid_query(request: Request, error: Exception) -> Response:
     """Answer invalid query parameters like invalid bodies: with status 400 and one sentence."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # without "query"
+    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # remove the leading "query"
     return await _reply(request, explain(problems, lambda index: problems[index]["input"], {}))
 
 

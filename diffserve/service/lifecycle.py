@@ -182,7 +182,7 @@ class Gate:
 
 
 def owner_of(request: Request) -> str:
-    """Return the id of the key that ``request`` came with, "" where there are none."""
+    """Return the id of the key of ``request``, "" if the server has no keys."""
     return str(request.scope.get("state", {}).get("key_id", ""))
 
 

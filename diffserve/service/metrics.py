@@ -108,7 +108,7 @@ class Metrics:
         """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
-        if isinstance(event, Progress):  # most of them, and nothing is counted by it
+        if isinstance(event, Progress):  # most events are of this type, and none of them is counted
             return
         if self.genai is not None:
             self.genai.observe(kind, event)
@@ -292,7 +292,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
                 stats = await ask()
         except (TimeoutError, EngineUnavailable):
             stats = None
-        async with turns:  # a hundred readers take their turns, and whatever else there is comes between
+        async with turns:  # rendering for many readers must not block the loop: one at a time, with a pause in between
             await asyncio.sleep(0)
             return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 

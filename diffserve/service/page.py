@@ -123,7 +123,7 @@ class PageRoute(BaseRoute):
         """Answer with the page, or with a notice that it is starting."""
         scope.setdefault("state", {})["is_page"] = True
         if self._is_open:
-            await self._answer(scope, receive, _guarded(send))
+            await self._answer(scope, receive, _with_page_headers(send))
         elif scope["path"] == "/" and scope["method"] == "GET":
             coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
             await coming(scope, receive, send)
@@ -137,7 +137,7 @@ class PageRoute(BaseRoute):
         answer = _ErrorFilter(scope, send)
         error: Exception | None
         try:
-            checked = await _checked(scope, receive)
+            checked = await _check_body(scope, receive)
             await self.app(scope, checked, answer)
             error = answer.error
         except ClientDisconnect:
@@ -157,9 +157,10 @@ class PageRoute(BaseRoute):
 
 
 class _ErrorFilter:
-    """Passes answers of the page on, except errors: ``error`` is then what to answer instead.
+    """Passes answers of the page on, except errors, which the caller answers with ``error``.
 
-    kept_headers  headers of the page's own error answer that the error object is sent with
+    Attributes:
+        kept_headers: Headers of the page's error answer that the error object is sent with.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -196,11 +197,11 @@ class _ErrorFilter:
 
 
 def _reason_in(body: bytes) -> str:
-    """Return what an error answer of the page says: FastAPI's ``detail``, or plain text, in one line."""
+    """Return the message of an error answer of the page in one line: FastAPI's ``detail``, or plain text."""
     text: object = body[:MAX_REASON_BYTES].decode("utf-8", "replace")
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         text = msgspec.json.decode(body, type=_Detail).detail
-    if isinstance(text, list):  # FastAPI's list of fields that are missing or wrong
+    if isinstance(text, list):  # FastAPI's list of missing or wrong fields
         fields = [field for field in text if isinstance(field, dict)]
         text = "; ".join(f"{'.'.join(map(str, field.get('loc', ())))}: {field.get('msg', '')}" for field in fields)
     return " ".join(str(text).split())[:MAX_REASON_CHARS] or "the request could not be read."
@@ -210,7 +211,7 @@ class _Detail(msgspec.Struct):
     detail: Any
 
 
-async def _checked(scope: Scope, receive: Receive) -> Receive:
+async def _check_body(scope: Scope, receive: Receive) -> Receive:
     """Return a ``receive`` with the body, which is checked to be JSON except for uploads. Raises HttpError."""
     request = Request(scope, receive)
     is_upload = scope["path"].endswith(UPLOAD)
@@ -229,8 +230,8 @@ async def _checked(scope: Scope, receive: Receive) -> Receive:
     return again
 
 
-def _guarded(send: Send) -> Send:
-    async def send_guarded(message: Message) -> None:
+def _with_page_headers(send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             if headers.get("content-type", "").startswith("text/html"):
@@ -238,4 +239,4 @@ def _guarded(send: Send) -> Send:
                 headers["Referrer-Policy"] = "same-origin"
         await send(message)
 
-    return send_guarded
+    return send_with_headers

@@ -38,7 +38,7 @@ from diffserve.store.database import FILE, Database
 
 SHORTEST_KEY = 16
 GOODBYE_S = 10  # for answers that are already being written
-SPARE_FILES = 128  # file descriptors left to what is no connection
+SPARE_FILES = 128  # file descriptors that are reserved for other uses than connections
 FULL_TOLD_EVERY_S = 10.0
 
 log = logging.getLogger("diffserve.http")
@@ -124,7 +124,7 @@ def bind(config: ServeConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=1024)
-        # its connections have it, too: else a body waits until its head is acknowledged, which clients put off by 40 ms
+        # Connections inherit this. Without it a body waits for the delayed acknowledgment of its head, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except UnicodeError:

@@ -49,7 +49,7 @@ class Safety:
         self._begun_s = 0.0
         self.judges_prompts = False
         self.tell: Callable[[str, str], None] = lambda *_: None
-        """Is told what was judged ("prompt", "picture"), and how: "allowed", "blocked", "unavailable"."""
+        """Called with the judged kind ("prompt", "picture") and the decision: "allowed", "blocked" or "unavailable"."""
 
     @classmethod
     def of(cls, settings: Settings) -> Safety | None:

@@ -80,7 +80,7 @@ class Traces:
         from opentelemetry.trace import StatusCode
 
         request = self._inside.pop(key_of(request_id), None)
-        if request is None or endpoint == "page":  # whose events are no work of the engine's
+        if request is None or endpoint == "page":  # requests of the page run no engine work themselves
             return
         span = request.span
         span.update_name(f"{request.method} {endpoint}" if endpoint != "none" else request.method)

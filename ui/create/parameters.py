@@ -220,8 +220,8 @@ def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
     if aspect not in ASPECTS:
         raise InvalidRequest(f"The aspect is {aspect[:40]!r}; choose {', '.join(ASPECTS)}.", param="aspect")
     ratio = ASPECTS[aspect]
-    best = min(image.sizes, key=lambda size: _apart(size, ratio))
-    if _apart(best, ratio) <= SAME_ASPECT:
+    best = min(image.sizes, key=lambda size: _aspect_difference(size, ratio))
+    if _aspect_difference(best, ratio) <= SAME_ASPECT:
         return best
     area = image.native_size[0] * image.native_size[1]
     return _on_grid(math.sqrt(area * ratio)), _on_grid(math.sqrt(area / ratio))
@@ -375,7 +375,7 @@ def _sampler(fields: Mapping[str, str], image: ImageCapabilities | None) -> str 
     return sampler.name if sampler is not None else label
 
 
-def _apart(size: tuple[int, int], ratio: float) -> float:
+def _aspect_difference(size: tuple[int, int], ratio: float) -> float:
     return abs(math.log(size[0] / size[1]) - math.log(ratio))
 
 

@@ -44,7 +44,7 @@ ORIGINAL: Final = 1
 LANCZOS: Final = "Lanczos"
 NEAREST: Final = "Nearest"
 UPSCALERS: Final = {"": LANCZOS, "none": LANCZOS, "lanczos": LANCZOS, "nearest": NEAREST}
-"""Names of upscalers in lower case and what they do. A1111's "None" resizes by Lanczos as well."""
+"""Resize filters by the lower-case names of upscalers; A1111's "None" resizes by Lanczos as well."""
 
 MOST_FILLED_PX: Final = 1024
 """Longer side in pixels of the image that is blurred to fill a mask."""
@@ -160,7 +160,7 @@ def ask(
     Raises:
         InvalidRequest: Something in the body cannot be used.
     """
-    body, recorded = _filled(body, refused, models)
+    body, recorded = _fill_from_infotext(body, refused, models)
     if body.num_images > MAX_IMAGES:
         raise InvalidRequest(
             f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} pictures are painted at a time.",
@@ -192,7 +192,7 @@ def ask(
     values |= _fields_of_settings(settings)
     values |= {name: value for name, value in recorded.fields.items() if values.get(name) is None}
     if body.subseed_strength:
-        values |= {"variation_seed": _subseed(body.subseed), "variation_strength": body.subseed_strength}
+        values |= {"variation_seed": _parse_subseed(body.subseed), "variation_strength": body.subseed_strength}
     if choices := controlnets_of(body):
         values["controlnets"] = choices
     if body.refiner_checkpoint not in (None, "", "None"):
@@ -237,7 +237,7 @@ def _fields_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _subseed(value: object) -> int | None:
+def _parse_subseed(value: object) -> int | None:
     """Return the variation seed, which may be a number in a string; None and -1 mean any. Raises InvalidRequest."""
     try:
         return None if value is None else TypeAdapter(Seed).validate_python(value)
@@ -272,12 +272,12 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     width, height = width_px or picture.width_px, height_px or picture.height_px
     is_region = mask is not None and body.inpaint_full_res is not False
     if not is_region:
-        picture = _brought(picture, width, height, body.resize_mode or STRETCHED)
-        mask = None if mask is None else _brought(mask, width, height, body.resize_mode or STRETCHED)
+        picture = _resize_by_mode(picture, width, height, body.resize_mode or STRETCHED)
+        mask = None if mask is None else _resize_by_mode(mask, width, height, body.resize_mode or STRETCHED)
     names = ("init_images", "mask")
     start = StartPicture(picture=picture, mask=mask, names=names)
     if mask is not None and (body.inpainting_fill or FILL) != ORIGINAL:
-        picture = _filled_in(picture, mask)
+        picture = _fill_masked_area(picture, mask)
     blurs = [blur for blur in (body.mask_blur_x, body.mask_blur_y) if blur is not None]
     blur = body.mask_blur if body.mask_blur is not None else max(blurs, default=MASK_BLUR_PX)
     start = msgspec.structs.replace(start, picture=picture, feather_px=float(blur))
@@ -288,7 +288,9 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     return Start(start, strength, tuple(warnings))
 
 
-def _filled(body: Txt2ImgBody, refused: Collection[str], models: Collection[str]) -> tuple[Txt2ImgBody, Recorded]:
+def _fill_from_infotext(
+    body: Txt2ImgBody, refused: Collection[str], models: Collection[str]
+) -> tuple[Txt2ImgBody, Recorded]:
     """Fill missing fields of ``body`` from its infotext; also return the recorded fields that A1111 does not have."""
     if not body.infotext:
         return body, Recorded({}, ())
@@ -383,34 +385,34 @@ def second_pass(asked: AskedBody) -> GenerateBody:
     return GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
 
 
-def _brought(picture: Picture, width: int, height: int, mode: int) -> Picture:
+def _resize_by_mode(picture: Picture, width: int, height: int, mode: int) -> Picture:
     """Resize to width x height by A1111's resize mode: stretch, crop, or extend the edges."""
     if mode == STRETCHED or mode > FILLED:
         return stretch(picture, width, height)
     return resize(picture, width, height, is_padded=mode == FILLED)
 
 
-def _filled_in(picture: Picture, mask: Picture) -> Picture:
+def _fill_masked_area(picture: Picture, mask: Picture) -> Picture:
     """Fill the masked area of ``picture`` with blurred colors from around it; for large images at low resolution."""
     coarse = MOST_FILLED_PX / max(picture.width_px, picture.height_px)
     if coarse >= 1.0:
-        filled = _colours_around(picture, mask)
+        filled = _average_colors(picture, mask)
     else:
         sides = [max(1, round(side * coarse)) for side in (picture.width_px, picture.height_px)]
-        small = Image.fromarray(_colours_around(stretch(picture, *sides), stretch(mask, *sides)))
+        small = Image.fromarray(_average_colors(stretch(picture, *sides), stretch(mask, *sides)))
         filled = np.asarray(small.resize((picture.width_px, picture.height_px), Image.Resampling.BILINEAR))
     return Picture.from_array(np.where(mask.array[..., None] > 0, filled, picture.array))
 
 
-def _colours_around(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _average_colors(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return for each pixel the average color of the unmasked pixels around it, (height, width, 3)."""
     outside = Image.fromarray(255 - mask.array)
     pixels = np.asarray(picture.array, dtype=np.float32) * (np.asarray(outside, dtype=np.float32)[..., None] / 255)
     source, filled = Image.fromarray(pixels.astype(np.uint8)), None
     for radius in _FILL_RADII:  # wide blurs reach every pixel, narrow ones are closer to the colors at the edge
-        colour = np.asarray(source.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)
+        color = np.asarray(source.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)
         weight = np.asarray(outside.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)[..., None] / 255
-        guess, is_near = colour / np.maximum(weight, 1e-3), weight > 0.05
+        guess, is_near = color / np.maximum(weight, 1e-3), weight > 0.05
         filled = guess if filled is None else np.where(is_near, guess, filled)
     assert filled is not None
     return filled.clip(0, 255).astype(np.uint8)

@@ -154,7 +154,7 @@ def _active_units(body: Txt2ImgBody) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _units(body: Txt2ImgBody) -> Any:
-    """Return what stands where the list of units should be."""
+    """Return the value in the place of the list of units, which may be of any type."""
     scripts = (body.alwayson_scripts or {}).items()
     script = next((script for name, script in scripts if name.lower() == CONTROLNET), None)
     return script.get("args") if isinstance(script, dict) else None

@@ -89,7 +89,7 @@ def ignored_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def ignored_refiner(body: Txt2ImgBody, refiner: str) -> list[str]:
-    """Return a sentence where ``body`` names another refiner than ``refiner``, the only one of the model."""
+    """Return a warning if ``body`` names another refiner than ``refiner``, the only one of the model."""
     name = (body.refiner_checkpoint or "").partition(" [")[0]
     if name in ("", "None") or name == refiner.partition(" [")[0]:
         return []
@@ -116,12 +116,12 @@ def _active_scripts(scripts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def has_effect(value: object, neutral: Neutral) -> bool:
-    """Return whether ``value`` changes the picture in A1111; ``neutral`` are values that do not."""
+    """Return whether ``value`` changes the image in A1111; ``neutral`` are values that do not."""
     return value not in (None, "", [], {}) and not any(_is_same(value, other) for other in neutral)
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Compare as A1111's clients write values: numbers and switches may be text."""
+    """Compare two values; numbers and switches may be strings, as clients of A1111 send them."""
     if isinstance(other, str):
         return isinstance(value, str) and value.strip().lower() == other
     return _number(value) == _number(other)

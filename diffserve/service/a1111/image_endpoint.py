@@ -123,7 +123,7 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
         return plan, self._service.admit(images)
 
     def _events(self, plan: A1111Plan, ticket: Ticket) -> Events:
-        raise NotImplementedError("A1111's API has no streams")  # is_stream is never set
+        raise NotImplementedError("A1111's API has no streams")  # A1111 bodies never set is_stream
 
     async def _answer(self, plan: A1111Plan, ticket: Ticket) -> Response:
         images, a1111_body, hires = plan.images, plan.body.asked, plan.body.hires

@@ -129,7 +129,7 @@ class A1111Routes:
         return [style._asdict() for style in read_styles(self._folder)]
 
     def _loras(self) -> list[dict[str, Any]]:
-        """Return the LoRAs in A1111's form: by the last part of their names where it is unique."""
+        """Return the LoRAs in A1111's form: by the last part of their names if it is unique."""
         names = LoraFolders(self._info().lora_dirs).names()
         last_parts = [name.rpartition("/")[2] for name in names]
         short = [last if last_parts.count(last) == 1 else name for name, last in zip(names, last_parts, strict=True)]

@@ -104,11 +104,11 @@ def with_styles(prompt: str, negative: str, names: Iterable[str], styles: Sequen
         if name not in by_name:
             there = f"there are {', '.join(by_name)}" if by_name else f"there are none: put them into {FILE}"
             raise InvalidRequest(f"there is no style {show(name)}; {there[:200]}.", param="styles")
-        prompt, negative = _added(by_name[name].prompt, prompt), _added(by_name[name].negative_prompt, negative)
+        prompt, negative = _add_style(by_name[name].prompt, prompt), _add_style(by_name[name].negative_prompt, negative)
     return prompt, negative
 
 
-def _added(style: str, prompt: str) -> str:
+def _add_style(style: str, prompt: str) -> str:
     if PLACE in style:
         return style.replace(PLACE, prompt)
     return ", ".join(part for part in (prompt, style) if part.strip())

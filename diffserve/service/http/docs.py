@@ -32,7 +32,7 @@ def add_docs(app: FastAPI) -> None:
     turns = asyncio.Lock()
 
     async def render_once(name: str, make: Callable[[], bytes]) -> bytes:
-        async with turns:  # in a thread and for one reader, for it takes a third of a second
+        async with turns:  # rendering takes a third of a second: once, and in a thread
             if name not in cache:
                 cache[name] = await ANSWERS.run(make)
         return cache[name]

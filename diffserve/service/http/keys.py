@@ -223,10 +223,10 @@ class KeyGuard:
             if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
                 await RedirectResponse(f"{prefix_of(scope)}{LOGIN}", status_code=303)(scope, receive, send)
                 return
-            send = _adding_headers(send, error.headers) if isinstance(error, RateLimited) else send
+            send = _with_headers(send, error.headers) if isinstance(error, RateLimited) else send
             await reply_for(scope["path"], error).response(scope, receive, send)
             return
-        send = _adding_headers(send, limit_headers) if limit_headers else send
+        send = _with_headers(send, limit_headers) if limit_headers else send
         key_id = scope["state"]["key_id"]
         if key_id in ("", OF_PAGE.id):
             await self.app(scope, receive, send)
@@ -312,10 +312,10 @@ def is_visit(scope: Scope, headers: Headers) -> bool:
     return scope["path"] == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
 
 
-def _adding_headers(send: Send, headers: dict[str, str]) -> Send:
-    async def send_telling(message: Message) -> None:
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(headers)
         await send(message)
 
-    return send_telling
+    return send_with_headers

@@ -1,14 +1,13 @@
-"""What every request passes before it reaches a route: its id, its host and origin, its framing, its length.
+"""Middleware in front of all routes: request IDs, checks of host and origin, framing, and limits on bodies.
 
 Plain ASGI, outermost first::
 
-    Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through; a target
-                  in absolute form is brought to the other (``targets.py``)
-    PublicPath    the path below which a proxy serves this server is removed (``public_path.py``)
-    HeadAsGet     HEAD is answered as GET, without the body (``heads.py``)
-    OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
-    FramingGuard  what another program on the way could read differently is refused
-    BodyLimit     the body is counted and timed while it is read, and refused beyond the limits
+    Outermost     assigns the request ID, adds common headers, logs one line, answers unexpected errors with 500
+    PublicPath    removes the path prefix of a proxy (``public_path.py``)
+    HeadAsGet     answers HEAD as GET without the body
+    OriginGuard   refuses foreign hosts and origins
+    FramingGuard  refuses requests that a proxy could read differently
+    BodyLimit     limits the length and the duration of bodies
 """
 
 from __future__ import annotations
@@ -317,7 +316,7 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal received, is_read
             if is_read:
-                return await receive()  # waits for the client to hang up, for as long as it takes
+                return await receive()  # waits for the disconnect, without a limit
             limit_s = max(BODY_TIMEOUT_S, received / SLOWEST_BYTES_PER_S)
             try:
                 async with asyncio.timeout_at(started_s + limit_s):

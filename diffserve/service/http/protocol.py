@@ -20,8 +20,8 @@ from diffserve.service.http.errors import HttpError, reply_to
 HEADER_TIMEOUT_S = 15.0
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 200
-MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the loop: a body of one-byte chunks costs 2 us a byte
-FREE_CHUNKS = 1000  # of any size in one body; more of them hold MIN_CHUNK_BYTES each, in the mean
+MAX_READ_BYTES = 16 * 1024  # per connection and turn of the loop: a body of one-byte chunks costs 2 us a byte
+FREE_CHUNKS = 1000  # chunks of any size per body; with more, the mean size must be MIN_CHUNK_BYTES
 MIN_CHUNK_BYTES = 64
 MAX_GATHERED_BYTES = 64 * 1024
 
@@ -145,7 +145,7 @@ class Http1(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or whose headers are too long, and close."""
+        """Answer invalid HTTP or headers that are too long with an error, and close."""
         self._refuse(_BAD_HTTP, b"Bad Request")
 
     def _refuse(self, error: HttpError, reason: bytes) -> None:

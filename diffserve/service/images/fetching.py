@@ -52,7 +52,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class _Place(NamedTuple):
+class _UrlPosition(NamedTuple):
     """Position of an image URL in a body: ``holder[key]``, or an attribute of a model.
 
     Attributes:
@@ -106,7 +106,7 @@ class Fetcher:
 
     async def fill(self, *bodies: BaseModel) -> None:
         """Replace every image URL in ``bodies`` by a data URL of the image. Raises InvalidRequest."""
-        places = [place for body in bodies for place in _places(body, "", is_picture=False)]
+        places = [place for body in bodies for place in _url_positions(body, "", is_picture=False)]
         if len(places) > MAX_FETCHES:
             message = (
                 f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
@@ -160,11 +160,11 @@ class Fetcher:
                 finally:
                     writer.transport.abort()
         except TimeoutError:
-            raise _unread(name, f"did not answer within {self._limit_s:g} s") from None
+            raise _unreadable_error(name, f"did not answer within {self._limit_s:g} s") from None
         except ssl.SSLError:
-            raise _unread(name, "has no certificate that can be believed") from None
+            raise _unreadable_error(name, "has no certificate that can be believed") from None
         except (OSError, asyncio.IncompleteReadError, UnicodeError):
-            raise _unread(name, "cannot be reached") from None
+            raise _unreadable_error(name, "cannot be reached") from None
 
 
 def is_public(address: Address) -> bool:
@@ -215,7 +215,7 @@ async def _get(
         try:
             event = connection.next_event()
         except h11.RemoteProtocolError:
-            raise _unread(name, "does not answer in HTTP") from None
+            raise _unreadable_error(name, "does not answer in HTTP") from None
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(65536))
         elif isinstance(event, h11.Response):
@@ -224,11 +224,11 @@ async def _get(
             body += event.data
             budget.left_bytes -= len(event.data)
             if len(body) > MAX_FETCHED_BYTES or budget.left_bytes < 0:
-                raise _too_large(name)
+                raise _too_large_error(name)
         elif isinstance(event, h11.EndOfMessage):
             return bytes(body)
         elif isinstance(event, h11.ConnectionClosed):
-            raise _unread(name, "hung up")
+            raise _unreadable_error(name, "hung up")
 
 
 def _check_head(response: h11.Response, name: str) -> None:
@@ -239,15 +239,15 @@ def _check_head(response: h11.Response, name: str) -> None:
         )
         raise InvalidRequest(message, param=name, code="url_not_allowed")
     if response.status_code != 200:
-        raise _unread(name, f"answered {response.status_code}")
+        raise _unreadable_error(name, f"answered {response.status_code}")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise _unread(name, "answered with compressed bytes")
+        raise _unreadable_error(name, "answered with compressed bytes")
     with contextlib.suppress(ValueError):
         if int(headers.get("content-length", "0")) > MAX_FETCHED_BYTES:
-            raise _too_large(name)
+            raise _too_large_error(name)
 
 
-def _places(value: Any, path: str, *, is_picture: bool) -> Iterator[_Place]:
+def _url_positions(value: Any, path: str, *, is_picture: bool) -> Iterator[_UrlPosition]:
     """Yield the positions of image URLs in ``value``; with ``is_picture`` the strings of a list are images, too."""
     entries: list[tuple[str | int, Any]]
     if isinstance(value, BaseModel):
@@ -265,10 +265,10 @@ def _places(value: Any, path: str, *, is_picture: bool) -> Iterator[_Place]:
         is_place = is_picture if isinstance(key, int) else key in PICTURE_KEYS
         if isinstance(child, str):
             if is_place and is_address(child):
-                yield _Place(value, key, _child_name(path, key), child)
+                yield _UrlPosition(value, key, _child_name(path, key), child)
         else:
             name = _child_name(path, key)
-            yield from _places(child, name, is_picture=is_place)
+            yield from _url_positions(child, name, is_picture=is_place)
 
 
 def _child_name(path: str, key: str | int) -> str:
@@ -279,12 +279,12 @@ def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode("ascii")
 
 
-def _unread(name: str, why: str) -> InvalidRequest:
+def _unreadable_error(name: str, why: str) -> InvalidRequest:
     message = f"{name} cannot be fetched: its server {why}; send the picture itself."
     return InvalidRequest(message, param=name, code="url_unreadable")
 
 
-def _too_large(name: str) -> InvalidRequest:
+def _too_large_error(name: str) -> InvalidRequest:
     message = (
         f"{name} is too long; {MAX_FETCHED_BYTES} bytes are fetched of a picture, {MAX_REQUEST_BYTES} for a request."
     )

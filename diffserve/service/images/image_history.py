@@ -94,7 +94,7 @@ class ImageHistory:
             done.result()
 
     def writer(self, request: Request) -> HistoryWriter | None:
-        """Return what records the images of a request; None if they are not recorded."""
+        """Return the writer for the images of a request; None if they are not recorded."""
         owner = self._owners.known(request) if self._is_kept else None
         return None if owner is None else HistoryWriter(self, owner)
 

@@ -88,7 +88,7 @@ class ImageChecks(NamedTuple):
 
 
 class EventEncoder(Protocol):
-    """Encodes what happens to a request for one protocol; a method returns None if the protocol has no such event.
+    """Encodes the events of a request for one protocol; a method returns None if the protocol has no such event.
 
     ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
     """

@@ -214,17 +214,19 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         if plan.is_stream:
             self._logs[plan.head["id"]] = record
             contexts.callback(self._end, plan.head["id"], record)
-        task = asyncio.create_task(self._make(plan, ticket, interrupted, contexts, record), name="background response")
+        task = asyncio.create_task(
+            self._run_in_background(plan, ticket, interrupted, contexts, record), name="background response"
+        )
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
         if plan.is_stream:
             headers = warning_headers(plan.warnings)
 
-            async def again(request: Request) -> Response:
-                return await self._followed(record.follow(0), request, headers)
+            async def follow_again(request: Request) -> Response:
+                return await self._follow(record.follow(0), request, headers)
 
-            response = await self._followed(record.follow(0), request, headers)
-            response.lasting = Lasting(again, record.joined)
+            response = await self._follow(record.follow(0), request, headers)
+            response.lasting = Lasting(follow_again, record.joined)
             return response
         return json_response(initial, plan.warnings)
 
@@ -234,7 +236,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         del self._logs[response_id]
         self.store.note_events(response_id, tuple(record.events))
 
-    async def _followed(
+    async def _follow(
         self, events: Events, request: Request, headers: dict[str, str] | None = None
     ) -> EventStreamResponse:
         """Return a stream of ``events`` that ends when the client of ``request`` disconnects."""
@@ -252,7 +254,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                     raise DiffserveError(TOO_LARGE)
                 record.add(chunk)
 
-    async def _make(
+    async def _run_in_background(
         self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, contexts: ExitStack, record: EventLog
     ) -> None:
         """Run a background response and store its outcome before ``contexts`` are released."""
@@ -392,13 +394,13 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         place = int_query(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
-            return await self._followed(record.follow(place), request)
+            return await self._follow(record.follow(place), request)
         if not stored.events:
             message = (
                 "stream is for a response that was asked for with background and stream, and whose events are kept."
             )
             raise InvalidRequest(message, param="stream", code="unsupported_parameter")
-        return await self._followed(replay(stored.events[place:]), request)
+        return await self._follow(replay(stored.events[place:]), request)
 
     async def remove(self, request: Request) -> Response:
         """Delete a stored response and cancel its work."""

@@ -94,7 +94,7 @@ def plan_text(
         raise InvalidRequest("the input has no words; say something.", param="input", code="empty_input")
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
-    schema = _held_to(body, info)
+    schema = _schema_of(body, info)
     params = SamplingParams(
         **sampling,
         max_tokens=max_tokens_of(schema, body.max_output_tokens or DEFAULT_CHAT_TOKENS),
@@ -111,7 +111,7 @@ def plan_text(
     )
 
 
-def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
+def _schema_of(body: ResponseBody, info: LanguageModelInfo) -> str | None:
     """Return the JSON Schema that the text must follow, or None. Raises InvalidRequest if it cannot be enforced."""
     text_format = None if body.text is None else body.text.format
     if text_format is None or text_format.type == "text":
@@ -159,8 +159,8 @@ def plan_image(
         if tool.input_image_mask is not None:
             message = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
             raise InvalidRequest(message, param="tools[0].input_image_mask")
-        return _parsed(GenerateBody, fields)
-    edit = _parsed(EditBody, fields | {"input_fidelity": tool.input_fidelity})
+        return _parse_body(GenerateBody, fields)
+    edit = _parse_body(EditBody, fields | {"input_fidelity": tool.input_fidelity})
     mask = tool.input_image_mask and tool.input_image_mask.image_url
     start_images = {
         "images": [ImageReference.model_construct(image_url=url) for url in pictures],
@@ -169,7 +169,7 @@ def plan_image(
     return edit.model_copy(update=start_images)
 
 
-def _parsed(kind: type[GenerateBody], fields: dict[str, Any]) -> GenerateBody:
+def _parse_body(kind: type[GenerateBody], fields: dict[str, Any]) -> GenerateBody:
     """Validate ``fields`` as a body of ``kind``; errors name fields of the response."""
     try:
         return parse(kind, msgspec.json.encode({name: value for name, value in fields.items() if value is not None}))

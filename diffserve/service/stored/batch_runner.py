@@ -202,7 +202,7 @@ class BatchRunner:
                     while (line := await _run_to_end(next, left, None)) is not None:
                         await self._acquire_slot()
                         task = group.create_task(self._finish_line(batch, line[0], line[1], writing))
-                        task.add_done_callback(lambda _: self._slots.release())  # one that never began, too
+                        task.add_done_callback(lambda _: self._slots.release())  # also if it never began
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
 

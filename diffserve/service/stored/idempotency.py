@@ -62,7 +62,7 @@ class Idempotency:
         owner = self._owners.known(request) if keys else None
         if owner is None:
             return await endpoint(request)
-        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _checked(keys))
+        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _check_key(keys))
         digest = await _digest(request)
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
@@ -79,12 +79,12 @@ class Idempotency:
                 _require_same(stored.request, digest)
                 self._end(name, stored)
                 return _replayed(stored)
-            lingering = _Lingering(request)
-            response = await endpoint(Request(request.scope, lingering.receive))
+            channel = _DelayedDisconnect(request)
+            response = await endpoint(Request(request.scope, channel.receive))
             if isinstance(response, EventStreamResponse):
-                lingering.may_hang_up.set()
+                channel.may_hang_up.set()
                 if response.lasting is not None:
-                    self._outlive(name, digest, response, response.lasting)
+                    self._store_when_done(name, digest, response, response.lasting)
                     return response
                 return _Recorded(response, partial(self._keep, name, digest, response))
             return await self._keep(name, digest, response, bytes(response.body))
@@ -92,7 +92,7 @@ class Idempotency:
             self._end(name, None)
             raise
 
-    def _outlive(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
+    def _store_when_done(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
         """Make ``response`` available to repetitions while its work continues, and store it at the end."""
 
         async def keep() -> Response:
@@ -114,7 +114,7 @@ class Idempotency:
                 headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
                 reply = Reply(digest, response.status_code, headers, body)
                 if not await LISTINGS.run(self._is_kept, name, reply):
-                    reply = await ANSWERS.run(_warned, reply)
+                    reply = await ANSWERS.run(_add_warning, reply)
                     response = Response(reply.body, reply.status, reply.headers)
         finally:
             self._end(name, reply)
@@ -135,7 +135,7 @@ class Idempotency:
             over.set_result(reply)
 
 
-class _Lingering:
+class _DelayedDisconnect:
     """Channel of ``request`` that hides a disconnect until ``may_hang_up`` is set."""
 
     def __init__(self, request: Request) -> None:
@@ -204,7 +204,7 @@ def _digest_of(media_type: str, body: bytes) -> bytes:
     return hashlib.sha256(kind.strip().lower().encode("latin-1") + b"\0" + body).digest()
 
 
-def _checked(keys: list[str]) -> str:
+def _check_key(keys: list[str]) -> str:
     if len(keys) > 1:
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
     [key] = keys
@@ -222,7 +222,7 @@ def _require_same(digest: bytes, other: bytes) -> None:
         raise HttpError(422, message, code="idempotency_key_reused")
 
 
-def _warned(reply: Reply) -> Reply:
+def _add_warning(reply: Reply) -> Reply:
     """Add the warning that the response is not stored to the headers and warnings of ``reply``."""
     body, warnings_header = reply.body, reply.headers.get(WARNINGS)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
