@@ -114,7 +114,7 @@ class Metrics:
             self.genai.observe(kind, event)
         match event:
             case Painted(result=result):
-                self._painted(result)
+                self._count_image(result)
             case ImageFailed():
                 self._lost_image(event)
             case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
@@ -249,7 +249,7 @@ class Metrics:
             "image_encode_seconds", "Writing a finished picture as a file.", COMMIT_S
         )
 
-    def _painted(self, result: ImageResult) -> None:
+    def _count_image(self, result: ImageResult) -> None:
         if result.cached is not None:
             return
         timings, model = result.timings, result.model

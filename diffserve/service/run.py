@@ -179,12 +179,12 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
-        self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
+        self._print_line(f"listening on {self._url()}, loading {self._settings.model.model_id}")
         if engines := describe_engines(self._settings):
-            self._say(engines)
+            self._print_line(engines)
         is_closed = self._ring is not None and self._ring.is_closed
         if not is_closed and not is_loopback(self._settings.serve.host):
-            self._say("anybody who reaches this address may paint: there are no keys")
+            self._print_line("anybody who reaches this address may paint: there are no keys")
         opening = asyncio.create_task(self._open_page())
         announcing = asyncio.create_task(self._announce(engine))
         try:
@@ -202,7 +202,7 @@ class _Server:
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
-            self._say(engine.failed.result().message)
+            self._print_line(engine.failed.result().message)
             return 1
         raise engine.failed.result()
 
@@ -224,12 +224,12 @@ class _Server:
             await asyncio.sleep(0.05)
         if engine.info is not None:
             info = engine.info
-            self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
+            self._print_line(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
             for path in engine.models[0].unet_paths[:1]:
-                self._say(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
+                self._print_line(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
             for other in engine.models[1:]:
                 at = f"loaded when asked for, {other.info.weights_bytes / 1e6:,.0f} MB" if other.info else other.problem
-                self._say(f"{other.name}: {at}")
+                self._print_line(f"{other.name}: {at}")
 
     async def _open_page(self) -> None:
         """Open the page without garbage collection; loaded objects are frozen, as scanning them takes 0.2 s."""
@@ -257,7 +257,7 @@ class _Server:
         return self._url().replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
     @staticmethod
-    def _say(text: str) -> None:
+    def _print_line(text: str) -> None:
         with contextlib.suppress(OSError):  # a closed pipe or a full disk must not end the server
             print(f"diffserve: {text}", flush=True)
 

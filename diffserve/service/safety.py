@@ -123,7 +123,7 @@ class Safety:
 
     def _is_blocked(self, question: SafetyQuestion) -> bool:
         deadline_s = time.monotonic() + self._timeout_s
-        with self._locked():
+        with self._exclusive():
             try:
                 if self._process is None or self._process.poll() is not None:
                     self._stop_process()
@@ -144,7 +144,7 @@ class Safety:
             return answer.is_blocked
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=self._timeout_s):
             raise _unavailable()
         try:

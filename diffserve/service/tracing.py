@@ -103,7 +103,7 @@ class Traces:
             case Progress():
                 request.progressed(event, now_ns)
             case Painted(result=result):
-                self._painted(request, result, now_ns)
+                self._finish_image(request, result, now_ns)
             case TextFinished() | RewriteFinished():
                 is_chat = isinstance(event, TextFinished)
                 self._finish_text(request, "chat" if is_chat else "rewrite", event.timings, now_ns)
@@ -123,7 +123,7 @@ class Traces:
         """Send the remaining spans; the exporter's variables bound the time."""
         self._provider.shutdown()
 
-    def _painted(self, request: _Request, result: ImageResult, now_ns: int) -> None:
+    def _finish_image(self, request: _Request, result: ImageResult, now_ns: int) -> None:
         request.span.set_attributes(
             {
                 "gen_ai.operation.name": "generate_content",

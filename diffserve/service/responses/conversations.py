@@ -65,7 +65,7 @@ class Conversations:
     async def begin(self, request: Request) -> Response:
         """Create a conversation; images in its items are data URLs."""
         body = await read_body(request, ConversationBody)
-        turns = _with_ids(read_turns(body.items, _nothing, "items")) if body.items else ()
+        turns = _with_ids(read_turns(body.items, _find_nothing, "items")) if body.items else ()
         name = f"conv_{secrets.token_hex(16)}"
         fields = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
         stored = StoredResponse(owner_of(request), msgspec.json.encode(fields), turns)
@@ -86,7 +86,7 @@ class Conversations:
     async def add_items(self, request: Request) -> Response:
         """Add messages to the end of a conversation and answer with them."""
         body, stored = await read_body(request, ItemsBody), self._find(request)
-        turns = _with_ids(read_turns(body.items, _nothing, "items"))
+        turns = _with_ids(read_turns(body.items, _find_nothing, "items"))
         if not self._store.put(_name(request), stored._replace(turns=(*stored.turns, *turns))):
             raise InvalidRequest(TOO_LONG, param="items")
         return JSONResponse(page_of(items_of(turns, ""), {"order": "asc", "limit": str(MAX_ITEMS)}))
@@ -143,5 +143,5 @@ def _name(request: Request) -> str:
     return str(request.path_params["conversation_id"])
 
 
-def _nothing(_: str) -> Turn | None:
+def _find_nothing(_: str) -> Turn | None:
     return None

@@ -67,10 +67,10 @@ class Idempotency:
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
             if name in self._lasting:
-                return _marked(await self._lasting[name].again(request))
+                return _mark_replayed(await self._lasting[name].again(request))
             reply = await asyncio.shield(running[1])
             if reply is not None:
-                return _replayed(reply)
+                return _replay_response(reply)
         over = asyncio.get_running_loop().create_future()
         self._running[name] = digest, over
         try:
@@ -78,7 +78,7 @@ class Idempotency:
             if stored is not None:
                 _require_same(stored.request, digest)
                 self._end(name, stored)
-                return _replayed(stored)
+                return _replay_response(stored)
             channel = _DelayedDisconnect(request)
             response = await endpoint(Request(request.scope, channel.receive))
             if isinstance(response, EventStreamResponse):
@@ -234,10 +234,10 @@ def _add_warning(reply: Reply) -> Reply:
     return reply._replace(headers=headers, body=body)
 
 
-def _replayed(reply: Reply) -> Response:
-    return _marked(Response(reply.body, reply.status, reply.headers))
+def _replay_response(reply: Reply) -> Response:
+    return _mark_replayed(Response(reply.body, reply.status, reply.headers))
 
 
-def _marked(response: Response) -> Response:
+def _mark_replayed(response: Response) -> Response:
     response.headers[REPLAYED] = "true"
     return response
