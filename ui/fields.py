@@ -1,4 +1,4 @@
-"""What stands in a single field: how long it may be, and the number in it; and all that is told of one few know of."""
+"""Parsing and checks of single fields of the page's form, and the table of its typed fields."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from diffserve.client import ImageCapabilities
 from diffserve.media.infotext_recipe import DASH
 
 MAX_FIELD_CHARS: Final = 200
-"""Of a field that holds a number or a name."""
+"""Limit on the text of a field for a number or a name."""
 
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 
 
 def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
-    """InvalidRequest where ``text`` is neither a text of at most ``most`` characters nor ``None``."""
+    """Check that ``text`` is None or a text of at most ``most`` characters. Raises InvalidRequest."""
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"The {name} is no text; write one, or nothing.", param=name)
     if text is not None and len(text) > most:
@@ -35,7 +35,7 @@ def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
 
 
 def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
-    """The number from 0 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    """Parse a number from 0 to ``most``; an empty text gives None. Raises InvalidRequest."""
     text = (text or "").strip()
     try:
         value = float(text.replace(",", ".")) if text else None
@@ -48,8 +48,17 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
 
 
 def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, param: str | None = None) -> int | None:
-    """The whole number from 1 to ``most`` in ``text``, ``None`` for an empty one, which stands for ``nothing``.
-    InvalidRequest for anything else; ``param``: the field, where it is called otherwise than ``name``.
+    """Parse an integer from 1 to ``most``; an empty text gives None.
+
+    Args:
+        text: The text in the form.
+        name: Name of the field in the message.
+        most: The largest allowed value.
+        nothing: The meaning of an empty text, for the message.
+        param: Name of the request field, if it is not ``name``.
+
+    Raises:
+        InvalidRequest: The text is not such a number.
     """
     try:
         value = read_number(text, name)
@@ -65,8 +74,15 @@ def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, pa
 
 
 def read_interval(text: str | None, name: str, called: str) -> tuple[float, float] | None:
-    """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others, in
-    which the field ``name`` is ``called`` something.
+    """Parse two ascending numbers from 0 to 1, such as "0.2-0.8"; an empty text gives None.
+
+    Args:
+        text: The text in the form.
+        name: Name of the request field.
+        called: Name of the field in the message.
+
+    Raises:
+        InvalidRequest: The text is not such an interval.
     """
     if not (text or "").strip():
         return None
@@ -84,7 +100,7 @@ def read_interval(text: str | None, name: str, called: str) -> tuple[float, floa
 
 
 def read_seed(text: str | None, name: str = "seed") -> int | None:
-    """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    """Parse a seed; an empty text and "-1" give None. Raises InvalidRequest."""
     text = (text or "").strip()
     if not text or text == "-1":
         return None
@@ -99,12 +115,12 @@ def read_seed(text: str | None, name: str = "seed") -> int | None:
 
 
 def read_sizes(text: str | None) -> dict[str, Any] | None:
-    """What SDXL is to be told of sizes, as the server takes it, ``None`` for an empty text. Raises InvalidRequest."""
+    """Parse the size conditioning of SDXL as the request field; an empty text gives None. Raises InvalidRequest."""
     return msgspec.structs.asdict(MicroConditioning.read(text)) if text and text.strip() else None
 
 
 def seeds_named(seed: int, variation_seed: int | None) -> str:
-    """What tells a picture from others of its request, in the name of its file: "7", "7-9"."""
+    """Return the part of a file name that identifies an image of its request: "7", or "7-9" with a variation seed."""
     return f"{seed}" if variation_seed is None else f"{seed}-{variation_seed}"
 
 
@@ -126,29 +142,30 @@ def read_typed(name: str, text: str | None, image: ImageCapabilities) -> Any:
         return read_seed(text, name)
     if field.type == tuple[float, float]:
         return read_interval(text, name, TYPED[name].label.lower())
-    most = image.max_images if name == "best_of" or field.maximum is None else field.maximum
-    return read_count(text, name, int(most)) if field.type is int else read_number(text, name, most)
+    maximum = image.max_images if name == "best_of" or field.maximum is None else field.maximum
+    return read_count(text, name, int(maximum)) if field.type is int else read_number(text, name, maximum)
 
 
 TYPED: Final = {name: text for name in FORM_FIELDS if (text := REQUEST_FIELDS[name].form) is not None}
-"""Texts of the fields that are typed under Advanced, by request field, in the order in which the page shows them."""
+"""Form texts of the text inputs under Advanced, by request field, in the order of the page."""
 
 
 def told(fields: Mapping[str, Any]) -> Iterator[str]:
-    """What a request's ``fields`` say of those in ``TYPED``, in the page's words: "clip skip 2"; but for sizes,
-    and for seeds, which differ from picture to picture.
+    """Yield descriptions of the values of ``TYPED`` in a request's ``fields``, such as "clip skip 2".
+
+    Sizes are omitted, and so are seeds, which differ between the images of a request.
     """
-    for name, one in TYPED.items():
+    for name, text in TYPED.items():
         match fields.get(name):
             case (first, last):
-                yield f"{one.label.lower()} {first:g}-{last:g}"
+                yield f"{text.label.lower()} {first:g}-{last:g}"
             case int() | float() as number if name != "variation_seed":
-                yield f"{one.label.lower()} {number:g}"
+                yield f"{text.label.lower()} {number:g}"
 
 
 KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(TYPED)})\b", re.IGNORECASE)
 
 
 def as_labelled(text: str) -> str:
-    """``text`` with fields called as on the page."""
-    return KNOWN_BY.sub(lambda found: f"“{TYPED[found[1].lower()].label}”", text)
+    """Replace the names of request fields in ``text`` by their labels on the page."""
+    return KNOWN_BY.sub(lambda match: f"“{TYPED[match[1].lower()].label}”", text)

@@ -63,11 +63,11 @@ class _Lengths:
             return self._of_definition(str(node["$ref"]))
         for name in ("anyOf", "oneOf"):
             if name in node:
-                return _either(map(self.of, node[name]))
+                return _union(map(self.of, node[name]))
         if "allOf" in node:
             parts = [self.of(part) for part in node["allOf"]]
             return Length(max(part.shortest for part in parts), math.inf, sum(part.closing for part in parts))
-        return _either(self._of_type(kind, node) for kind in types_of(node)) if types_of(node) else UNKNOWN
+        return _union(self._of_type(kind, node) for kind in types_of(node)) if types_of(node) else UNKNOWN
 
     def _of_definition(self, name: str) -> Length:
         if name not in self._defined:
@@ -127,7 +127,7 @@ def _of_number(kind: str, node: Schema) -> Length:
     return Length(shortest, max(digits) + 1 + BOUNDED_DECIMALS if is_limited else math.inf, shortest)
 
 
-def _either(lengths: Iterable[Length]) -> Length:
+def _union(lengths: Iterable[Length]) -> Length:
     alternatives = list(lengths)
     if not alternatives:
         return UNKNOWN

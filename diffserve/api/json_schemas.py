@@ -68,9 +68,9 @@ def check_schema(text: str, param: str) -> None:
         InvalidRequest: The schema cannot be enforced; the message names the place in it.
     """
     schema = check_text(text, param)
-    _, reason = _checked(text)
+    _, reason = _schema_or_reason(text)
     if reason:
-        place = _blame(schema, reason)
+        place = _failing_path(schema, reason)
         raise InvalidRequest(
             f"{param}{place}: {reason}; change this part, or leave it out.",
             param=f"{param}{place}",
@@ -125,7 +125,7 @@ def grammar(schema: Schema) -> str:
 
 
 @lru_cache(maxsize=MAX_CACHED_SCHEMAS)
-def _checked(text: str) -> tuple[Schema, str]:
+def _schema_or_reason(text: str) -> tuple[Schema, str]:
     """Return the schema to enforce for the schema ``text``, and the reason if it cannot be enforced, else ""."""
     schema: Schema = json.loads(text)
     try:
@@ -139,7 +139,7 @@ def _checked(text: str) -> tuple[Schema, str]:
 
 def followed(text: str) -> Schema:
     """Return the schema to enforce for the schema ``text``: with default limits, if it can be satisfied with them."""
-    return _checked(text)[0]
+    return _schema_or_reason(text)[0]
 
 
 def max_tokens_of(text: str | None, max_tokens: int) -> int:
@@ -182,15 +182,15 @@ def _problem(schema: Schema) -> str:
     try:
         trial = LLMatcher(_byte_tokenizer(), grammar(schema), log_level=0, limits=_limits())
     except ValueError as error:
-        return _shown(str(error))
+        return _shorten(str(error))
     if trial.is_error():
-        return _shown(trial.get_error())
+        return _shorten(trial.get_error())
     trial.compute_bitmask()
     is_dead = trial.is_stopped() and not trial.is_accepting()
     return "nothing can follow it" if is_dead else ""
 
 
-def _blame(schema: dict[str, Any], reason: str) -> str:
+def _failing_path(schema: dict[str, Any], reason: str) -> str:
     """Return the path of the innermost part that fails by itself for the same reason; the search is bounded."""
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     place, parts, num_left, chars_left = "", _parts(schema), MAX_PROBES, MAX_PROBED_CHARS
@@ -200,7 +200,7 @@ def _blame(schema: dict[str, Any], reason: str) -> str:
         num_left, chars_left = num_left - 1, chars_left - len(json.dumps(probe))
         if _problem(probe) == reason:
             place, parts = place + step, _parts(part)
-    return _shown(place)
+    return _shorten(place)
 
 
 def _walk(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,8 +208,8 @@ def _walk(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     pending = [("", schema)]
     while pending:
         place, node = pending.pop()
-        yield _shown(place), node
-        pending += [(_shown(place) + step, part) for step, part in _parts(node)]
+        yield _shorten(place), node
+        pending += [(_shorten(place) + step, part) for step, part in _parts(node)]
 
 
 def _parts(node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -231,7 +231,7 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
-def _shown(reason: str) -> str:
+def _shorten(reason: str) -> str:
     """Return ``reason`` on one line, truncated to ``MAX_REASON_CHARS``."""
     line = " ".join(reason.split()).rstrip(".")
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."

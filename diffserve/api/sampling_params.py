@@ -45,7 +45,7 @@ COUNTS = {
 """Minimum, maximum, and a hint for the error message, by field."""
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -54,7 +54,7 @@ def _check_count(value: object, param: str, low: int, high: int, hint: str = "")
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     check(
         is_integer and low <= value <= high,  # type: ignore[operator]  # is_integer comes first
-        f"{param} is {_shown(value)}; give a whole number between {low} and {high}{hint}.",
+        f"{param} is {_shorten(value)}; give a whole number between {low} and {high}{hint}.",
         param,
     )
 
@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, (low, high, hint) in NUMBERS.items():
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            message = f"{name} is {_shown(value)}; give a number between {low:g} and {high:g}{hint}."
+            message = f"{name} is {_shorten(value)}; give a number between {low:g} and {high:g}{hint}."
             check(is_number and low <= value <= high, message, name)  # false for NaN
         for name, bounds in COUNTS.items():
             if getattr(self, name) is not None or name not in ("seed", "logprobs"):
@@ -155,16 +155,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def _check_stops(self) -> None:
-        check(isinstance(self.stop, tuple), f"stop is {_shown(self.stop)}; give a tuple of texts.", "stop")
+        check(isinstance(self.stop, tuple), f"stop is {_shorten(self.stop)}; give a tuple of texts.", "stop")
         check(len(self.stop) <= MAX_STOPS, f"stop has {len(self.stop)} texts; at most {MAX_STOPS} are allowed.", "stop")
         for text in self.stop:
             check(
                 isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS,
-                f"stop contains {_shown(text)}; each must be a text of 1 to {MAX_STOP_CHARS} characters.",
+                f"stop contains {_shorten(text)}; each must be a text of 1 to {MAX_STOP_CHARS} characters.",
                 "stop",
             )
         ids = self.stop_token_ids
-        check(isinstance(ids, tuple), f"stop_token_ids is {_shown(ids)}; give a tuple of token ids.", "stop_token_ids")
+        check(
+            isinstance(ids, tuple), f"stop_token_ids is {_shorten(ids)}; give a tuple of token ids.", "stop_token_ids"
+        )
         check(
             len(ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are taken.",
@@ -175,13 +177,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_bias(self) -> None:
         bias, name = self.logit_bias, "logit_bias"
-        check(isinstance(bias, tuple), f"{name} is {_shown(bias)}; give a tuple of (token id, number).", name)
+        check(isinstance(bias, tuple), f"{name} is {_shorten(bias)}; give a tuple of (token id, number).", name)
         check(len(bias) <= MAX_BIASES, f"{name} has {len(bias)} tokens; at most {MAX_BIASES} are taken.", name)
         for token_id, value in bias:
             _check_count(token_id, name, 0, MAX_TOP_K)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             message = (
-                f"{name} of token {token_id} is {_shown(value)}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}."
+                f"{name} of token {token_id} is {_shorten(value)}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}."
             )
             check(is_number and -MAX_BIAS <= value <= MAX_BIAS, message, name)
         check(len({token_id for token_id, _ in bias}) == len(bias), f"{name} names a token twice; name it once.", name)

@@ -248,14 +248,15 @@ TEXT_BOUNDS = {
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching of texts; the keys are part of the ``[text]`` table.
 
-    max_batch_tokens   tokens in one call of the language model; a long prompt is split into chunks that fit
-    max_sequences      sequences (texts and beams) that run at once
-    max_waiting        requests that may wait; more raise :class:`~diffserve.api.errors.QueueFull`
-    num_draft_tokens   draft tokens that one call verifies; 0: no speculation. Without a draft model drafts are copied
-                       from the prompt and the output (prompt lookup)
-    max_ngram          longest n-gram that prompt lookup searches for
-    min_ngram          shortest n-gram that prompt lookup searches for
-    page_tokens        tokens per page of the pool; prompts share whole pages
+    Attributes:
+        max_batch_tokens: Tokens in one call of the language model; a long prompt is split into chunks that fit.
+        max_sequences: Sequences (texts and beams) that run at once.
+        max_waiting: Requests that may wait; more raise :class:`~diffserve.api.errors.QueueFull`.
+        num_draft_tokens: Draft tokens that one call verifies; 0: no speculation. Without a draft model drafts are
+            copied from the prompt and the output (prompt lookup).
+        max_ngram: Longest n-gram that prompt lookup searches for.
+        min_ngram: Shortest n-gram that prompt lookup searches for.
+        page_tokens: Tokens per page of the pool; prompts share whole pages.
     """
 
     max_batch_tokens: int = 512

@@ -669,30 +669,31 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The image model and its defaults: the ``[model]`` table of a file in ``configs/``.
 
-    path             "embedded", "embedded-turbo", a diffusers directory, or one safetensors file
-    device           "auto" or a torch device
-    dtype            auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static
-    vae_dtype        auto, float32, bfloat16 or float16; "auto": as ``dtype``, but float32 for a VAE that is known to
-                     overflow in float16 (SDXL's)
-    vae              "": the VAE of the model; else a diffusers directory of a VAE or of a whole model, or a VAE file
-    text_encoder     "": the text encoder of the model; else a diffusers directory with a text encoder and its
-                     tokenizer; for both of SDXL's the directory of a whole model
-    embeddings_dir   folder of textual inversion embeddings (.safetensors); "": none
-    good_sizes       (width, height) in pixels that the model generates well; the first is its native size; empty: the
-                     training size (``sample_size`` in the UNet's configuration)
-    max_side_px      largest side that the model generates
-    other_aspects    "paint": generate an aspect ratio that ``good_sizes`` lacks directly; "pad": generate the nearest
-                     good size and extend its edges
-    sampler          name, A1111 label or diffusers class; a sigma schedule may follow ("DPM++ 2M Karras")
-    spacing          as in :class:`DiffusionParams`; "auto": the value in the model's scheduler configuration, else the
-                     default of the sampler's class in diffusers (euler: linspace; ddim: leading)
-    probe            at load, denoise a known image and refuse a model whose prediction type does not match
-    lora_dir         folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none
-    controlnet_dir   folder of ControlNets in diffusers format, or one ControlNet; "": none
-    refiner          model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory
-                     or a single file with the same latents and noise, for example the SDXL refiner; "": none
-    scorer           rates the images of ``best_of``: "checker" (of the embedded model), a directory of a CLIP model or
-                     of one trained on preferences, or "" (off)
+    Attributes:
+        path: Weights: "embedded", "embedded-turbo", a diffusers directory, or one safetensors file.
+        device: "auto" or a torch device.
+        dtype: Type of the weights: auto, float32, bfloat16, float16, int8, int8_dynamic or int8_static.
+        vae_dtype: Type of the VAE: auto, float32, bfloat16 or float16; "auto": as ``dtype``, but float32 for a VAE that
+            is known to overflow in float16 (SDXL's).
+        vae: "": the VAE of the model; else a diffusers directory of a VAE or of a whole model, or a VAE file.
+        text_encoder: "": the text encoder of the model; else a diffusers directory with a text encoder and its
+            tokenizer; for both of SDXL's the directory of a whole model.
+        embeddings_dir: Folder of textual inversion embeddings (.safetensors); "": none.
+        good_sizes: (width, height) in pixels that the model generates well; the first is its native size; empty: the
+            training size (``sample_size`` in the UNet's configuration).
+        max_side_px: Largest side that the model generates.
+        other_aspects: "paint": generate an aspect ratio that ``good_sizes`` lacks directly; "pad": generate the nearest
+            good size and extend its edges.
+        sampler: Name, A1111 label or diffusers class; a sigma schedule may follow ("DPM++ 2M Karras").
+        spacing: As in :class:`DiffusionParams`; "auto": the value in the model's scheduler configuration, else the
+            default of the sampler's class in diffusers (euler: linspace; ddim: leading).
+        probe: At load, denoise a known image and refuse a model whose prediction type does not match.
+        lora_dir: Folder of LoRA files (.safetensors) that requests may name, read again at each use; "": none.
+        controlnet_dir: Folder of ControlNets in diffusers format, or one ControlNet; "": none.
+        refiner: Model for the last steps of requests that ask for it (``DiffusionParams.switch_at``), a directory or a
+            single file with the same latents and noise, for example the SDXL refiner; "": none.
+        scorer: Rates the images of ``best_of``: "checker" (of the embedded model), a directory of a CLIP model or of
+            one trained on preferences, or "" (off).
     """
 
     model_id: str

@@ -74,6 +74,7 @@ def distinct(
     Args:
         first: The prompts of the request itself.
         text_of: Returns the text of a prompt.
+        request: The request, with the number of prompts and the seed.
         draw: Returns further prompts for a seed.
     """
     prompts: dict[str, T] = {}

@@ -71,7 +71,7 @@ def canny(picture: Pixels, weak: float = WEAK, strong: float = STRONG) -> Pixels
     gy = _convolve_columns((padded[2:] - padded[:-2]).T, SMOOTHING).T
     magnitude = np.abs(gx) + np.abs(gy)
     ridges = np.where(_is_ridge(magnitude, gx, gy), magnitude, 0.0)
-    return np.where(_connected(ridges > weak, ridges > strong), 255, 0).astype(np.uint8)
+    return np.where(_connected_edges(ridges > weak, ridges > strong), 255, 0).astype(np.uint8)
 
 
 def _blur(grey: Floats) -> Floats:
@@ -118,7 +118,7 @@ def _is_ridge(magnitude: Floats, gx: Floats, gy: Floats) -> NDArray[np.bool_]:
     return ridge
 
 
-def _connected(weak: NDArray[np.bool_], strong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _connected_edges(weak: NDArray[np.bool_], strong: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return the pixels of ``weak`` that are connected to ``strong``, by a breadth-first search from ``strong``."""
     height, width = weak.shape
     unvisited = np.pad(weak, 1).ravel()  # a margin, so that every pixel has neighbors

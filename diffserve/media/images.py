@@ -337,7 +337,7 @@ def _user_comment(image: Image.Image) -> str:
     try:
         comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
     except Exception as error:  # malformed files raise errors of many types
-        raise _damaged("image") from error
+        raise _damaged_error("image") from error
     if isinstance(comment, str):  # EXIF type ASCII, which Pillow decodes as Latin-1
         comment = comment.encode("latin-1", "replace")
     return decode_user_comment(comment) if isinstance(comment, bytes) else ""
@@ -349,7 +349,7 @@ def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
         image.load()
         return _to_eight_bits(_to_srgb(ImageOps.exif_transpose(image)))
     except Exception as error:  # malformed files raise errors of many types
-        raise _damaged(name) from error
+        raise _damaged_error(name) from error
 
 
 def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
@@ -361,7 +361,7 @@ def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image
     except Image.DecompressionBombError as error:
         raise _too_large(name, "too large", max_pixels) from error
     except Exception as error:
-        raise _damaged(name) from error
+        raise _damaged_error(name) from error
     if (problem := problem_of_profile(image.info.get("Raw profile type exif"))) is not None:
         raise _too_complex(name, problem)
     width, height = image.size
@@ -380,5 +380,5 @@ def _too_complex(name: str, problem: str) -> InvalidRequest:
     return InvalidRequest(message, param=name, code="image_too_complex")
 
 
-def _damaged(name: str) -> InvalidRequest:
+def _damaged_error(name: str) -> InvalidRequest:
     return InvalidRequest(f"{name} is damaged or too large to be read.", param=name, code="invalid_image")

@@ -50,7 +50,7 @@ def _best_encoding(content: bytes, encodings: tuple[str, ...]) -> str:
 
 
 def _ascii_share(content: bytes, encoding: str) -> float:
-    """Return the share of ASCII text at the start of ``content``, negative where it is not valid in ``encoding``."""
+    """Return the share of ASCII text at the start of ``content``, negative if it is not valid in ``encoding``."""
     num_bytes = len(content) & ~1 if encoding.startswith("utf-16") else len(content)
     is_cut = num_bytes > _SAMPLE_BYTES
     try:

@@ -47,19 +47,18 @@ from schedulers import SAMPLERS, resolve_sampler
 
 WAITING_PER_FREE_PLACE: Final = 7
 BATCH_RESERVED_DIVISOR: Final = 4
-"""One place of so many is not for batch work."""
+"""One of this many places is reserved for interactive work."""
 
 LONGEST_RETRY_S: Final = 50.0
 JITTER: Final = 0.2
-"""Of the time after which to come back, up or down, so that those who were refused together do not return together."""
+"""Random relative change of Retry-After, so that clients that were refused together do not return together."""
 
 MAX_KEYS_PER_ADDRESS: Final = 8
 BATCH: Final = "batch/"
-"""What the names of batches' clients begin with: what is to be done for a batch keeps none of its key's own requests
-out."""
+"""Prefix of the client names of batches, so that batch work does not count against the key's other requests."""
 
 IPV6_NETWORK_BITS: Final = 64
-"""What one customer of a provider has is one client."""
+"""Length of the IPv6 prefix that counts as one client: a provider assigns a network of this size to a customer."""
 
 
 Count = Callable[[str, Used], None]
@@ -167,7 +166,7 @@ class Ticket:
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""
-        if isinstance(event, Progress):  # most of them, and nothing is used by it yet
+        if isinstance(event, Progress):  # most events are of this type, and they report no usage
             self.advance(event.image_index, event.step_index / event.num_steps)
             return
         self.count(event)
@@ -304,8 +303,8 @@ class Backlog:
         for ticket in before:
             left[ticket.client] = left.get(ticket.client, 0.0) + ticket.cost_left
         largest = max((ticket.cost_left for ticket in before if ticket.client == client), default=0.0)
-        own = left.pop(client, 0.0) - largest
-        return self.pace.seconds(own + sum(min(own, cost) for cost in left.values()), self.num_engines)
+        client_cost = left.pop(client, 0.0) - largest
+        return self.pace.seconds(client_cost + sum(min(client_cost, cost) for cost in left.values()), self.num_engines)
 
     def check_deadline(self, cost: float, deadline_s: float | None, priority: Priority = "interactive") -> None:
         """Refuse work that cannot be finished by its deadline while it shares the engines with the backlog.
@@ -321,15 +320,19 @@ class Backlog:
 
     def _refusal(self, client: str, priority: Priority) -> QueueFull | None:
         waiting = [item for item in self._tickets if not item.has_begun]
-        own = sum(item.num_places for item in waiting if (item.client, item.priority) == (client, priority))
+        num_client_places = sum(
+            item.num_places for item in waiting if (item.client, item.priority) == (client, priority)
+        )
         num_waiting = self.num_waiting
-        most = self.max_waiting
-        num_free = most - num_waiting - (most // BATCH_RESERVED_DIVISOR if priority == "batch" else 0)
+        max_waiting = self.max_waiting
+        num_free = max_waiting - num_waiting - (max_waiting // BATCH_RESERVED_DIVISOR if priority == "batch" else 0)
         wait_s = self.wait_s(client, priority)
-        if own >= WAITING_PER_FREE_PLACE * num_free:
+        if num_client_places >= WAITING_PER_FREE_PLACE * num_free:
             message = f"{num_waiting} requests are waiting, which is all this server holds"
             if num_free > 0:
-                message = f"{own} of your requests are waiting, and the {num_free} places left are for others"
+                message = (
+                    f"{num_client_places} of your requests are waiting, and the {num_free} places left are for others"
+                )
             return _queue_full(message, self.pace.seconds(self.cost_left, self.num_engines))
         if wait_s is not None and wait_s >= self.max_backlog_s:
             most_s = f"at most {self.max_backlog_s:g} s may wait"
@@ -405,8 +408,8 @@ class Clients:
     def known(self, request: Request) -> Iterator[str]:
         """Yield the name of the client of ``request``; it is stable while the client has requests in progress."""
         state = request.scope.get("state", {})
-        if known := state.get("client") or (f"key/{state['key_id']}" if state.get("key_id") else ""):
-            yield known
+        if name := state.get("client") or (f"key/{state['key_id']}" if state.get("key_id") else ""):
+            yield name
             return
         asker = asker_in(request.headers.get(HEADER))
         address = self._digest(_network(self._address(request, asker)))

@@ -83,12 +83,12 @@ PAGE_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "order", "schema": {"enum": ["asc", "desc"]}},
     {"in": "query", "name": "after", "schema": {"type": "string"}},
 ]
-"""Of lists of items."""
+"""Query parameters of lists of items."""
 REPLAY_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "stream", "schema": {"type": "boolean"}},
     {"in": "query", "name": "starting_after", "schema": {"type": "integer", "minimum": 0}},
 ]
-"""Of a response that is made and told in the background."""
+"""Query parameters of a stored response, to replay its events."""
 
 
 def create_app(
@@ -127,7 +127,7 @@ def create_app(
     app.state.beside = list[Callable[[], Coroutine[Any, Any, None]]]()
     owners = Owners(config, ring)
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
-    app.state.endpoints = dict[str, Endpoint]()  # those that work is asked of, by their paths
+    app.state.endpoints = dict[str, Endpoint]()  # endpoints that submit work, by path
     app.state.offers = {}
     engine.metrics.watch("storage_free_bytes", "Of the disk with the server's folder.", partial(_free_bytes, config))
     usage = None if database is None else Usage(database)
@@ -159,8 +159,8 @@ def create_app(
     _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Paint from a picture")
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
     verification = Verification(checks.fetcher, admission.clients)
-    told = "Say whether a machine painted a picture"
-    _post(app, "/v1/provenance/verify", verification, VerifyBody, told, uploads=VERIFY_UPLOADS, needs_engine=False)
+    summary = "Say whether a machine painted a picture"
+    _post(app, "/v1/provenance/verify", verification, VerifyBody, summary, uploads=VERIFY_UPLOADS, needs_engine=False)
     chat = ChatCompletions(engine, config, gate, admission, painter=ChatImages(service), wants_picture=wants_image)
     texts = TextCompletions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
@@ -197,7 +197,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if ring is not None:
         add_login(app, ring)
-        below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch pictures without a word of who they are
+        below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch image URLs without a key
         app.add_middleware(KeyGuard, ring=ring, open_below=below)
     app.add_middleware(FramingGuard)
     hosts = HostNames(config.host, config.allowed_hosts, public_url=config.public_url)
@@ -247,7 +247,7 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
                 "the engine is loading its model; please try again in a moment.", retry_after_s=engine.retry_after_s
             )
 
-    def told() -> dict[str, dict[str, Any]]:
+    def model_fields() -> dict[str, dict[str, Any]]:
         require_models()
         return models_told(app.state.offers, engine.models, engine.text_info, config)
 
@@ -258,14 +258,14 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
 
     @app.get("/v1/models", summary="List models and aliases")
     async def list_models() -> Response:
-        return JSONResponse(model_list(created, told()))
+        return JSONResponse(model_list(created, model_fields()))
 
     @app.get("/v1/models/{name:path}", summary="Describe a model")
     async def get_model(name: str) -> Response:
-        known, name = told(), name.rstrip("/")
-        if name not in known and not is_alias(name):
+        models, name = model_fields(), name.rstrip("/")
+        if name not in models and not is_alias(name):
             raise ModelNotFound(f"there is no model {show(name)}; GET /v1/models lists the names.", param="model")
-        return JSONResponse(model_entry(name, created, known.get(name)))
+        return JSONResponse(model_entry(name, created, models.get(name)))
 
 
 def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
@@ -339,8 +339,8 @@ def _add_stored(
     runner = BatchRunner(app, batches, files, owners, admission, endpoints)
     FileRoutes(app, files, batches, owners)
     routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
-    told = "Have many requests worked on, each as a line of a file"
-    _post(app, "/v1/batches", routes.create, BatchBody, told, needs_engine=False)
+    summary = "Have many requests worked on, each as a line of a file"
+    _post(app, "/v1/batches", routes.create, BatchBody, summary, needs_engine=False)
     app.state.beside.append(runner.run_for_ever)
 
 
@@ -413,7 +413,7 @@ def _allowed(request: Request) -> str:
 async def _reply_invalid_query(request: Request, error: Exception) -> Response:
     """Answer invalid query parameters like invalid bodies: with status 400 and one sentence."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # without "query"
+    problems = [problem | {"loc": problem["loc"][1:]} for problem in problems]  # remove the leading "query"
     return await _reply(request, explain(problems, lambda index: problems[index]["input"], {}))
 
 

@@ -23,7 +23,7 @@ from diffserve.version import __version__
 from schedulers import SPACINGS
 
 OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "min_size_px", "max_size_px")
-"""Settings that a client should know of."""
+"""Settings in the answer that limit requests."""
 
 
 class Offer(NamedTuple):
@@ -85,15 +85,15 @@ def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each field of ``body``, including the bounds of the sampling parameters."""
     schema = body.model_json_schema(ref_template=REFS)
     required = schema.get("required", ())
-    found = {name: _field(stated) | {"required": name in required} for name, stated in schema["properties"].items()}
+    fields = {name: _field(stated) | {"required": name in required} for name, stated in schema["properties"].items()}
     for name, (low, high, _) in (NUMBERS | COUNTS).items():
-        if issubclass(body, SamplingBody) and found.get(name, {}).get("type") in ("integer", "number"):
-            found[name] = {"minimum": low, "maximum": high} | found[name]
-    return found
+        if issubclass(body, SamplingBody) and fields.get(name, {}).get("type") in ("integer", "number"):
+            fields[name] = {"minimum": low, "maximum": high} | fields[name]
+    return fields
 
 
 def _field(stated: dict[str, Any]) -> dict[str, Any]:
     """Return a field's schema without its title, default and null alternative."""
-    own = {key: value for key, value in stated.items() if key not in ("title", "default", "anyOf")}
+    schema = {key: value for key, value in stated.items() if key not in ("title", "default", "anyOf")}
     kinds = [kind for kind in stated.get("anyOf", ()) if kind.get("type") != "null"]
-    return own | kinds[0] if len(kinds) == 1 else own | ({"anyOf": kinds} if kinds else {})
+    return schema | kinds[0] if len(kinds) == 1 else schema | ({"anyOf": kinds} if kinds else {})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OPT_IN: Final = "gen_ai_latest_experimental"
 OPERATIONS: Final = {"image": "generate_content", "embedding": "embeddings"}
-"""By the kind of a request; of any other it is chat."""
+"""Names of operations by the kind of the request; the default is "chat"."""
 
 DURATIONS_S: Final = tuple(0.01 * 2**power for power in range(14))
 FIRST_TOKEN_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)

@@ -53,11 +53,11 @@ async def read_json(request: Request) -> bytes:
         raise hung_up() from None
 
 
-async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
     """Return ``check(*arguments, **named)``, called in a thread if ``data`` is long enough to delay other requests."""
     if len(data) > PARSE_IN_THREAD_BYTES:
-        return await ANSWERS.run(check, *arguments, **named)
-    return check(*arguments, **named)
+        return await ANSWERS.run(check, *arguments, **keywords)
+    return check(*arguments, **keywords)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ class Gate:
 
 
 def owner_of(request: Request) -> str:
-    """Return the id of the key that ``request`` came with, "" where there are none."""
+    """Return the id of the key of ``request``, "" if the server has no keys."""
     return str(request.scope.get("state", {}).get("key_id", ""))
 
 

@@ -57,7 +57,7 @@ REJECTED: Final = {
     "no_room": "disk",
     "insufficient_memory": "memory",
 }
-"""Why a request was not worked on, by the code of its error."""
+"""Reasons for refusing a request, by the code of its error."""
 
 Look = Callable[[], Mapping[tuple[str, ...], float]]
 
@@ -97,7 +97,7 @@ class Metrics:
         self._stage_bytes = self._counter(
             "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
         )
-        for reason in LOSSES:  # what there is none of yet is told, too: rates begin somewhere
+        for reason in LOSSES:  # reports zero counts from the start, so that rates can be computed
             self._restarts.labels(reason)
         for kind in ("text", "rewrite"):
             self._ttft_s.labels(kind)
@@ -108,13 +108,13 @@ class Metrics:
         """Record an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
-        if isinstance(event, Progress):  # most of them, and nothing is counted by it
+        if isinstance(event, Progress):  # most events are of this type, and none of them is counted
             return
         if self.genai is not None:
             self.genai.observe(kind, event)
         match event:
             case Painted(result=result):
-                self._painted(result)
+                self._count_image(result)
             case ImageFailed():
                 self._lost_image(event)
             case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
@@ -249,7 +249,7 @@ class Metrics:
             "image_encode_seconds", "Writing a finished picture as a file.", COMMIT_S
         )
 
-    def _painted(self, result: ImageResult) -> None:
+    def _count_image(self, result: ImageResult) -> None:
         if result.cached is not None:
             return
         timings, model = result.timings, result.model
@@ -292,7 +292,7 @@ def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[Engi
                 stats = await ask()
         except (TimeoutError, EngineUnavailable):
             stats = None
-        async with turns:  # a hundred readers take their turns, and whatever else there is comes between
+        async with turns:  # rendering for many readers must not block the loop: one at a time, with a pause in between
             await asyncio.sleep(0)
             return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 

@@ -29,7 +29,7 @@ ALIASES: Final = (
     "gpt-image-2",
     "chatgpt-image-latest",
 )
-"""The names that are listed; every ``gpt-image-...`` is one."""
+"""Aliases in the list of models; every ``gpt-image-...`` name is accepted."""
 
 Kind = Literal["image", "text", "embedding"]
 _REST: Final = r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}"
@@ -38,10 +38,10 @@ _FOREIGN: Final[dict[Kind, re.Pattern[str]]] = {
     "text": re.compile(rf"(?:chat)?gpt-(?=[0-9]){_REST}|o[1-9](?:-{_REST})?"),
     "embedding": re.compile(rf"text-embedding-{_REST}"),
 }
-"""OpenAI's names by what they are asked for: an app that was written for these is answered by what does that here."""
+"""Patterns of OpenAI's model names by kind; such a name selects the default model of this kind."""
 
 URL_BY_DEFAULT: Final = frozenset({"dall-e-2", "dall-e-3"})
-"""Whoever asks for these without a ``response_format`` expects URLs."""
+"""Models whose clients expect URLs if there is no ``response_format``."""
 
 
 NO_LANGUAGE_MODEL: Final = (
@@ -71,12 +71,12 @@ def find_model(
     """
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
-    own = {model.name: model for model in models}
-    is_first = name is None or (name not in own and is_alias(name, kind))
-    entries = models[0] if is_first else own.get(name or "")
+    served = {model.name: model for model in models}
+    is_first = name is None or (name not in served and is_alias(name, kind))
+    entries = models[0] if is_first else served.get(name or "")
     if entries is None:
         several, writes = len(models) > 1, language is not None and name == language.model_id
-        names = ", ".join(own)
+        names = ", ".join(served)
         raise ModelNotFound(
             f"{show(name)} writes texts; the image model{'s are' if several else ' is'} {names}."
             if writes
@@ -221,13 +221,13 @@ def refused_fields(info: ModelInfo, *, keeps_latents: bool) -> list[str]:
 
 def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
     """Describe a language model; one without a chat template cannot rewrite prompts."""
-    own = ("architecture", "digest", "device", "dtype", "context_tokens")
-    told = {name: getattr(info, name) for name in own}
+    names = ("architecture", "digest", "device", "dtype", "context_tokens")
+    fields = {name: getattr(info, name) for name in names}
     formats = get_args(Format.model_fields["type"].annotation) if info.speaks_json else ("text",)
     can = {"can_rewrite": info.has_chat_template, "response_formats": list(formats)}
-    return told | {"styles": list(styles()), **can}
+    return fields | {"styles": list(styles()), **can}
 
 
 def _sampler(sampler: Sampler) -> dict[str, Any]:
-    told = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
-    return told | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}
+    fields = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
+    return fields | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}

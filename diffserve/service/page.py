@@ -30,18 +30,20 @@ from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
 from diffserve.service.threads import ANSWERS
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]
-"""Mounts the page of the server at an address at ``/`` of an empty application. Returns the paths it needs: those that
-end in "/" or "=" with all below them. May take seconds; runs in a thread."""
+"""Mounts the page of the server with this address at ``/`` of an empty application, and returns the paths it needs.
+
+A path that ends in "/" or "=" includes all paths below it. May take seconds; runs in a thread.
+"""
 
 POLICY: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; frame-ancestors 'self'"
 )
-"""Nothing is fetched from elsewhere, whatever a library would like to."""
+"""Content security policy of the page: nothing is loaded from other hosts."""
 
 UPLOAD: Final = "/upload"
-"""The end of the one path to which files are sent; everywhere else a body is JSON."""
+"""End of the path of file uploads; the bodies of all other paths are JSON."""
 
 COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="1">
 <meta name="viewport" content="width=device-width"><title>diffserve</title></head>
@@ -121,7 +123,7 @@ class PageRoute(BaseRoute):
         """Answer with the page, or with a notice that it is starting."""
         scope.setdefault("state", {})["is_page"] = True
         if self._is_open:
-            await self._answer(scope, receive, _guarded(send))
+            await self._answer(scope, receive, _with_page_headers(send))
         elif scope["path"] == "/" and scope["method"] == "GET":
             coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
             await coming(scope, receive, send)
@@ -131,11 +133,11 @@ class PageRoute(BaseRoute):
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the page answer, but answer every error with the error object of this server."""
+        """Answer with the page; every error is answered with the error object of this server."""
         answer = _ErrorFilter(scope, send)
         error: Exception | None
         try:
-            checked = await _checked(scope, receive)
+            checked = await _check_body(scope, receive)
             await self.app(scope, checked, answer)
             error = answer.error
         except ClientDisconnect:
@@ -155,9 +157,10 @@ class PageRoute(BaseRoute):
 
 
 class _ErrorFilter:
-    """Passes answers of the page on, except errors: ``error`` is then what to answer instead.
+    """Passes answers of the page on, except errors, which the caller answers with ``error``.
 
-    kept_headers  headers of the page's own error answer that the error object is sent with
+    Attributes:
+        kept_headers: Headers of the page's error answer that the error object is sent with.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -170,7 +173,7 @@ class _ErrorFilter:
 
     @property
     def error(self) -> DiffserveError | None:
-        """The page's error answer as an error of this server; ``None`` where the page answered well."""
+        """The page's error answer as an error of this server; None if there is none."""
         if self._status < 400:
             return None
         if self._status == 503:
@@ -194,11 +197,11 @@ class _ErrorFilter:
 
 
 def _reason_in(body: bytes) -> str:
-    """Return what an error answer of the page says: FastAPI's ``detail``, or plain text, in one line."""
+    """Return the message of an error answer of the page in one line: FastAPI's ``detail``, or plain text."""
     text: object = body[:MAX_REASON_BYTES].decode("utf-8", "replace")
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         text = msgspec.json.decode(body, type=_Detail).detail
-    if isinstance(text, list):  # FastAPI's list of fields that are missing or wrong
+    if isinstance(text, list):  # FastAPI's list of missing or wrong fields
         fields = [field for field in text if isinstance(field, dict)]
         text = "; ".join(f"{'.'.join(map(str, field.get('loc', ())))}: {field.get('msg', '')}" for field in fields)
     return " ".join(str(text).split())[:MAX_REASON_CHARS] or "the request could not be read."
@@ -208,8 +211,8 @@ class _Detail(msgspec.Struct):
     detail: Any
 
 
-async def _checked(scope: Scope, receive: Receive) -> Receive:
-    """``receive`` of the same body, after it was found to be JSON; of anything without one or an upload, as it is."""
+async def _check_body(scope: Scope, receive: Receive) -> Receive:
+    """Return a ``receive`` with the body, which is checked to be JSON except for uploads. Raises HttpError."""
     request = Request(scope, receive)
     is_upload = scope["path"].endswith(UPLOAD)
     has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
@@ -227,8 +230,8 @@ async def _checked(scope: Scope, receive: Receive) -> Receive:
     return again
 
 
-def _guarded(send: Send) -> Send:
-    async def send_guarded(message: Message) -> None:
+def _with_page_headers(send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             if headers.get("content-type", "").startswith("text/html"):
@@ -236,4 +239,4 @@ def _guarded(send: Send) -> Send:
                 headers["Referrer-Policy"] = "same-origin"
         await send(message)
 
-    return send_guarded
+    return send_with_headers

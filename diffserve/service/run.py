@@ -38,7 +38,7 @@ from diffserve.store.database import FILE, Database
 
 SHORTEST_KEY = 16
 GOODBYE_S = 10  # for answers that are already being written
-SPARE_FILES = 128  # file descriptors left to what is no connection
+SPARE_FILES = 128  # file descriptors that are reserved for other uses than connections
 FULL_TOLD_EVERY_S = 10.0
 
 log = logging.getLogger("diffserve.http")
@@ -98,13 +98,13 @@ def _may_be_there(file: Path) -> bool:
 
 def open_ring(database: Database | None) -> KeyRing | None:
     """Load the keys from the database and the environment. Raises ConfigError if they cannot be read."""
-    own = os.environ.get(ENV_KEY, "")
-    if own and len(own) < SHORTEST_KEY:
+    env_key = os.environ.get(ENV_KEY, "")
+    if env_key and len(env_key) < SHORTEST_KEY:
         message = (
-            f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
+            f"{ENV_KEY} has {len(env_key)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
         )
         raise ConfigError(message, param="api_key")
-    return None if database is None else KeyRing(database, own)
+    return None if database is None else KeyRing(database, env_key)
 
 
 def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
@@ -124,7 +124,7 @@ def bind(config: ServeConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=1024)
-        # its connections have it, too: else a body waits until its head is acknowledged, which clients put off by 40 ms
+        # Connections inherit this. Without it a body waits for the delayed acknowledgment of its head, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except UnicodeError:
@@ -179,12 +179,12 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
-        self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
+        self._print_line(f"listening on {self._url()}, loading {self._settings.model.model_id}")
         if engines := describe_engines(self._settings):
-            self._say(engines)
+            self._print_line(engines)
         is_closed = self._ring is not None and self._ring.is_closed
         if not is_closed and not is_loopback(self._settings.serve.host):
-            self._say("anybody who reaches this address may paint: there are no keys")
+            self._print_line("anybody who reaches this address may paint: there are no keys")
         opening = asyncio.create_task(self._open_page())
         announcing = asyncio.create_task(self._announce(engine))
         try:
@@ -202,7 +202,7 @@ class _Server:
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
-            self._say(engine.failed.result().message)
+            self._print_line(engine.failed.result().message)
             return 1
         raise engine.failed.result()
 
@@ -224,12 +224,12 @@ class _Server:
             await asyncio.sleep(0.05)
         if engine.info is not None:
             info = engine.info
-            self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
+            self._print_line(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
             for path in engine.models[0].unet_paths[:1]:
-                self._say(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
+                self._print_line(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
             for other in engine.models[1:]:
                 at = f"loaded when asked for, {other.info.weights_bytes / 1e6:,.0f} MB" if other.info else other.problem
-                self._say(f"{other.name}: {at}")
+                self._print_line(f"{other.name}: {at}")
 
     async def _open_page(self) -> None:
         """Open the page without garbage collection; loaded objects are frozen, as scanning them takes 0.2 s."""
@@ -257,8 +257,8 @@ class _Server:
         return self._url().replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
     @staticmethod
-    def _say(text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads, or the disk is full: that is no reason to end
+    def _print_line(text: str) -> None:
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk must not end the server
             print(f"diffserve: {text}", flush=True)
 
 

@@ -26,7 +26,7 @@ MODULE: Final = "diffserve.engine.safety_process"
 CODE: Final = "safety_filter_unavailable"
 RETRY_AFTER_S: Final = 5.0
 STOPPED_S: Final = 5.0
-"""A process that is stopped for so long is given up, though it may judge for ``safety_timeout_s``."""
+"""Seconds after which a stopped process is abandoned, even if ``safety_timeout_s`` is longer."""
 
 LOOK_EVERY_S: Final = 0.5
 SAID_OF_PICTURE: Final = "the safety filter withholds the picture; ask for something else."
@@ -49,7 +49,7 @@ class Safety:
         self._begun_s = 0.0
         self.judges_prompts = False
         self.tell: Callable[[str, str], None] = lambda *_: None
-        """Is told what was judged ("prompt", "picture"), and how: "allowed", "blocked", "unavailable"."""
+        """Called with the judged kind ("prompt", "picture") and the decision: "allowed", "blocked" or "unavailable"."""
 
     @classmethod
     def of(cls, settings: Settings) -> Safety | None:
@@ -93,7 +93,7 @@ class Safety:
             self._stop_process()
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
-        """Judge the texts that a picture is painted from, by the names of their fields; blank ones are skipped.
+        """Judge the prompts of an image, by field name; blank ones are skipped.
 
         Raises:
             ModerationBlocked: One of them is not allowed; ``param`` is the name of its field.
@@ -123,7 +123,7 @@ class Safety:
 
     def _is_blocked(self, question: SafetyQuestion) -> bool:
         deadline_s = time.monotonic() + self._timeout_s
-        with self._locked():
+        with self._exclusive():
             try:
                 if self._process is None or self._process.poll() is not None:
                     self._stop_process()
@@ -144,7 +144,7 @@ class Safety:
             return answer.is_blocked
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=self._timeout_s):
             raise _unavailable()
         try:

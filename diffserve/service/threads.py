@@ -35,7 +35,7 @@ ANSWERS: Final = Pool("answers", 2 * _CORES + 2)
 """Encoding images, and building and parsing long JSON."""
 
 FILES: Final = Pool("files", 8)
-"""Bytes on disk: uploads, downloads, images that are kept for their URLs."""
+"""Reading and writing files: uploads, downloads, images that are stored for their URLs."""
 
 LISTINGS: Final = Pool("listings", 4)
 """Queries of the database and other short reads and writes."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 EVENT_EVERY: Final = 10
-"""Steps, of which a span of denoising tells one."""
+"""Interval, in steps, of the events in a denoising span."""
 
 MISSING: Final = "OTEL_ variables ask for them, and the packages are not installed: pip install 'diffserve[otel]'"
 OTLP: Final = "http/protobuf"
@@ -80,7 +80,7 @@ class Traces:
         from opentelemetry.trace import StatusCode
 
         request = self._inside.pop(key_of(request_id), None)
-        if request is None or endpoint == "page":  # whose events are no work of the engine's
+        if request is None or endpoint == "page":  # requests of the page run no engine work themselves
             return
         span = request.span
         span.update_name(f"{request.method} {endpoint}" if endpoint != "none" else request.method)
@@ -103,7 +103,7 @@ class Traces:
             case Progress():
                 request.progressed(event, now_ns)
             case Painted(result=result):
-                self._painted(request, result, now_ns)
+                self._finish_image(request, result, now_ns)
             case TextFinished() | RewriteFinished():
                 is_chat = isinstance(event, TextFinished)
                 self._finish_text(request, "chat" if is_chat else "rewrite", event.timings, now_ns)
@@ -123,7 +123,7 @@ class Traces:
         """Send the remaining spans; the exporter's variables bound the time."""
         self._provider.shutdown()
 
-    def _painted(self, request: _Request, result: ImageResult, now_ns: int) -> None:
+    def _finish_image(self, request: _Request, result: ImageResult, now_ns: int) -> None:
         request.span.set_attributes(
             {
                 "gen_ai.operation.name": "generate_content",

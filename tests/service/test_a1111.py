@@ -338,16 +338,16 @@ def test_region_of_a_mask_grows_to_the_aspect_within_the_picture(
 
 def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_px: list[int] = []
-    colours_around = asking._colours_around
+    average_colors = asking._average_colors
 
     def spy(picture: Picture, mask: Picture) -> np.ndarray[Any, Any]:
         asked_px.append(max(picture.width_px, picture.height_px))
-        return colours_around(picture, mask)
+        return average_colors(picture, mask)
 
-    monkeypatch.setattr(asking, "_colours_around", spy)
+    monkeypatch.setattr(asking, "_average_colors", spy)
     pixels, marked = np.zeros((1500, 2048, 3), np.uint8), np.zeros((1500, 2048), np.uint8)
     pixels[:, :1024], marked[700:800, 300:400] = (200, 40, 0), 255
-    filled = asking._filled_in(Picture.from_array(pixels), Picture.from_array(marked)).array
+    filled = asking._fill_masked_area(Picture.from_array(pixels), Picture.from_array(marked)).array
     assert asked_px == [asking.MOST_FILLED_PX]
     assert np.array_equal(filled[marked == 0], pixels[marked == 0])
     assert np.abs(filled.astype(int) - pixels).max() <= 20, "the colours from around"

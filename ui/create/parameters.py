@@ -1,4 +1,4 @@
-"""From the fields of the page to a request, and from a picture's parameters back to the fields."""
+"""Conversion of the page's form to an image request, and of an image's parameters back to the form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_inter
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
 ASPECTS: Final[dict[str, float]] = {"square": 1.0, "portrait": 2 / 3, "landscape": 3 / 2}
-"""Width to height."""
+"""Ratio of width to height by the name of the aspect."""
 
 SPACINGS: Final = {
     "leading": "even, begins a little late",
@@ -34,7 +34,7 @@ SPACINGS: Final = {
     "linspace": "even, from end to end",
     "quadratic": "denser near the picture",
 }
-"""Which of the model's noise levels the steps visit, in plain words."""
+"""Labels of the timestep spacings."""
 
 NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
     "A generator for each picture": "cpu",
@@ -42,17 +42,17 @@ NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
 }
 
 TOLD_OTHERWISE: Final = ("switch_at", "similarity_threshold")
-"""Fields of which :func:`doubts` has more to say than that the model refuses them."""
+"""Fields for which :func:`doubts` has a more specific message than that the model refuses them."""
 
 SAME_ASPECT: Final = 0.2
-"""A size of the model stands for an aspect when the logarithms of the two are so near."""
+"""Largest difference of the logarithms of two aspect ratios that count as equal."""
 
 GRID_PX: Final = 8
 NUM_PREVIEWS: Final = 3
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in the fields, numbers as they were typed. ``None`` and empty: as the model does best."""
+    """Values of the page's form; numbers are texts. None and empty mean the model's default."""
 
     prompt: str | None
     negative_prompt: str | None = ""
@@ -75,28 +75,32 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     control_steps: str | None = None
     preprocessor: str | None = None
     control_picture: str | None = None
-    typed: Mapping[str, str | None] = {}  # of ui.fields.TYPED, by their names
+    typed: Mapping[str, str | None] = {}  # texts of the fields in ui.fields.TYPED, by name
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Form:
-        """Of what stands in the fields, in the order of ``FORM_FIELDS``."""
-        named = dict(zip(FORM_FIELDS, values, strict=True))
-        typed = {name: named.pop(name) for name in TYPED}
-        return cls(**named, typed=typed)
+        """Create a form from values in the order of ``FORM_FIELDS``."""
+        by_name = dict(zip(FORM_FIELDS, values, strict=True))
+        typed = {name: by_name.pop(name) for name in TYPED}
+        return cls(**by_name, typed=typed)
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What stands in the fields, in the order of ``FORM_FIELDS``."""
+        """Values of all fields, in the order of ``FORM_FIELDS``."""
         return tuple(self.typed.get(name) if name in TYPED else getattr(self, name) for name in FORM_FIELDS)
 
 
 FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "typed"), *TYPED)
-"""The names of all fields, in the order in which the page gives and takes them."""
+"""Names of all fields, in the order of the page's inputs and outputs."""
 
 
 class StartFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What pictures begin from in place of noise: a file, where a mask (a PNG file, transparent there) has it painted
-    anew, and how much; ``None``: as the server does.
+    """Start image of a request.
+
+    Attributes:
+        path: The image file.
+        mask: A PNG file that is transparent where the image is generated again; None: everywhere.
+        strength: Denoising strength, 0 to 1; None: the server's default.
     """
 
     path: Path
@@ -105,7 +109,7 @@ class StartFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked form: what is asked of the server."""
+    """Request of a checked form: the prompt, the other fields, and whether the prompt is rewritten."""
 
     prompt: str
     fields: StreamedImageFields
@@ -113,12 +117,12 @@ class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_images(self) -> int:
-        """How many pictures."""
+        """Number of images."""
         return self.fields.get("n", 1)
 
 
 def check_lengths(form: Form) -> None:
-    """InvalidRequest where a field of ``form`` is longer than what it is for ever is, or no text."""
+    """Check that the fields of ``form`` are texts and not too long. Raises InvalidRequest."""
     check_text(form.prompt, "prompt", MAX_PROMPT_CHARS)
     check_text(form.negative_prompt, "negative prompt", MAX_PROMPT_CHARS)
     for name, value in zip(FORM_FIELDS, form.values, strict=True):
@@ -129,8 +133,16 @@ def check_lengths(form: Form) -> None:
 def order_of(
     form: Form, image: ImageCapabilities, start: StartFile | None = None, control_picture: bytes | None = None
 ) -> CheckedForm:
-    """The request that ``form`` stands for, of the size of what it begins from where it says none. ``control_picture``:
-    the file that its ControlNet goes by. InvalidRequest names the field, the value and the way out.
+    """Convert a form to a request.
+
+    Args:
+        form: The form.
+        image: Capabilities of the model.
+        start: The start image, whose size is used if the form has none.
+        control_picture: The file of the ControlNet's control image.
+
+    Raises:
+        InvalidRequest: A field cannot be used.
     """
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
@@ -146,7 +158,7 @@ def order_of(
         prompt_rewriter="auto" if form.rewrite_mode == "Auto" else "off",
         output_format="png",
     )
-    own = {
+    optional_fields = {
         "negative_prompt": negative if negative.strip() else None,
         "sampler": (form.sampler or "").strip() or None,
         "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
@@ -158,7 +170,7 @@ def order_of(
         "model": (form.model or "").strip() or None,
         **{name: read_typed(name, form.typed.get(name), image) for name in TYPED},
     }
-    fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
+    fields |= cast(StreamedImageFields, {name: value for name, value in optional_fields.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
 
 
@@ -166,7 +178,7 @@ def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
     """Read adapters from "NAME:SCALE, NAME" as the server takes them. Raises InvalidRequest for an unusable one."""
     loras = read_list(text or "")
     for lora in loras:
-        if names_for(lora.name, image.loras):  # of several with this name the server tells
+        if names_for(lora.name, image.loras):  # the server reports an ambiguous name
             continue
         for name in names_for(lora.name, image.refused_loras):
             message = f"The adapter {lora.name!r} cannot be used: {image.refused_loras[name]}"
@@ -177,7 +189,7 @@ def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
 
 
 def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> list[dict[str, Any]]:
-    """The ControlNet as the server takes it, ``picture`` being what it goes by. Raises InvalidRequest."""
+    """Return the ControlNet field of the request, with the control image ``picture``. Raises InvalidRequest."""
     name = (form.control or "").strip()
     if not name:
         return []
@@ -185,33 +197,38 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
         there = f"there are {', '.join(image.controlnets[:12])}." if image.controlnets else "none are served here."
         raise InvalidRequest(f"There is no ControlNet {name!r}; {there}", param="controlnets")
     if picture is None:
-        said = f"The ControlNet {name!r} has no picture to go by; choose one beside it, or no ControlNet."
-        raise InvalidRequest(said, param="controlnets")
+        message = f"The ControlNet {name!r} has no picture to go by; choose one beside it, or no ControlNet."
+        raise InvalidRequest(message, param="controlnets")
     scale = read_number(form.control_scale, "strength of the ControlNet", MAX_SCALE)
     start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
     strength, preprocessor = 1.0 if scale is None else scale, form.preprocessor or PASSED_THROUGH
-    found = Control(name, strength, start, end, preprocessor, resize=True)
+    control = Control(name, strength, start, end, preprocessor, resize=True)
     left_out = ("image", "thresholds", "resolution")
-    fields = {key: value for key, value in msgspec.structs.asdict(found).items() if key not in left_out}
+    fields = {key: value for key, value in msgspec.structs.asdict(control).items() if key not in left_out}
     return [fields | {"image": picture}]
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
-    """(width, height) in pixels for "square", "portrait" or "landscape": one that the model does well if there is one,
-    else of the same area as the native size. InvalidRequest for another word.
+    """Return the size for "square", "portrait" or "landscape".
+
+    Returns:
+        (width, height) in pixels: a good size of the model if one has this aspect, else one with the native area.
+
+    Raises:
+        InvalidRequest: The aspect is unknown.
     """
     if aspect not in ASPECTS:
         raise InvalidRequest(f"The aspect is {aspect[:40]!r}; choose {', '.join(ASPECTS)}.", param="aspect")
     ratio = ASPECTS[aspect]
-    best = min(image.sizes, key=lambda size: _apart(size, ratio))
-    if _apart(best, ratio) <= SAME_ASPECT:
+    best = min(image.sizes, key=lambda size: _aspect_difference(size, ratio))
+    if _aspect_difference(best, ratio) <= SAME_ASPECT:
         return best
     area = image.native_size[0] * image.native_size[1]
     return _on_grid(math.sqrt(area * ratio)), _on_grid(math.sqrt(area / ratio))
 
 
 def quality_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
-    """(what is shown, value) of every quality: "Standard, 25 steps"."""
+    """Return (label, value) of every quality; a label is "Standard, 25 steps"."""
     return [
         (f"{name.capitalize()}, {steps} {'step' if steps == 1 else 'steps'}", name)
         for name, steps in image.quality_steps.items()
@@ -219,16 +236,16 @@ def quality_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
 
 
 def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
-    """(what is shown, value) of every sampler; the empty value is the model's own."""
-    own = image.sampler(image.default_sampler)
-    named = own.label if own is not None else image.default_sampler
-    return [(f"Model's own ({named})", ""), *((choice.label, choice.name) for choice in image.samplers)]
+    """Return (label, value) of every sampler; the empty value means the model's default."""
+    default = image.sampler(image.default_sampler)
+    label = default.label if default is not None else image.default_sampler
+    return [(f"Model's own ({label})", ""), *((choice.label, choice.name) for choice in image.samplers)]
 
 
 def infotext_of(data: bytes, reader: ImageReader = images) -> str:
     """Return the parameters in the image file ``data``.
 
-    Takes a while: call it in a thread. Raises InvalidRequest where it is no image or has none.
+    Slow: call it in a thread. Raises InvalidRequest if it is not an image or has no parameters.
     """
     text = reader.read_infotext(data)
     if not text:
@@ -240,19 +257,24 @@ def infotext_of(data: bytes, reader: ImageReader = images) -> str:
 
 
 def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
-    """The form that paints the picture with the parameters ``infotext`` again. Steps and size that a quality and an
-    aspect of ``image`` mean are said by those, others in their own fields; then no quality and no aspect is chosen. A
-    spacing that nobody knows is left out, and so are what ``image`` refuses and the threshold of a picture that began
-    from noise.
+    """Return the form that reproduces the image with the parameters ``infotext``.
+
+    Steps and size become a quality and an aspect if those of the model are equal, else the values of their fields.
+    Omitted are an unknown spacing, fields that the model refuses, and the similarity threshold of an image that was
+    generated from noise.
+
+    Args:
+        infotext: The image's parameters.
+        image: Capabilities of the model; None if they are unknown.
     """
     read = parse_infotext(infotext)
     fields = read.fields
     counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}
     sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
-    quality, steps = _named(fields.get("Steps"), Form(prompt=None).quality, counts)
-    aspect, size = _named(fields.get("Size"), Form(prompt=None).aspect, sizes)
-    unsaid = {""} if "Similarity" in fields else {"", "Similarity threshold"}
-    unsaid |= {KEYS[name] for name in _refused(fields, image)}
+    quality, steps = _match_name(fields.get("Steps"), Form(prompt=None).quality, counts)
+    aspect, size = _match_name(fields.get("Size"), Form(prompt=None).aspect, sizes)
+    omitted_keys = {""} if "Similarity" in fields else {"", "Similarity threshold"}
+    omitted_keys |= {KEYS[name] for name in _refused(fields, image)}
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -266,57 +288,57 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         seed=fields.get("Seed"),
         spacing=_spacing(fields),
         strength=None if is_enlarged(read) else fields.get("Denoising strength"),
-        typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in unsaid},
+        typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in omitted_keys},
         noise_source=read_value("noise_source", fields.get("RNG", "")),
     )
 
 
 def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
-    """Why painting ``infotext`` again may give another picture; nothing where nothing speaks for that."""
+    """Return the reasons why generating an image from ``infotext`` may not reproduce it; empty if there are none."""
     read = parse_infotext(infotext)
-    found = [*read.warnings]
+    reasons = [*read.warnings]
     digest, spacing = read.fields.get("Model hash"), read.fields.get("Spacing")
-    if digest and image.digest and digest not in image.digest:  # a model that is not loaded says none
+    if digest and image.digest and digest not in image.digest:  # the digest of a model that is not loaded is empty
         name = read.fields.get("Model", digest)
-        found.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
+        reasons.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
     elif read.is_shortened:
-        found.append("Its prompt was too long for the file, the end is missing: expect another picture.")
+        reasons.append("Its prompt was too long for the file, the end is missing: expect another picture.")
     if "Similarity" in read.fields:
-        found.append(
+        reasons.append(
             f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
             f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
         )
     if "Interrupted after" in read.fields:
         steps = f"{read.fields['Interrupted after'][:8]} of {read.fields.get('Steps', '?')[:8]} steps"
-        found.append(f"It was interrupted after {steps}: expect the finished picture.")
+        reasons.append(f"It was interrupted after {steps}: expect the finished picture.")
     if is_enlarged(read):
-        found.append(
+        reasons.append(
             "It was enlarged in a second pass (hires fix), which is not done here: expect it as it was before."
         )
     elif "Denoising strength" in read.fields:
-        found.append("It began from a picture, which is not in the file: choose that under Edit a picture.")
+        reasons.append("It began from a picture, which is not in the file: choose that under Edit a picture.")
     if "ControlNet 0" in read.fields:
-        found.append("It went by pictures for ControlNets, which are not in the file: expect another picture.")
+        reasons.append("It went by pictures for ControlNets, which are not in the file: expect another picture.")
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
-        found.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
+        reasons.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
     refused = [TYPED[name].label for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
     if refused:
-        found.append(f"The model refuses what it was painted with: {', '.join(refused)}; expect another picture.")
+        reasons.append(f"The model refuses what it was painted with: {', '.join(refused)}; expect another picture.")
     if spacing and _spacing(read.fields) is None:
-        found.append(
+        reasons.append(
             f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."
         )
-    return tuple(found)
+    return tuple(reasons)
 
 
 def sampler_of(infotext: str) -> str | None:
-    """The sampler's label with its sigma schedule, as people write it: "DPM++ 2M Karras"."""
+    """Return the sampler's label with its sigma schedule, such as "DPM++ 2M Karras"; None if there is none."""
     return _sampler(parse_infotext(infotext).fields, None)
 
 
 def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list[str]:
-    """What is told in the parameters ``fields`` of a picture and refused by ``image``, by its names in ``TYPED``."""
+    """Return the names of fields of ``TYPED`` that an image's parameters ``fields`` set and the model refuses."""
     refused = () if image is None else image.refused_fields
     recorded = {name: fields[KEYS[name]] for name in TYPED if name in refused and KEYS.get(name) in fields}
     return [name for name, value in recorded.items() if value != TYPED[name].placeholder]
@@ -327,30 +349,33 @@ def _spacing(fields: Mapping[str, str]) -> str | None:
     return spacing
 
 
-def _named(said: str | None, default: str | None, meant: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """(name, None) where one means just what is ``said``, else (None, what is said)."""
-    if said is None:
+def _match_name(value: str | None, default: str | None, meant: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return (name, None) for the name in ``meant`` that means ``value``, else (None, ``value``)."""
+    if value is None:
         return default, None
-    named = next((name for name, meaning in meant.items() if meaning == said.strip()), None)
-    return named, None if named else said
+    matched_name = next((name for name, meaning in meant.items() if meaning == value.strip()), None)
+    return matched_name, None if matched_name else value
 
 
 def _steps(form: Form, image: ImageCapabilities) -> int:
-    own = image.quality_steps.get(form.quality or "", image.default_num_steps)
-    most = image.train_timesteps
-    return read_count(form.steps, "number of steps", most, "the quality's own", param="num_inference_steps") or own
+    default = image.quality_steps.get(form.quality or "", image.default_num_steps)
+    max_steps = image.train_timesteps
+    return (
+        read_count(form.steps, "number of steps", max_steps, "the quality's own", param="num_inference_steps")
+        or default
+    )
 
 
 def _sampler(fields: Mapping[str, str], image: ImageCapabilities | None) -> str | None:
-    """The canonical name where there is no sigma schedule, else label and schedule as A1111 writes them."""
+    """Return the name of the sampler, or with a sigma schedule its label and the schedule, as in A1111."""
     label, schedule = fields.get("Sampler"), fields.get("Schedule type", "Automatic")
     if label is None or schedule not in ("Automatic", "Uniform"):
         return label and f"{label} {schedule}"
-    known = image.sampler(label) if image is not None else None
-    return known.name if known is not None else label
+    sampler = image.sampler(label) if image is not None else None
+    return sampler.name if sampler is not None else label
 
 
-def _apart(size: tuple[int, int], ratio: float) -> float:
+def _aspect_difference(size: tuple[int, int], ratio: float) -> float:
     return abs(math.log(size[0] / size[1]) - math.log(ratio))
 
 

@@ -1,1 +1,1 @@
-"""The commands, by what they are for. None imports anything heavy before it runs."""
+"""Commands of the CLI by purpose; large libraries are imported only when a command runs."""

@@ -1,1 +1,1 @@
-"""A1111's web API (``/sdapi/v1``), for the apps that speak it."""
+"""A1111's web API (``/sdapi/v1``)."""

@@ -1,4 +1,4 @@
-"""From a body of A1111's to the body of ours that asks for the same, and the picture that it starts from."""
+"""Conversion of A1111 bodies to bodies of image requests, and their start images."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from diffserve.service.images.parameters import SCHEDULE_TYPES
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
 
 USUAL_STEPS: Final = 20
-"""Where a body says nothing, to tell how far something is."""
+"""Assumed number of steps of a pass without one, for its share of the progress."""
 
 STRENGTH: Final = 0.75
 HIRES_STRENGTH: Final = 0.75
@@ -44,17 +44,17 @@ ORIGINAL: Final = 1
 LANCZOS: Final = "Lanczos"
 NEAREST: Final = "Nearest"
 UPSCALERS: Final = {"": LANCZOS, "none": LANCZOS, "lanczos": LANCZOS, "nearest": NEAREST}
-"""Names of upscalers in lower case and what they do. A1111's "None" resizes by Lanczos as well."""
+"""Resize filters by the lower-case names of upscalers; A1111's "None" resizes by Lanczos as well."""
 
 MOST_FILLED_PX: Final = 1024
-"""The longer side of what is blurred to fill a mask."""
+"""Longer side in pixels of the image that is blurred to fill a mask."""
 
 SETTINGS: Final = ("sd_model_checkpoint", "CLIP_stop_at_last_layers")
-"""That mean something here."""
+"""Settings of ``override_settings`` that have an effect."""
 
 _OF_DISK_OR_CODE: Final = re.compile(r"(?i)dir(?:$|_|ector)|path|file|script|(?:^|_)save(?:$|_)|callback|command")
 _SAME_SCHEDULE: Final = {"polyexponential": "exponential", "turbo": "simple"}
-"""The first with the exponent 1, which is what A1111 gives it; the second takes the same timesteps."""
+"""Equal schedules: A1111 uses polyexponential with exponent 1; turbo takes the same timesteps as simple."""
 
 _NEAREST_SCHEDULE: Final = {
     "kl optimal": "Automatic",
@@ -64,7 +64,7 @@ _NEAREST_SCHEDULE: Final = {
     "align your steps gits": "Exponential",
     "align your steps 32": "Karras",
 }
-"""By the logarithms of the noise levels of ten steps, squared."""
+"""Nearest supported schedules, by the squared differences of the log noise levels of ten steps."""
 
 _FILL_RADII: Final = (64, 32, 16, 8, 4, 2, 1)
 _BODY_FIELDS: Final = {
@@ -86,7 +86,15 @@ _HIRES: Final = {
 
 
 class Hires(NamedTuple):
-    """The second pass: what the first has painted, enlarged, is painted over in part. ``values``: of its body."""
+    """The second pass (hires fix): the images of the first pass are enlarged and denoised again in part.
+
+    Attributes:
+        width_px: Width of the enlarged images.
+        height_px: Height of the enlarged images.
+        strength: Denoising strength, 0 to 1.
+        values: The fields of the body of the second pass.
+        upscaler: ``LANCZOS`` or ``NEAREST``.
+    """
 
     width_px: int
     height_px: int
@@ -103,13 +111,13 @@ class Hires(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Pixels times steps, as far as it says."""
+        """Cost of the pass in pixels times steps."""
         num_steps = self.values.get("num_inference_steps") or USUAL_STEPS
         return float(self.width_px * self.height_px * num_steps * self.strength)
 
     @property
     def texts(self) -> dict[str, str]:
-        """The texts that reach the text encoders, by the names of their fields."""
+        """Prompts for the text encoders, by field name."""
         return {
             "hr_prompt": read_tags(self.values["prompt"])[0],
             "hr_negative_prompt": self.values["negative_prompt"],
@@ -117,19 +125,19 @@ class Hires(NamedTuple):
 
 
 class AskedBody(GenerateBody):
-    """Our body, and what it was made from."""
+    """Body of an image request, with the A1111 body that it was made from."""
 
-    _asked: Txt2ImgBody = PrivateAttr()
+    _source: Txt2ImgBody = PrivateAttr()
     _hires: Hires | None = PrivateAttr(default=None)
 
     @property
     def asked(self) -> Txt2ImgBody:
-        """The body as it came."""
-        return self._asked
+        """The A1111 body of the client."""
+        return self._source
 
     @property
     def hires(self) -> Hires | None:
-        """The second pass, where there is one."""
+        """The second pass; None if there is none."""
         return self._hires
 
 
@@ -140,19 +148,19 @@ def ask(
     refused: Collection[str] = (),
     models: Collection[str] = (),
 ) -> AskedBody:
-    """Return the request that ``body`` stands for.
+    """Convert an A1111 body to the body of an image request.
 
     Args:
-        body: A body of A1111's API.
-        options: Settings of its client.
-        styles: The styles that it may name.
-        refused: Fields that the model does not take, which are left out of an infotext.
-        models: Names of the models that are served.
+        body: The A1111 body.
+        options: Settings that the client stored.
+        styles: The available styles.
+        refused: Fields that the model does not support; they are ignored in an infotext.
+        models: Names of the served models.
 
     Raises:
         InvalidRequest: Something in the body cannot be used.
     """
-    body, recorded = _filled(body, refused, models)
+    body, recorded = _fill_from_infotext(body, refused, models)
     if body.num_images > MAX_IMAGES:
         raise InvalidRequest(
             f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} pictures are painted at a time.",
@@ -184,7 +192,7 @@ def ask(
     values |= _fields_of_settings(settings)
     values |= {name: value for name, value in recorded.fields.items() if values.get(name) is None}
     if body.subseed_strength:
-        values |= {"variation_seed": _subseed(body.subseed), "variation_strength": body.subseed_strength}
+        values |= {"variation_seed": _parse_subseed(body.subseed), "variation_strength": body.subseed_strength}
     if choices := controlnets_of(body):
         values["controlnets"] = choices
     if body.refiner_checkpoint not in (None, "", "None"):
@@ -194,16 +202,16 @@ def ask(
     if body.width is not None or body.height is not None:
         side = body.width or body.height
         values |= {"width": body.width or side, "height": body.height or side}
-    made = AskedBody.model_construct(**{name: value for name, value in values.items() if value is not None})
-    made._asked = body
-    made.take_warnings(recorded.warnings)
+    request_body = AskedBody.model_construct(**{name: value for name, value in values.items() if value is not None})
+    request_body._source = body
+    request_body.take_warnings(recorded.warnings)
     if body.enable_hr and not isinstance(body, Img2ImgBody):
-        made._hires = _hires(body, values, styles)
-    return made
+        request_body._hires = _hires(body, values, styles)
+    return request_body
 
 
 def warnings_of(body: Txt2ImgBody) -> list[str]:
-    """Return what the caller should know of ``body`` whatever model paints."""
+    """Return the warnings about ``body`` that do not depend on the model."""
     upscaler = body.hr_upscaler or ""
     is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
     sentence = f"hr_upscaler {show(upscaler)} is not here; the picture was enlarged by {LANCZOS}."
@@ -229,23 +237,30 @@ def _fields_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _subseed(value: object) -> int | None:
-    """As a client wrote it, perhaps as text; -1: any. Raises InvalidRequest."""
+def _parse_subseed(value: object) -> int | None:
+    """Return the variation seed, which may be a number in a string; None and -1 mean any. Raises InvalidRequest."""
     try:
         return None if value is None else TypeAdapter(Seed).validate_python(value)
     except ValidationError:
-        said = f"subseed is {show(value)}; give a whole number from 0 to {MAX_SEED}, or -1 for any."
-        raise InvalidRequest(said, param="subseed") from None
+        message = f"subseed is {show(value)}; give a whole number from 0 to {MAX_SEED}, or -1 for any."
+        raise InvalidRequest(message, param="subseed") from None
 
 
 def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, reader: ImageReader = images) -> Start:
-    """Return what ``body`` starts from, to be painted at that size, or its own.
+    """Return the start image of ``body``, with its mask and strength. Slow: call it in a thread.
 
-    Takes a while: call it in a thread. ``reader`` reads the files. Raises InvalidRequest.
+    Args:
+        body: The A1111 body.
+        width_px: Width of the generated image; None: the width of the start image.
+        height_px: Height of the generated image; None: the height of the start image.
+        reader: Decodes the files.
+
+    Raises:
+        InvalidRequest: There is no start image, or a file cannot be read.
     """
     if not body.init_images:
-        said = "init_images is missing; give a picture in base64."
-        raise InvalidRequest(said, param="init_images", code="missing_required_parameter")
+        message = "init_images is missing; give a picture in base64."
+        raise InvalidRequest(message, param="init_images", code="missing_required_parameter")
     picture = reader.decode_image(image_bytes(body.init_images[0], "init_images"), name="init_images")
     check_large_enough(picture, "init_images")
     mask = reader.decode_mask(image_bytes(body.mask, "mask"), convention="a1111") if body.mask else None
@@ -257,12 +272,12 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     width, height = width_px or picture.width_px, height_px or picture.height_px
     is_region = mask is not None and body.inpaint_full_res is not False
     if not is_region:
-        picture = _brought(picture, width, height, body.resize_mode or STRETCHED)
-        mask = None if mask is None else _brought(mask, width, height, body.resize_mode or STRETCHED)
+        picture = _resize_by_mode(picture, width, height, body.resize_mode or STRETCHED)
+        mask = None if mask is None else _resize_by_mode(mask, width, height, body.resize_mode or STRETCHED)
     names = ("init_images", "mask")
     start = StartPicture(picture=picture, mask=mask, names=names)
     if mask is not None and (body.inpainting_fill or FILL) != ORIGINAL:
-        picture = _filled_in(picture, mask)
+        picture = _fill_masked_area(picture, mask)
     blurs = [blur for blur in (body.mask_blur_x, body.mask_blur_y) if blur is not None]
     blur = body.mask_blur if body.mask_blur is not None else max(blurs, default=MASK_BLUR_PX)
     start = msgspec.structs.replace(start, picture=picture, feather_px=float(blur))
@@ -273,8 +288,10 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
     return Start(start, strength, tuple(warnings))
 
 
-def _filled(body: Txt2ImgBody, refused: Collection[str], models: Collection[str]) -> tuple[Txt2ImgBody, Recorded]:
-    """Fill what ``body`` leaves out from its infotext; return it and the recorded fields that A1111 does not name."""
+def _fill_from_infotext(
+    body: Txt2ImgBody, refused: Collection[str], models: Collection[str]
+) -> tuple[Txt2ImgBody, Recorded]:
+    """Fill missing fields of ``body`` from its infotext; also return the recorded fields that A1111 does not have."""
     if not body.infotext:
         return body, Recorded({}, ())
     read, is_start = parse_sent(body.infotext), isinstance(body, Img2ImgBody)
@@ -308,7 +325,7 @@ def _size(text: str) -> dict[str, int]:
 
 
 def _schedule(name: str | None) -> str | None:
-    """A1111's name for a schedule type in our words; None where it is left to the sampler. Raises InvalidRequest."""
+    """Return the schedule type for A1111's name; None: the sampler's default. Raises InvalidRequest."""
     key = "" if name is None else name.strip().lower().replace("_", " ")
     if key in ("", "automatic", "uniform", "normal"):
         return None
@@ -316,18 +333,24 @@ def _schedule(name: str | None) -> str | None:
         return _SAME_SCHEDULE.get(key, name)
     labels = ("Automatic", *SCHEDULE_LABELS.values())
     near = _NEAREST_SCHEDULE.get(key) or next(iter(get_close_matches(key.title(), labels, 1, 0.5)), "Automatic")
-    said = f"scheduler is {show(name)}, which is not here; the nearest is {near}, and there are {', '.join(labels)}."
-    raise InvalidRequest(said, param="scheduler", code="unknown_scheduler")
+    message = f"scheduler is {show(name)}, which is not here; the nearest is {near}, and there are {', '.join(labels)}."
+    raise InvalidRequest(message, param="scheduler", code="unknown_scheduler")
 
 
 def check_settings(told: Mapping[str, Any], names: Iterable[str]) -> None:
-    """InvalidRequest where ``told`` says anything of a place on the disk, or of code to run; what else is not known
-    changes nothing, and passes. ``names``: of settings that are taken.
+    """Refuse settings that name a path on the disk or code to run; other unknown settings are ignored.
+
+    Args:
+        told: The settings of the request.
+        names: Names of the supported settings.
+
+    Raises:
+        InvalidRequest: A setting names a path or code.
     """
     for name, value in told.items():
         if name not in names and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
-            said = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."
-            raise InvalidRequest(said, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
+            message = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."
+            raise InvalidRequest(message, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
 
 def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptStyle]) -> Hires:
@@ -350,55 +373,55 @@ def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptSty
         "scheduler": None if body.hr_scheduler in (None, "", "Use same scheduler") else _schedule(body.hr_scheduler),
     }
     strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
-    own = {name: value for name, value in changed.items() if value is not None}
+    overrides = {name: value for name, value in changed.items() if value is not None}
     upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
-    return Hires(width, height, strength, values | own | {"width": width, "height": height}, upscaler)
+    return Hires(width, height, strength, values | overrides | {"width": width, "height": height}, upscaler)
 
 
 def second_pass(asked: AskedBody) -> GenerateBody:
-    """The body of the second pass."""
+    """Return the body of the second pass."""
     assert asked.hires is not None
     values = asked.hires.values
     return GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
 
 
-def _brought(picture: Picture, width: int, height: int, mode: int) -> Picture:
-    """To width x height as A1111's resize modes have it: stretched, cropped, or with its edges going on."""
+def _resize_by_mode(picture: Picture, width: int, height: int, mode: int) -> Picture:
+    """Resize to width x height by A1111's resize mode: stretch, crop, or extend the edges."""
     if mode == STRETCHED or mode > FILLED:
         return stretch(picture, width, height)
     return resize(picture, width, height, is_padded=mode == FILLED)
 
 
-def _filled_in(picture: Picture, mask: Picture) -> Picture:
-    """``picture`` with the colours from around where ``mask`` is, softer further in; of a large one in coarse."""
+def _fill_masked_area(picture: Picture, mask: Picture) -> Picture:
+    """Fill the masked area of ``picture`` with blurred colors from around it; for large images at low resolution."""
     coarse = MOST_FILLED_PX / max(picture.width_px, picture.height_px)
     if coarse >= 1.0:
-        filled = _colours_around(picture, mask)
+        filled = _average_colors(picture, mask)
     else:
         sides = [max(1, round(side * coarse)) for side in (picture.width_px, picture.height_px)]
-        small = Image.fromarray(_colours_around(stretch(picture, *sides), stretch(mask, *sides)))
+        small = Image.fromarray(_average_colors(stretch(picture, *sides), stretch(mask, *sides)))
         filled = np.asarray(small.resize((picture.width_px, picture.height_px), Image.Resampling.BILINEAR))
     return Picture.from_array(np.where(mask.array[..., None] > 0, filled, picture.array))
 
 
-def _colours_around(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """(height, width, 3): for each pixel the colour of what ``mask`` leaves around it."""
-    kept = Image.fromarray(255 - mask.array)
-    pixels = np.asarray(picture.array, dtype=np.float32) * (np.asarray(kept, dtype=np.float32)[..., None] / 255)
+def _average_colors(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return for each pixel the average color of the unmasked pixels around it, (height, width, 3)."""
+    outside = Image.fromarray(255 - mask.array)
+    pixels = np.asarray(picture.array, dtype=np.float32) * (np.asarray(outside, dtype=np.float32)[..., None] / 255)
     source, filled = Image.fromarray(pixels.astype(np.uint8)), None
-    for radius in _FILL_RADII:  # the wide ones reach everywhere, the narrow ones are truer near the edge
-        colour = np.asarray(source.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)
-        weight = np.asarray(kept.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)[..., None] / 255
-        guess, is_near = colour / np.maximum(weight, 1e-3), weight > 0.05
+    for radius in _FILL_RADII:  # wide blurs reach every pixel, narrow ones are closer to the colors at the edge
+        color = np.asarray(source.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)
+        weight = np.asarray(outside.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)[..., None] / 255
+        guess, is_near = color / np.maximum(weight, 1e-3), weight > 0.05
         filled = guess if filled is None else np.where(is_near, guess, filled)
     assert filled is not None
     return filled.clip(0, 255).astype(np.uint8)
 
 
 def echo_of(body: Txt2ImgBody) -> dict[str, Any]:
-    """``parameters`` of the answer: what was asked, without pictures unless those are wanted."""
-    told = body.model_dump(exclude_none=True)
+    """Return ``parameters`` of the answer: the body, without its images unless ``include_init_images`` is set."""
+    fields = body.model_dump(exclude_none=True)
     if isinstance(body, Img2ImgBody) and not body.include_init_images:
         for name in ("init_images", "mask"):
-            told.pop(name, None)
-    return msgspec.to_builtins(told)  # type: ignore[no-any-return]
+            fields.pop(name, None)
+    return msgspec.to_builtins(fields)  # type: ignore[no-any-return]

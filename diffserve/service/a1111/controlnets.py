@@ -1,4 +1,4 @@
-"""A1111's ControlNet extension: units of a request, the preprocessors on offer, and control maps without a picture."""
+"""A1111's ControlNet extension: units of a request, preprocessors, and control maps without image generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESIZE_MODES: Final[dict[str, ResizeMode]] = {
     **dict.fromkeys(("1", "crop and resize", "scale to fit (inner fit)", "inner fit", "none"), "crop"),
     **dict.fromkeys(("2", "resize and fill", "envelope (outer fit)", "outer fit"), "fill"),
 }
-"""A1111's names and numbers of what brings the image of a unit to the size of the picture."""
+"""Resize modes of control images, by A1111's names and numbers."""
 
 UNIT_FIELDS: Final[dict[str, Neutral]] = {
     "control_mode": (0, "balanced"),
@@ -50,7 +50,7 @@ UNIT_FIELDS: Final[dict[str, Neutral]] = {
     "input_mode": ("simple",),
     "loopback": (False,),
 }
-"""Fields of a unit that A1111 applies and this server does not, with values that change nothing there either."""
+"""Unsupported fields of a unit, with the values that have no effect in A1111."""
 
 MODULES: Final = (PASSED_THROUGH, CANNY)
 MODULE_LIST: Final = {
@@ -154,7 +154,7 @@ def _active_units(body: Txt2ImgBody) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _units(body: Txt2ImgBody) -> Any:
-    """Return what stands where the list of units should be."""
+    """Return the value in the place of the list of units, which may be of any type."""
     scripts = (body.alwayson_scripts or {}).items()
     script = next((script for name, script in scripts if name.lower() == CONTROLNET), None)
     return script.get("args") if isinstance(script, dict) else None

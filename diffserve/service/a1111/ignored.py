@@ -1,6 +1,6 @@
-"""What A1111 would paint differently and this server does not: each field, setting and script is named in a warning.
+"""Warnings about A1111's fields, settings and scripts that this server does not support.
 
-A value that changes nothing in A1111 either, such as a switch that is off, causes no warning: clients send every field.
+A value without an effect in A1111, such as a switch that is off, causes no warning, because clients send every field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STRETCH, STRETCH_LATENTS = 0, 3
 FILL, LATENT_NOISE = 0, 2
 
 Neutral = tuple[object, ...]
-"""Values of a field with which A1111 paints the same as without it; None and "" always are."""
+"""Values of a field that have no effect in A1111; None and "" never have one."""
 
 FIELDS: Final[dict[str, Neutral]] = {
     "restore_faces": (False,),
@@ -89,7 +89,7 @@ def ignored_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def ignored_refiner(body: Txt2ImgBody, refiner: str) -> list[str]:
-    """Return a sentence where ``body`` names another refiner than ``refiner``, the only one of the model."""
+    """Return a warning if ``body`` names another refiner than ``refiner``, the only one of the model."""
     name = (body.refiner_checkpoint or "").partition(" [")[0]
     if name in ("", "None") or name == refiner.partition(" [")[0]:
         return []
@@ -116,12 +116,12 @@ def _active_scripts(scripts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def has_effect(value: object, neutral: Neutral) -> bool:
-    """Return whether ``value`` changes the picture in A1111; ``neutral`` are values that do not."""
+    """Return whether ``value`` changes the image in A1111; ``neutral`` are values that do not."""
     return value not in (None, "", [], {}) and not any(_is_same(value, other) for other in neutral)
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Compare as A1111's clients write values: numbers and switches may be text."""
+    """Compare two values; numbers and switches may be strings, as clients of A1111 send them."""
     if isinstance(other, str):
         return isinstance(value, str) and value.strip().lower() == other
     return _number(value) == _number(other)

@@ -49,7 +49,7 @@ from diffserve.version import __version__
 from schedulers import SAMPLERS
 
 NUM_PREVIEWS: Final = 4
-"""Previews of a request whose task is polled by its name."""
+"""Number of previews of a request whose task is polled."""
 
 
 class A1111Plan(RequestPlan, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class EncodedImage(NamedTuple):
 
 
 class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
-    """The endpoint of txt2img or img2img, as the class of its body says.
+    """Endpoint of txt2img or img2img, depending on the class of its body.
 
     ``jobs`` are shared with the routes that report progress.
     """
@@ -123,7 +123,7 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
         return plan, self._service.admit(images)
 
     def _events(self, plan: A1111Plan, ticket: Ticket) -> Events:
-        raise NotImplementedError("A1111's API has no streams")  # is_stream is never set
+        raise NotImplementedError("A1111's API has no streams")  # A1111 bodies never set is_stream
 
     async def _answer(self, plan: A1111Plan, ticket: Ticket) -> Response:
         images, a1111_body, hires = plan.images, plan.body.asked, plan.body.hires

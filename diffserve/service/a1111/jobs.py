@@ -15,7 +15,7 @@ from typing import Any, Final
 from diffserve.api.types import Accepted, Painted, Picture, Preview, Progress, Queued
 
 MAX_REMEMBERED: Final = 1000
-"""Finished tasks that are remembered, and clients whose options are stored."""
+"""Limits on the stored ids of finished tasks and on the clients with stored options."""
 
 
 class PolledJob:

@@ -1,4 +1,4 @@
-"""The routes of ``/sdapi/v1`` beside those that paint: lists, options, progress, interruption, png-info."""
+"""Routes of ``/sdapi/v1`` that do not generate images: lists, options, progress, interruption, png-info."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ EMPTY: Final = {
     "sd-vae": [], "sd-modules": [], "hypernetworks": [], "face-restorers": [], "realesrgan-models": [],
     "extensions": [], "latent-upscale-modes": [], "cmd-flags": {}, "memory": {"ram": {}, "cuda": {}},
 }  # fmt: skip
-"""What clients list and this server has none of."""
+"""Empty answers of lists that clients read and this server does not have."""
 
 SCRIPTS: Final = {kind: ["controlnet"] for kind in ("txt2img", "img2img")}
 SCRIPT_INFO: Final[list[dict[str, Any]]] = [
     {"name": "controlnet", "is_alwayson": True, "is_img2img": is_img2img, "args": []} for is_img2img in (False, True)
 ]
-"""The one script of A1111 whose units are served; clients look for ControlNets here."""
+"""The only supported script of A1111; clients look for ControlNets here."""
 
 DONE_ALREADY: Final = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "unload-checkpoint", "reload-checkpoint")
-"""What clients ask for and nothing has to be done for: folders are read as they are, models come and go by use."""
+"""Routes without an effect: folders are read at every request, and models are loaded and unloaded by use."""
 
 AnyRoute = TypeVar("AnyRoute", bound=Callable[..., Any])
 
 
 class A1111Routes:
-    """Adds them to ``app``. ``clients`` tells who asks."""
+    """A1111's routes on ``app``; ``clients`` names the client of a request."""
 
     def __init__(
         self, app: FastAPI, engine: Engines, config: ServeConfig, clients: Clients, jobs: Jobs, fetcher: Fetcher
@@ -129,7 +129,7 @@ class A1111Routes:
         return [style._asdict() for style in read_styles(self._folder)]
 
     def _loras(self) -> list[dict[str, Any]]:
-        """Return the LoRAs in A1111's form: by the last part of their names where it is unique."""
+        """Return the LoRAs in A1111's form: by the last part of their names if it is unique."""
         names = LoraFolders(self._info().lora_dirs).names()
         last_parts = [name.rpartition("/")[2] for name in names]
         short = [last if last_parts.count(last) == 1 else name for name, last in zip(names, last_parts, strict=True)]
@@ -150,21 +150,21 @@ class A1111Routes:
     def _add_options(self) -> None:
         async def get_options(request: Request) -> Response:
             with self._clients.known(request) as client:
-                own = self._jobs.options(client)
-            known = {
+                options = self._jobs.options(client)
+            defaults = {
                 "sd_model_checkpoint": title_of(self._info()),
                 "CLIP_stop_at_last_layers": 1,
                 "samples_format": "png",
             }
-            return JSONResponse(known | own)
+            return JSONResponse(defaults | options)
 
         async def set_options(request: Request) -> Response:
             body = await read_body(request, OptionsBody)
-            told = body.model_dump(include={"sd_model_checkpoint", "CLIP_stop_at_last_layers"}, exclude_unset=True)
-            if name := told.get("sd_model_checkpoint"):
+            options = body.model_dump(include={"sd_model_checkpoint", "CLIP_stop_at_last_layers"}, exclude_unset=True)
+            if name := options.get("sd_model_checkpoint"):
                 self._info(model_of(str(name)))
             with self._clients.known(request) as client:
-                self._jobs.set_options(client, told)
+                self._jobs.set_options(client, options)
             sentences = [f"{name} changes nothing here." for name in ignored_settings(body.model_extra or {})]
             return JSONResponse(None, headers=warning_headers(sentences))
 
@@ -176,30 +176,30 @@ class A1111Routes:
             with self._clients.known(request) as client:
                 jobs = self._jobs.of(client)
             if not jobs:
-                told = {"progress": 0.0, "eta_relative": 0.0, "state": IDLE, "current_image": None, "textinfo": None}
-                return JSONResponse(told)
+                state = {"progress": 0.0, "eta_relative": 0.0, "state": IDLE, "current_image": None, "textinfo": None}
+                return JSONResponse(state)
             skips_image = request.query_params.get("skip_current_image", "").lower() in ("true", "1")
             image = None if skips_image else await ANSWERS.run(_preview, jobs[0])
             waits = None if jobs[0].has_begun else "Waiting..."
-            told = {"progress": jobs[0].progress, "eta_relative": jobs[0].seconds_left, "state": jobs[0].state()}
-            return JSONResponse(told | {"current_image": image, "textinfo": waits})
+            state = {"progress": jobs[0].progress, "eta_relative": jobs[0].seconds_left, "state": jobs[0].state()}
+            return JSONResponse(state | {"current_image": image, "textinfo": waits})
 
         async def task_progress(request: Request) -> Response:
             body = await read_body(request, ProgressBody)
             with self._clients.known(request) as client:
                 job, is_over = self._jobs.find(client, body.id_task), self._jobs.is_over(client, body.id_task)
-            told: dict[str, Any] = {
+            state: dict[str, Any] = {
                 "active": job is not None and job.has_begun, "queued": job is not None and not job.has_begun,
                 "completed": is_over and job is None, "progress": None, "eta": None, "live_preview": None,
                 "id_live_preview": -1, "textinfo": "Waiting...",
             }  # fmt: skip
             if job is not None:
-                told |= {"progress": job.progress, "eta": job.seconds_left, "id_live_preview": job.num_previews}
-                told["textinfo"] = None if job.has_begun else "In queue..."
+                state |= {"progress": job.progress, "eta": job.seconds_left, "id_live_preview": job.num_previews}
+                state["textinfo"] = None if job.has_begun else "In queue..."
                 if body.live_preview is not False and body.id_live_preview != job.num_previews:
                     image = await ANSWERS.run(_preview, job)
-                    told["live_preview"] = image and f"data:image/png;base64,{image}"
-            return JSONResponse(told)
+                    state["live_preview"] = image and f"data:image/png;base64,{image}"
+            return JSONResponse(state)
 
         async def pending(request: Request) -> Response:
             with self._clients.known(request) as client:
@@ -217,8 +217,8 @@ class A1111Routes:
         async def nothing() -> Response:
             return JSONResponse(None)
 
-        told = "Whether to leave the preview out."
-        skip = {"name": "skip_current_image", "in": "query", "description": told, "schema": {"type": "boolean"}}
+        description = "Whether to leave the preview out."
+        skip = {"name": "skip_current_image", "in": "query", "description": description, "schema": {"type": "boolean"}}
         self._app.add_api_route(
             f"{PREFIX}/progress", progress, methods=["GET"], summary="How far one's own pictures are",
             openapi_extra={"parameters": [skip]},
@@ -242,10 +242,12 @@ async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Res
 
     with clients.known(request) as client:
         text = await while_connected(request, shared_decoders().run(client, read))
-    said = parse_infotext(text) if text else None
-    parameters = {} if said is None else {"Prompt": said.prompt, "Negative prompt": said.negative_prompt, **said.fields}
+    parsed = parse_infotext(text) if text else None
+    parameters = (
+        {} if parsed is None else {"Prompt": parsed.prompt, "Negative prompt": parsed.negative_prompt, **parsed.fields}
+    )
     content = {"info": text or "", "items": {}, "parameters": parameters}
-    return JSONResponse(content, headers=warning_headers(() if said is None else said.warnings))
+    return JSONResponse(content, headers=warning_headers(() if parsed is None else parsed.warnings))
 
 
 def _preview(job: PolledJob) -> str | None:
@@ -255,17 +257,17 @@ def _preview(job: PolledJob) -> str | None:
 
 
 def model_of(title: str) -> str:
-    """The name in a title."""
+    """Return the model name in a title of A1111."""
     return title.partition(" [")[0]
 
 
 def title_of(info: ModelInfo) -> str:
-    """How A1111's clients name a model: with the beginning of its hash."""
+    """Return the title of a model in A1111: its name and the beginning of its hash."""
     return f"{info.model_id} [{info.digest[:10]}]"
 
 
 def model_entry(info: ModelInfo) -> dict[str, Any]:
-    """A model as A1111 lists one."""
+    """Return A1111's list entry of a model."""
     names = {"title": title_of(info), "model_name": info.model_id, "filename": info.model_id}
     return names | {"hash": info.digest[:10], "sha256": info.digest, "config": None}
 

@@ -1,5 +1,6 @@
-"""What may stand in the bodies of ``/sdapi/v1``. Unknown keys are taken and change nothing, as A1111 has it; wrong
-values are refused. Numbers may come as text.
+"""Bodies of ``/sdapi/v1``.
+
+As in A1111, unknown keys are ignored, and numbers may be strings; wrong values are refused.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ Pixels = Annotated[int, Field(ge=0, le=256)]
 
 
 class A1111Body(Body):
-    """Lenient: numbers may be text, null is as good as left out, keys of scripts and extensions pass."""
+    """Base class of A1111 bodies: numbers may be strings, null means omitted, unknown keys are ignored."""
 
     model_config = ConfigDict(strict=False, extra="allow", allow_inf_nan=False)
 
     @property
     def warnings(self) -> list[str]:
-        """Clients send every key they know; nobody wants to hear of each."""
+        """Empty, because clients send every key that they know."""
         return []
 
 
 class Txt2ImgBody(A1111Body):
-    """``POST /sdapi/v1/txt2img``; what is left out is as the model does best, but for ``infotext``, which fills it."""
+    """``POST /sdapi/v1/txt2img``; omitted fields are read from ``infotext``, else they have the model's defaults."""
 
     model_config = ConfigDict(title="Txt2ImgRequest")
 
@@ -49,7 +50,7 @@ class Txt2ImgBody(A1111Body):
     negative_prompt: Prompt | None = None
     styles: Annotated[list[Label], Field(max_length=64)] | None = None
     seed: Seed | None = None
-    subseed: Any = None  # read where subseed_strength says that it is meant
+    subseed: Any = None  # read only with subseed_strength
     subseed_strength: Fraction | None = None
     seed_resize_from_w: Any = None
     seed_resize_from_h: Any = None
@@ -92,7 +93,7 @@ class Txt2ImgBody(A1111Body):
 
     @property
     def num_images(self) -> int:
-        """All of a request, however it groups them."""
+        """Number of images of the request, over all batches."""
         return (self.batch_size or 1) * (self.n_iter or 1)
 
 
@@ -145,7 +146,7 @@ class ProgressBody(A1111Body):
 
 
 class OptionsBody(A1111Body):
-    """``POST /sdapi/v1/options``: any keys; those that mean something here are kept for whoever sent them."""
+    """``POST /sdapi/v1/options``: any keys; the supported ones are stored for the client."""
 
     model_config = ConfigDict(title="OptionsRequest")
 

@@ -22,13 +22,13 @@ MAX_BYTES: Final = 1 << 20
 PLACE: Final = "{prompt}"
 DELIMITERS: Final = (",", ";", "\t")
 PROMPT_COLUMNS: Final = ("prompt", "text")
-"""The second is its name in files of A1111 before 2023, which have no negative prompts."""
+"""Names of the prompt column; files of A1111 before 2023 call it "text" and have no negative prompts."""
 
 log = logging.getLogger("diffserve.styles")
 
 
 class PromptStyle(NamedTuple):
-    """What is added under a name."""
+    """Texts that a style adds to the prompts."""
 
     name: str
     prompt: str
@@ -36,7 +36,7 @@ class PromptStyle(NamedTuple):
 
 
 def read_styles(folder: Path) -> list[PromptStyle]:
-    """Return the styles in ``folder``; none where there is no file, or it cannot be read."""
+    """Return the styles in ``folder``; empty if there is no file or it cannot be read."""
     file = folder / FILE
     try:
         status = file.stat()
@@ -47,7 +47,7 @@ def read_styles(folder: Path) -> list[PromptStyle]:
 
 @lru_cache(4)
 def _read_file(file: Path, num_bytes: int, _changed_ns: int) -> tuple[PromptStyle, ...]:
-    """Read ``file``; the result is kept for as long as its size and modification time stay the same."""
+    """Read ``file``; the result is cached until its size or modification time changes."""
     try:
         if num_bytes > MAX_BYTES:
             raise ValueError(f"it has {num_bytes} bytes; at most {MAX_BYTES} are read")
@@ -92,23 +92,23 @@ def _cell(row: Sequence[str], place: int | None) -> str:
 
 
 def with_styles(prompt: str, negative: str, names: Iterable[str], styles: Sequence[PromptStyle]) -> tuple[str, str]:
-    """Return both prompts with what the styles ``names`` add: in the place of ``{prompt}``, or after a comma.
+    """Return both prompts with the texts of the styles ``names``: around ``{prompt}``, or after a comma.
 
     Raises:
-        InvalidRequest: There is no style of a name.
+        InvalidRequest: A style does not exist.
     """
-    known = {style.name: style for style in styles}
+    by_name = {style.name: style for style in styles}
     for name in names:
         if name in ("", "None"):
             continue
-        if name not in known:
-            there = f"there are {', '.join(known)}" if known else f"there are none: put them into {FILE}"
+        if name not in by_name:
+            there = f"there are {', '.join(by_name)}" if by_name else f"there are none: put them into {FILE}"
             raise InvalidRequest(f"there is no style {show(name)}; {there[:200]}.", param="styles")
-        prompt, negative = _added(known[name].prompt, prompt), _added(known[name].negative_prompt, negative)
+        prompt, negative = _add_style(by_name[name].prompt, prompt), _add_style(by_name[name].negative_prompt, negative)
     return prompt, negative
 
 
-def _added(style: str, prompt: str) -> str:
+def _add_style(style: str, prompt: str) -> str:
     if PLACE in style:
         return style.replace(PLACE, prompt)
     return ", ".join(part for part in (prompt, style) if part.strip())

@@ -1,1 +1,1 @@
-"""The engine process, seen from asyncio."""
+"""Asyncio clients of the engine processes."""

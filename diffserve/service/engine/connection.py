@@ -143,7 +143,7 @@ class EngineConnection:
     def take(self, job: Job[Any]) -> None:
         """Start the request of ``job`` and feed it its events; raise EngineUnavailable if the process is lost."""
         if self.lost.done():
-            raise self._gone()
+            raise self._unavailable_error()
         request = cast(ipc.AnyRequest, job.request)
         data = ipc.frame(ipc.Submit(request=request))  # may raise, so before the job is stored
         self._jobs[job.request_id] = job
@@ -224,7 +224,7 @@ class EngineConnection:
 
     async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats]) -> Answer:
         if self.lost.done():
-            raise self._gone()
+            raise self._unavailable_error()
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -291,12 +291,12 @@ class EngineConnection:
             return
         self.lost.set_result(loss)
         for request_id in list(self._jobs):
-            self._feed(request_id, self._gone())
+            self._feed(request_id, self._unavailable_error())
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(self._gone())
+                answer.set_exception(self._unavailable_error())
 
-    def _gone(self) -> EngineUnavailable:
+    def _unavailable_error(self) -> EngineUnavailable:
         if self._is_stopping:
             return EngineUnavailable("the server stopped before this was finished; please try again in a moment.")
         return EngineUnavailable(

@@ -14,7 +14,7 @@ from diffserve.settings.config import Settings, num_cores
 
 
 def open_engines(settings: Settings) -> Engines:
-    """Create one engine, or a pool where ``[serve] devices`` names several, in a running event loop."""
+    """Create one engine, or a pool if ``[serve] devices`` names several, in a running event loop."""
     device_settings = settings_per_device(settings)
     if len(device_settings) == 1:
         return EngineClient(device_settings[0])

@@ -190,20 +190,20 @@ def route_needs(request: RoutedRequest, cost: float, first_model: str = "") -> R
 def chain(salt: bytes, text: str) -> tuple[TextBlock, ...]:
     """Split ``text`` into blocks; equal keys mean equal salt and equal words, ignoring case, from the beginning on."""
     words = _WORD.findall(text[:MAX_CHARS].casefold())
-    return tuple(_chained(salt, [" ".join(part).encode(errors="replace") for part in _parts(words)], len(words)))
+    return tuple(_hash_chain(salt, [" ".join(part).encode(errors="replace") for part in _parts(words)], len(words)))
 
 
 def token_chain(salt: bytes, token_ids: Sequence[int]) -> tuple[TextBlock, ...]:
     """Split a text of token ids into blocks, as ``chain`` splits words."""
     ids = token_ids[: MAX_CHARS // 4]
-    return tuple(_chained(salt, [array("q", part).tobytes() for part in _parts(ids)], len(ids)))
+    return tuple(_hash_chain(salt, [array("q", part).tobytes() for part in _parts(ids)], len(ids)))
 
 
 def _parts(words: Sequence[T]) -> list[Sequence[T]]:
     return [words[start : start + BLOCK_WORDS] for start in range(0, len(words), BLOCK_WORDS)]
 
 
-def _chained(salt: bytes, parts: Sequence[bytes], num_words: int) -> Iterator[TextBlock]:
+def _hash_chain(salt: bytes, parts: Sequence[bytes], num_words: int) -> Iterator[TextBlock]:
     key = _key(b"", salt)
     for number, part in enumerate(parts):
         key = _key(key, part)

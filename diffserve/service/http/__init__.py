@@ -1,1 +1,1 @@
-"""What every route has in common: bodies, errors, streams and what guards them."""
+"""HTTP code that all routes share: bodies, errors, streams and middleware."""

@@ -240,7 +240,7 @@ def check_shape(data: bytes) -> None:
 
 
 def check_strict(data: bytes) -> None:
-    """Refuse what :func:`check_shape` refuses and invalid JSON, including NaN, lone surrogates and bad UTF-8."""
+    """Check the shape, and refuse invalid JSON, including NaN, lone surrogates and bad UTF-8."""
     check_shape(data)
     try:
         msgspec.json.decode(data)

@@ -32,7 +32,7 @@ def add_docs(app: FastAPI) -> None:
     turns = asyncio.Lock()
 
     async def render_once(name: str, make: Callable[[], bytes]) -> bytes:
-        async with turns:  # in a thread and for one reader, for it takes a third of a second
+        async with turns:  # rendering takes a third of a second: once, and in a thread
             if name not in cache:
                 cache[name] = await ANSWERS.run(make)
         return cache[name]
@@ -85,10 +85,10 @@ def _parameters(parameters: list[dict[str, Any]]) -> str:
 
 
 def _body(kind: str, schema: dict[str, Any], parts: dict[str, Any]) -> str:
-    schema = _resolved(schema, parts)
+    schema = _resolve_reference(schema, parts)
     rows = []
     for name, field in schema.get("properties", {}).items():
-        resolved = _resolved(field, parts)
+        resolved = _resolve_reference(field, parts)
         needed = "needed" if name in schema.get("required", ()) else f"else {escape(str(resolved.get('default')))}"
         description = resolved.get("description", "")
         rows.append((f"<code>{escape(name)}</code>", escape(type_of(field)), needed, _render_text(description)))
@@ -115,7 +115,7 @@ def type_of(field: dict[str, Any]) -> str:
     return kind if low is None or high is None else f"{kind} from {low} to {high}"
 
 
-def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+def _resolve_reference(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     target: dict[str, Any] = parts.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
     return target | schema
 

@@ -37,14 +37,14 @@ ENGINE_RETRY_AFTER_S = 2.0
 A1111: Final = "/sdapi/v1"
 CONTROLNET: Final = "/controlnet"
 A1111_PATHS: Final = (f"{A1111}/", f"{CONTROLNET}/")
-"""The paths at which errors have A1111's form: of its API, and of its ControlNet extension."""
+"""Prefixes of the paths whose errors have A1111's form: its API and its ControlNet extension."""
 
 OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
 
 ABOUT_SERVER: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind for kind in (EngineUnavailable, ModelLoadError, InsufficientMemory)
 }
-"""By their codes, errors of the engine that are not about what was asked for."""
+"""Errors about the state of the server rather than the request, by code."""
 
 BLOCKED: Final = ModerationBlocked.answer_type
 
@@ -76,9 +76,9 @@ class ErrorReply(NamedTuple):
 
     def in_a1111s_words(self) -> ErrorReply:
         """Return this reply with a body in A1111's form."""
-        told = msgspec.json.decode(self.body)["error"]
-        body = {"error": "HTTPException", "detail": told["message"], "body": "", "errors": told["message"]}
-        body |= {"code": told["code"] or told["type"]}  # ours
+        error = msgspec.json.decode(self.body)["error"]
+        body = {"error": "HTTPException", "detail": error["message"], "body": "", "errors": error["message"]}
+        body |= {"code": error["code"] or error["type"]}  # an extension of A1111's form
         return self._replace(body=msgspec.json.encode(body))
 
     @property
@@ -93,9 +93,9 @@ def reply_to(error: Exception) -> ErrorReply:
     status = status_of(error)
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
-        headers |= _come_back(error.retry_after_s)
+        headers |= _retry_after_headers(error.retry_after_s)
     elif isinstance(error, EngineUnavailable):
-        headers |= _come_back(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
+        headers |= _retry_after_headers(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     elif status >= 500 or isinstance(error, DeadlineUnreachable):
         headers["x-should-retry"] = "false"
     if status == 401:
@@ -117,7 +117,7 @@ def reply_to(error: Exception) -> ErrorReply:
 
 
 def expected_error(error: Exception) -> DiffserveError | None:
-    """Return the error to answer instead of ``error``, or ``None`` where ``error`` is a defect of the server."""
+    """Return the error to answer instead of ``error``, or None if ``error`` is a defect of the server."""
     if isinstance(error, DiffserveError):
         return error
     if _is_sick_disk(error):
@@ -129,7 +129,7 @@ def expected_error(error: Exception) -> DiffserveError | None:
 
 
 def log_failure(log: logging.Logger, event: str, error: Exception, **facts: object) -> None:
-    """Log ``error`` in one line: with its traceback where it is a defect, else with its code and reason.
+    """Log ``error`` in one line: with its traceback if it is a defect, else with its code and reason.
 
     The reason is the system's or SQLite's own text; it never contains a path or anything that a client sent.
     """
@@ -197,6 +197,6 @@ def told(event: Failed | ImageFailed) -> str:
     return OUR_MISTAKE if event.code == DiffserveError.default_code else event.message
 
 
-def _come_back(after_s: float) -> dict[str, str]:
+def _retry_after_headers(after_s: float) -> dict[str, str]:
     seconds = min(max(after_s, 0.05), float(MAX_RETRY_AFTER_S))
     return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

@@ -53,7 +53,7 @@ async def complete_body(request: Request) -> AsyncGenerator[bytes, None]:
     """
     _, options = parse_options_header(request.headers.get("content-type"))
     closing, latest = b"--%b--" % options.get(b"boundary", b""), b""
-    is_closed = b"boundary" not in options  # then nothing can be read of it, which the parser says
+    is_closed = b"boundary" not in options  # without a boundary the parser reports the error
     async with aclosing(request.stream()) as chunks:
         async for chunk in chunks:
             latest += chunk
@@ -137,7 +137,7 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
             yield OpenForm(fields, files)
         finally:
             await form.close()
-    except (MultiPartException, HTTPException) as error:  # the latter is what starlette's request makes of the former
+    except (MultiPartException, HTTPException) as error:  # starlette's request converts the first type to the second
         message = error.message if isinstance(error, MultiPartException) else error.detail
         raise HttpError(400, f"the form cannot be read: {message}", code="invalid_form") from None
     except ClientDisconnect:
@@ -171,7 +171,7 @@ def _parse_value(text: str, described: Mapping[str, Any], parts: Mapping[str, An
         return text
     try:
         return msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError):  # NaN and 1e400 are no JSON either, and are refused as texts
+    except (msgspec.MsgspecError, RecursionError):  # invalid, NaN or 1e400: refused later as a string
         return text
 
 

@@ -36,7 +36,7 @@ from diffserve.store.keys import Scope as KeyScope
 
 LOGIN: Final = "/login"
 OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/ping", LOGIN})
-"""What everybody may ask."""
+"""Paths that need no key."""
 
 PAGE: Final = "/gradio_api/"
 COOKIE: Final = "diffserve_session"
@@ -47,7 +47,7 @@ ENV_KEY: Final = "DIFFSERVE_API_KEY"
 OF_ENV: Final = "key-environment"
 
 OF_PAGE: Final = Key(id="key-page", name="page", digest=b"", scopes=("generate",), created_s=0.0)
-"""Of what the page of this very process asks for itself."""
+"""Key of requests that the page of this process sends for itself."""
 
 log = logging.getLogger("diffserve.http")
 
@@ -88,32 +88,32 @@ class KeyRing:
             if mark == self._mark:
                 self._stamp = stamp
                 return
-            found = self._keys.all()
+            keys = self._keys.all()
             self._ended = self._keys.ended_sessions()
         except sqlite3.Error as error:
             log.error("the keys cannot be read; those known before stay good", extra={"reason": type(error).__name__})
             return
         self._stamp, self._mark = stamp, mark
-        self._good = {key.digest: key for key in found if key.revoked_s is None}
+        self._good = {key.digest: key for key in keys if key.revoked_s is None}
         if self._own:
-            own = Key(id=OF_ENV, name=ENV_KEY, digest=self._own, scopes=("admin",), created_s=0.0)
-            self._good[self._own] = own
-        self.is_closed = self.is_closed or bool(found) or bool(self._own)
+            env_key = Key(id=OF_ENV, name=ENV_KEY, digest=self._own, scopes=("admin",), created_s=0.0)
+            self._good[self._own] = env_key
+        self.is_closed = self.is_closed or bool(keys) or bool(self._own)
 
     def find(self, text: str) -> Key | None:
         """Return the valid key with the text ``text``, or None."""
         self.look()
         digest = digest_of(text)
-        found = self._good.get(digest)
-        return found if found is not None and hmac.compare_digest(found.digest, digest) else None
+        key = self._good.get(digest)
+        return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def session(self, key: Key) -> str:
-        """Return a new session for ``key``, to be kept by a browser."""
+        """Return a new session for ``key``, which a browser stores in a cookie."""
         claims = f"{key.id}.{int(self._clock() + SESSION_S)}.{secrets.token_hex(8)}"
         return f"{claims}.{self._signed(claims, key)}"
 
     def key_of_session(self, text: str) -> Key | None:
-        """Return the key that a session was given for, while both are good."""
+        """Return the key of a session, or None if the session or its key is not valid."""
         self.look()
         claims, _, signature = text[:MAX_KEY_CHARS].rpartition(".")
         key = self.by_id(claims.partition(".")[0])
@@ -122,7 +122,7 @@ class KeyRing:
         return key if hmac.compare_digest(self._signed(claims, key).encode(), signature.encode()) else None
 
     def end_session(self, text: str) -> None:
-        """End a session for good, here and in every other process of the same folder."""
+        """End a session in every process that uses the same data folder."""
         if self.key_of_session(text) is None:
             return
         claims, _, signature = text.rpartition(".")
@@ -131,12 +131,12 @@ class KeyRing:
 
     @staticmethod
     def _expires_s(claims: str) -> float:
-        """Return when a session that begins with ``claims`` expires, in seconds since 1970; 0 where it is malformed."""
+        """Return when a session that begins with ``claims`` expires, in seconds since 1970; 0 if it is malformed."""
         expires = claims.split(".")[1:2]
         return float(expires[0][:12]) if expires and expires[0].isascii() and expires[0].isdigit() else 0.0
 
     def is_good(self, key_id: str, session: str) -> bool:
-        """Return whether a key, and the session that was given for it, where there is one, are good now."""
+        """Return whether a key, and the session if there is one, are valid now."""
         self.look()
         return self.by_id(key_id) is not None if not session else self.key_of_session(session) is not None
 
@@ -144,8 +144,8 @@ class KeyRing:
         """Return the valid key with this ID, or None."""
         return next((key for key in self._good.values() if key.id == name), None)
 
-    def _signed(self, told: str, key: Key) -> str:
-        return hmac.new(self._secret, told.encode() + key.digest, hashlib.sha256).hexdigest()
+    def _signed(self, claims: str, key: Key) -> str:
+        return hmac.new(self._secret, claims.encode() + key.digest, hashlib.sha256).hexdigest()
 
 
 class RateLimited(QueueFull):
@@ -178,8 +178,8 @@ class RateLimits:
         self._buckets[key.id] = (left, now_s)
         if not has_room:
             again_s = (1.0 - left) * 60.0 / limit
-            said = f"this key may ask {limit} times a minute; try again in {again_s:.1f} s."
-            raise RateLimited(said, retry_after_s=again_s, headers=_limit_headers(limit, left))
+            message = f"this key may ask {limit} times a minute; try again in {again_s:.1f} s."
+            raise RateLimited(message, retry_after_s=again_s, headers=_limit_headers(limit, left))
         return _limit_headers(limit, left)
 
 
@@ -195,7 +195,7 @@ def _limit_headers(limit: int, left: float) -> dict[str, str]:
 class KeyGuard:
     """Middleware that refuses requests without a key that permits the path.
 
-    Paths in ``OPEN`` need no key, nor do those below ``open_below``, whose names cannot be guessed.
+    Paths in ``OPEN`` need no key, nor do paths below ``open_below``, whose names cannot be guessed.
     """
 
     def __init__(self, app: ASGIApp, *, ring: KeyRing, open_below: tuple[str, ...] = ()) -> None:
@@ -206,6 +206,7 @@ class KeyGuard:
         self.active = ActiveRequests(ring.is_good)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on if its key permits it, else answer with an error or redirect a browser to the login."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -216,16 +217,16 @@ class KeyGuard:
             return
         headers = Headers(scope=scope)
         try:
-            told = self._authorize(scope, headers)
+            limit_headers = self._authorize(scope, headers)
         except (HttpError, RateLimited) as error:
             scope.setdefault("state", {})["error_code"] = error.code
             if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
                 await RedirectResponse(f"{prefix_of(scope)}{LOGIN}", status_code=303)(scope, receive, send)
                 return
-            send = _adding_headers(send, error.headers) if isinstance(error, RateLimited) else send
+            send = _with_headers(send, error.headers) if isinstance(error, RateLimited) else send
             await reply_for(scope["path"], error).response(scope, receive, send)
             return
-        send = _adding_headers(send, told) if told else send
+        send = _with_headers(send, limit_headers) if limit_headers else send
         key_id = scope["state"]["key_id"]
         if key_id in ("", OF_PAGE.id):
             await self.app(scope, receive, send)
@@ -238,7 +239,7 @@ class KeyGuard:
     def _authorize(self, scope: Scope, headers: Headers) -> dict[str, str]:
         """Store the key of a request in its state and return response headers. Raises HttpError, RateLimited."""
         visitor = asker_in(headers.get(HEADER))
-        if visitor is not None:  # the page of this very process: its visitor has come in by a key
+        if visitor is not None:  # the page of this process, whose visitor has logged in with a key
             scope.setdefault("state", {})["key_id"] = visitor.key_id
             key = self.ring.by_id(visitor.key_id)
             scope["state"]["key_share"] = 1.0 if key is None else key.share
@@ -250,7 +251,9 @@ class KeyGuard:
                 403, f"this key may not do that; it lacks the scope {needed}.", code="insufficient_permissions"
             )
         scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
-        is_work = scope["method"] == "POST" and not scope["path"].startswith(PAGE)  # the page asks for its work itself
+        is_work = scope["method"] == "POST" and not scope["path"].startswith(
+            PAGE
+        )  # the page sends its own requests for work
         return self.limits.take(key) if is_work else {}
 
     def _key(self, headers: Headers) -> Key:
@@ -258,31 +261,31 @@ class KeyGuard:
         if hmac.compare_digest(text.encode("utf-8", "replace"), own_key().encode()):
             return OF_PAGE
         if text:
-            found = self.ring.find(text)
+            key = self.ring.find(text)
         else:
             session = session_in(headers)
-            found = self.ring.key_of_session(session) if session else None
-        if found is not None:
-            return found
-        said = "that key is not good here" if text else "this server asks for a key: send Authorization: Bearer KEY"
-        raise HttpError(401, f"{said}.", code="invalid_api_key")
+            key = self.ring.key_of_session(session) if session else None
+        if key is not None:
+            return key
+        reason = "that key is not good here" if text else "this server asks for a key: send Authorization: Bearer KEY"
+        raise HttpError(401, f"{reason}.", code="invalid_api_key")
 
 
 def key_in(headers: Headers) -> str:
     """Return the key in the headers, or "". A malformed header gives a text that is never a valid key."""
-    given = headers.getlist("authorization")
-    if len(given) > 1:
+    values = headers.getlist("authorization")
+    if len(values) > 1:
         return "\0"
-    kind, _, rest = (given[0] if given else "").strip().partition(" ")
-    rest = rest.strip()
+    kind, _, credentials = (values[0] if values else "").strip().partition(" ")
+    credentials = credentials.strip()
     if kind.lower() == "bearer":
-        return rest[:MAX_KEY_CHARS] or "\0"
+        return credentials[:MAX_KEY_CHARS] or "\0"
     if kind.lower() == "basic":
         try:
-            told = base64.b64decode(rest[: 4 * MAX_KEY_CHARS], validate=True).decode("utf-8", "replace")
+            decoded = base64.b64decode(credentials[: 4 * MAX_KEY_CHARS], validate=True).decode("utf-8", "replace")
         except (binascii.Error, ValueError):
             return "\0"
-        name, _, password = told.partition(":")
+        name, _, password = decoded.partition(":")
         return (password or name)[:MAX_KEY_CHARS]
     return headers.get("x-api-key", "")[:MAX_KEY_CHARS]
 
@@ -309,10 +312,10 @@ def is_visit(scope: Scope, headers: Headers) -> bool:
     return scope["path"] == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
 
 
-def _adding_headers(send: Send, told: dict[str, str]) -> Send:
-    async def send_telling(message: Message) -> None:
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(told)
+            MutableHeaders(scope=message).update(headers)
         await send(message)
 
-    return send_telling
+    return send_with_headers

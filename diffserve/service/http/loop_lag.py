@@ -21,7 +21,7 @@ LOOK_EVERY_S: Final = 0.05
 
 MAX_PAGE_THREADS: Final = 4
 SWITCH_EVERY_S: Final = 0.001
-"""Where so many threads compute in Python, the loop has its turn again within ``MAX_PAGE_THREADS`` times this long."""
+"""Interpreter switch interval: the loop waits at most ``MAX_PAGE_THREADS`` times as long for busy page threads."""
 
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 

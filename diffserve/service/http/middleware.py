@@ -1,14 +1,13 @@
-"""What every request passes before it reaches a route: its id, its host and origin, its framing, its length.
+"""Middleware in front of all routes: request IDs, checks of host and origin, framing, and limits on bodies.
 
 Plain ASGI, outermost first::
 
-    Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through; a target
-                  in absolute form is brought to the other (``targets.py``)
-    PublicPath    the path below which a proxy serves this server is removed (``public_path.py``)
-    HeadAsGet     HEAD is answered as GET, without the body (``heads.py``)
-    OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
-    FramingGuard  what another program on the way could read differently is refused
-    BodyLimit     the body is counted and timed while it is read, and refused beyond the limits
+    Outermost     assigns the request ID, adds common headers, logs one line, answers unexpected errors with 500
+    PublicPath    removes the path prefix of a proxy (``public_path.py``)
+    HeadAsGet     answers HEAD as GET without the body
+    OriginGuard   refuses foreign hosts and origins
+    FramingGuard  refuses requests that a proxy could read differently
+    BodyLimit     limits the length and the duration of bodies
 """
 
 from __future__ import annotations
@@ -38,27 +37,30 @@ from diffserve.service.metrics import Metrics
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
-PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
+PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # sent about every second, so not logged
 UNTRACED = PROBES | {"/metrics"}
 BODY_TIMEOUT_S = 60.0
-SLOWEST_BYTES_PER_S = 16 * 1024  # of a body that takes longer than BODY_TIMEOUT_S
+SLOWEST_BYTES_PER_S = 16 * 1024  # lowest mean rate of a body that takes longer than BODY_TIMEOUT_S
 TEXT_BODY_BYTES: Final = 1 << 20
-"""Of any body but an upload (multipart/form-data): where no picture is sent."""
+"""Limit on bodies without images, except uploads (multipart/form-data)."""
 PICTURE_BODY_BYTES: Final = 6 << 20
-"""Of one whose JSON may hold pictures; beside them it has ``TEXT_BODY_BYTES`` at most."""
+"""Limit on JSON bodies that may have images; without the images the limit is ``TEXT_BODY_BYTES``."""
 WITH_PICTURES: Final = "/images/generations"
 OF_PICTURES: Final = (
     *("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/chat/completions", "/sdapi/v1/"),
     "/controlnet/detect",
 )
-"""Where JSON is as good as an upload."""
+"""Paths whose JSON bodies have the same limit as uploads."""
 FILES: Final = "/files"
 FILE_BYTES: Final = 200_000_000
-"""Of a file that is uploaded to be kept."""
+"""Limit on a file that is uploaded to ``/files``."""
 
 _ABSOLUTE: Final = re.compile(rf"https?://({AUTHORITY.pattern})(/.*)?".encode(), re.IGNORECASE | re.DOTALL)
 _HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
-_NAMES_BELOW = (b"/v1/models/", b"/gradio_api/file=")  # where what follows is one name, whatever it holds
+_NAMES_BELOW = (
+    b"/v1/models/",
+    b"/gradio_api/file=",
+)  # the path after these prefixes is one name, which may have encoded slashes
 
 log = logging.getLogger("diffserve.http")
 
@@ -71,7 +73,8 @@ class Outermost:
         self.metrics = metrics or Metrics()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # nothing here speaks it, and no guard below would look at it
+        """Pass the request on with an ID; answer unexpected errors, and log and count the answer."""
+        if scope["type"] == "websocket":  # websockets are not supported, and the middleware below ignores them
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         if scope["type"] != "http":
@@ -142,7 +145,7 @@ def take_origin_form(scope: Scope) -> None:
     authority, path = match.groups()
     scope["raw_path"] = path or b"/"
     scope["path"] = unquote(scope["raw_path"].decode("ascii"))
-    scope["headers"] = [(b"host", authority), *(one for one in scope["headers"] if one[0].lower() != b"host")]
+    scope["headers"] = [(b"host", authority), *(header for header in scope["headers"] if header[0].lower() != b"host")]
 
 
 class HeadAsGet:
@@ -155,6 +158,7 @@ class HeadAsGet:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass HEAD on as GET and drop the body of the answer."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -176,7 +180,7 @@ class HeadAsGet:
                 await send(message)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        scope["method"] = "GET"  # in place: whoever stands above reads from it which route it was
+        scope["method"] = "GET"  # in place, because the outer middleware reads the matched route from this scope
         try:
             await self.app(scope, receive, send_head)
         finally:
@@ -184,10 +188,10 @@ class HeadAsGet:
 
 
 class OriginGuard:
-    """Refuses a Host that is not ours (DNS rebinding) and a foreign Origin on anything but a safe method.
+    """Refuses a foreign Host (DNS rebinding), and a foreign Origin unless the method is safe.
 
-    No Origin at all is fine: programs send none, browsers always send one where it matters. An Origin is accepted when
-    it is a loopback address, the server's own (the host that the request names, or ``public_url``), or one of
+    A missing Origin is accepted: programs send none, and browsers send one whenever it matters. An Origin is accepted
+    if it is a loopback address, the server's own (the host that the request names, or ``public_url``), or one of
     ``cors_origins``; accepted origins get CORS headers. Requests that a browser authenticates by itself, by the session
     cookie, and the login form are accepted from the server's own origin only: cookies do not distinguish ports.
     """
@@ -201,6 +205,7 @@ class OriginGuard:
         self.cors_origins = frozenset(cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on unless its host or origin is refused; add CORS headers for accepted origins."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -254,6 +259,7 @@ class FramingGuard:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on unless its framing or path is ambiguous."""
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self.app(scope, receive, send)
@@ -289,16 +295,17 @@ class BodyLimit:
         self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with limits on the length and the rate of its body."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         is_upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
         path = scope["path"].removeprefix("/v1")
-        most = PICTURE_BODY_BYTES if path.startswith(WITH_PICTURES) else TEXT_BODY_BYTES
-        max_bytes = self.max_bytes if is_upload or path.startswith(OF_PICTURES) else min(self.max_bytes, most)
+        max_json_bytes = PICTURE_BODY_BYTES if path.startswith(WITH_PICTURES) else TEXT_BODY_BYTES
+        max_bytes = self.max_bytes if is_upload or path.startswith(OF_PICTURES) else min(self.max_bytes, max_json_bytes)
         if is_upload and path.rstrip("/") == FILES:
-            max_bytes = FILE_BYTES + TEXT_BODY_BYTES  # what lies around the file in the form
+            max_bytes = FILE_BYTES + TEXT_BODY_BYTES  # the form's fields and boundaries around the file
         refusal = self._refusal(headers, max_bytes)
         if refusal is not None:
             await reply_for(scope["path"], refusal).response(scope, receive, send)
@@ -309,7 +316,7 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal received, is_read
             if is_read:
-                return await receive()  # waits for the client to hang up, for as long as it takes
+                return await receive()  # waits for the disconnect, without a limit
             limit_s = max(BODY_TIMEOUT_S, received / SLOWEST_BYTES_PER_S)
             try:
                 async with asyncio.timeout_at(started_s + limit_s):

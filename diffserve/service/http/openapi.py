@@ -119,7 +119,7 @@ def describe_api(app: FastAPI) -> None:
 
 
 def describe_status(status: int) -> str:
-    """Describe what an HTTP status means in this API."""
+    """Describe an HTTP status in this API."""
     return STATUS_TEXTS.get(status) or HTTPStatus(status).phrase
 
 

@@ -20,8 +20,8 @@ from diffserve.service.http.errors import HttpError, reply_to
 HEADER_TIMEOUT_S = 15.0
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 200
-MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the loop: a body of one-byte chunks costs 2 us a byte
-FREE_CHUNKS = 1000  # of any size in one body; more of them hold MIN_CHUNK_BYTES each, in the mean
+MAX_READ_BYTES = 16 * 1024  # per connection and turn of the loop: a body of one-byte chunks costs 2 us a byte
+FREE_CHUNKS = 1000  # chunks of any size per body; with more, the mean size must be MIN_CHUNK_BYTES
 MIN_CHUNK_BYTES = 64
 MAX_GATHERED_BYTES = 64 * 1024
 
@@ -108,7 +108,7 @@ class Http1(H11Protocol):
 
     max_connections: ClassVar[int | None] = None
     owing: ClassVar[dict[Http1, None]] = {}
-    """The connections whose clients owe the rest of a request, those that have done so for longest first."""
+    """Connections with an incomplete request, the oldest first."""
     _deadline: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -116,10 +116,10 @@ class Http1(H11Protocol):
         """Return the protocol of a server with at most ``max_connections`` at a time."""
         return type("LimitedHttp1", (cls,), {"max_connections": max_connections, "owing": {}})
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Take the connection, or say that there are too many; start the clock for the first request's headers."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Accept the connection, or refuse it if there are too many; start the timeout of the first headers."""
         super().connection_made(transport)
-        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # as far as it is used
+        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # has the methods that are used
         self.conn._receive_buffer = StrictLines()
         transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of every transport that reads a socket
         if not self._has_room():
@@ -128,24 +128,24 @@ class Http1(H11Protocol):
         self._keep_time()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; the clock stops when nothing is owed."""
+        """Process received data; the timeout ends when the request is complete."""
         super().data_received(data)
         self._keep_time()
 
     def on_response_complete(self) -> None:
-        """Let the answer go; be ready for the next request, whose headers have a clock of their own."""
+        """Flush the answer and start the timeout of the next request's headers."""
         self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         self._keep_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the timeout."""
         self._stop_clock()
         self.owing.pop(self, None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or whose headers are too long, and close."""
+        """Answer invalid HTTP or headers that are too long with an error, and close."""
         self._refuse(_BAD_HTTP, b"Bad Request")
 
     def _refuse(self, error: HttpError, reason: bytes) -> None:

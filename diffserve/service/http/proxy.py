@@ -19,9 +19,9 @@ THEIR_WORDS: Final = frozenset(
     {ID, b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id"}
 )
 OURS: Final = b"openai-processing-ms"
-"""A header of every answer of a front."""
+"""Header of every answer of a front."""
 OWN: Final = "/-/"
-"""Where a proxy itself answers."""
+"""Beginning of the paths that the proxy itself answers."""
 
 
 def middlewares() -> list[Any]:

@@ -23,11 +23,12 @@ _SCHEME: Final = re.compile(r"https?")
 
 
 class PublicAddress(NamedTuple):
-    """The address of this server as the client of one request used it.
+    """Address of this server as the client of one request used it.
 
-    origin     scheme, host and port
-    prefix     the path, without a slash at its end; empty at the root
-    is_stated  whether the configuration or a trusted proxy says so, rather than headers that anyone may send
+    Attributes:
+        origin: Scheme, host and port.
+        prefix: The path, without a slash at its end; empty at the root.
+        is_stated: Whether the configuration or a trusted proxy states it, not headers that any client may send.
     """
 
     origin: str
@@ -41,7 +42,7 @@ class PublicAddress(NamedTuple):
 
 
 def public_address(scope: Scope) -> PublicAddress | None:
-    """Return the address that was found for a request; ``None`` where neither settings nor a trusted proxy name one."""
+    """Return the address that was found for a request; None if neither the settings nor a trusted proxy name one."""
     address: PublicAddress | None = scope.get("state", {}).get(STATE)
     return address
 
@@ -64,6 +65,7 @@ class PublicPath:
         self._trusted = frozenset(trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Store the public address in the request's state and remove the prefix from its path."""
         address = self._address(scope) if scope["type"] == "http" else None
         if address is not None:
             scope["state"][STATE] = address
@@ -90,7 +92,7 @@ class PublicPath:
 
 
 def _first(headers: Headers, name: str, pattern: re.Pattern[str]) -> str | None:
-    """Return the first value in a header, ``None`` where there is none or it does not match ``pattern``."""
+    """Return the first value in a header, None if there is none or it does not match ``pattern``."""
     value = headers.get(name, "").partition(",")[0].strip()
     return value if value and pattern.fullmatch(value) else None
 

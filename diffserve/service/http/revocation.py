@@ -1,7 +1,7 @@
 """End requests whose API key or session is revoked while they are answered.
 
-To the application a revoked request looks as if its client had disconnected, so that its work is cancelled in the usual
-way; ``end_reason`` in the request's state says why, and is what the client is told.
+The application sees a revoked request as a disconnect of its client, so that its work is cancelled in the usual way;
+``end_reason`` in the request's state has the reason, which the answer reports.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from diffserve.service.lifecycle import Interruption, first_of, hung_up
 from diffserve.service.threads import FILES
 
 KEEP_ALIVE_S = 15.0
-HEAD_PATIENCE_S = 1.0  # so long the status line waits for the first event
-GOODBYE_S = 5.0  # so long the last words may take to be sent
+HEAD_PATIENCE_S = 1.0  # longest wait of the status line for the first event
+GOODBYE_S = 5.0  # limit on sending the last event
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 CHUNK_BYTES: Final = 256 * 1024
@@ -117,7 +117,7 @@ class EventStreamResponse(Response):
             await _cancel(writing)
             await self._close()
             if self._error_code:
-                scope.setdefault("state", {})["error_code"] = self._error_code  # the status line was 200, long ago
+                scope.setdefault("state", {})["error_code"] = self._error_code  # the status line, 200, is already sent
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -160,7 +160,7 @@ class EventStreamResponse(Response):
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await _send(send, self._error_event(error) + self._ending, is_last=True)
-        except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
+        except (TimeoutError, RuntimeError):  # the client reads nothing, or the status line was not sent
             log.warning("the end of a stream was not read")
 
     def _error_event(self, error: Exception) -> bytes:

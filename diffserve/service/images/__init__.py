@@ -1,1 +1,1 @@
-"""Pictures over HTTP."""
+"""Image generation, editing and storage over HTTP."""

@@ -1,4 +1,4 @@
-"""What may stand in the bodies of ``POST /v1/images/edits`` and ``/v1/images/variations``, as JSON or as a form."""
+"""Bodies of ``POST /v1/images/edits`` and ``/v1/images/variations``, as JSON or as a form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Base64 = Annotated[str, Field(min_length=1, description="base64, or a data URL")
 
 
 class ImageReference(BaseModel):
-    """A picture within JSON."""
+    """Image in a JSON body: a URL or the ID of an uploaded file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -33,9 +33,9 @@ Strength = Annotated[
 
 
 class StartBody(GenerateBody):
-    """What a body may say of the pictures that it starts from. ``uploads``: files of a form, by field."""
+    """Base class of bodies with start images; ``uploads`` are the files of a form, by field."""
 
-    refused: ClassVar[Mapping[str, str]] = {name: said for name, said in REFUSED.items() if name not in PICTURE_FIELDS}
+    refused: ClassVar[Mapping[str, str]] = {name: hint for name, hint in REFUSED.items() if name not in PICTURE_FIELDS}
     hints: ClassVar[Mapping[str, str]] = {**GenerateBody.hints, "image": "upload a PNG, JPEG or WebP file"}
 
     image: AnyImage | Images | None = None
@@ -44,7 +44,7 @@ class StartBody(GenerateBody):
     _uploads: dict[str, list[bytes]] = PrivateAttr(default_factory=dict)
 
     def with_uploads(self, files: dict[str, list[bytes]]) -> None:
-        """Take the files of a form."""
+        """Set the files of a form, by field."""
         self._uploads = files
 
     @property
@@ -53,13 +53,13 @@ class StartBody(GenerateBody):
         return self._uploads
 
     def pictures(self) -> list[AnyImage]:
-        """Those in JSON, in order."""
+        """Return the images of the JSON fields ``image`` and ``images``, in order."""
         alone = [] if self.image is None else self.image if isinstance(self.image, list) else [self.image]
         return [*alone, *(self.images or [])]
 
 
 class EditBody(StartBody):
-    """OpenAI's fields of an edit, and beside them those of a generation."""
+    """Body of an edit: OpenAI's fields and those of a generation."""
 
     model_config = ConfigDict(title="EditImageRequest")
 
@@ -68,7 +68,7 @@ class EditBody(StartBody):
 
 
 class VariationBody(StartBody):
-    """OpenAI's fields of a variation; the prompt is the one in the picture's own metadata, unless one is given."""
+    """Body of a variation; without ``prompt`` the prompt is read from the image's metadata."""
 
     model_config = ConfigDict(title="CreateImageVariationRequest")
 
@@ -80,4 +80,4 @@ UPLOADS: Final[dict[str, Any]] = {
     "image[]": {"type": "array", "items": {"type": "string", "format": "binary"}, "maxItems": MAX_PICTURES},
     "mask": {"type": "string", "format": "binary"},
 }
-"""The files of a form, for the description of the API."""
+"""Schemas of the file fields of a form, for the API description."""

@@ -29,20 +29,20 @@ from diffserve.version import __version__
 
 MAX_FETCHED_BYTES: Final = 10 << 20
 MAX_REQUEST_BYTES: Final = 20 << 20
-"""Of all that one request has fetched."""
+"""Limit on the bytes that are downloaded for one request."""
 
 FETCH_S: Final = 5.0
-"""For all of it, from the name to the last byte."""
+"""Limit on one download, from resolving the host name to the last byte."""
 
 MAX_FETCHES: Final = 16
-"""Of one request."""
+"""Limit on the downloads of one request."""
 
 AT_ONCE: Final = 8
 MOST_NAMED: Final = 5
-"""Hosts in the sentence that refuses another one."""
+"""Number of allowed hosts that the message about a refused host names."""
 
 PICTURE_KEYS: Final = frozenset({"image", "images", "mask", "image_url", "init_images", "input_image"})
-"""What pictures are called in JSON; nothing else of a body is ever taken for an address."""
+"""JSON fields that hold images; no other field of a body is treated as a URL."""
 
 PLAIN: Final = (bool, int, float)
 _URL: Final = re.compile(r"https://[A-Za-z0-9.\-\[\]:]{1,260}(?:[/?][!#-;=?-Z\[\]_a-z|~$&']{0,2000})?", re.ASCII)
@@ -52,8 +52,15 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class _Place(NamedTuple):
-    """Where an address stands: ``holder[key]``, or an attribute of a model; ``name`` is what errors call it."""
+class _UrlPosition(NamedTuple):
+    """Position of an image URL in a body: ``holder[key]``, or an attribute of a model.
+
+    Attributes:
+        holder: The list, dict or model that contains the URL.
+        key: The index, key or attribute name in ``holder``.
+        name: The name of the field in error messages.
+        url: The URL.
+    """
 
     holder: Any
     key: Any
@@ -61,6 +68,7 @@ class _Place(NamedTuple):
     url: str
 
     def fill(self, text: str) -> None:
+        """Replace the URL by ``text``."""
         if isinstance(self.holder, BaseModel):
             setattr(self.holder, self.key, text)
         else:
@@ -98,10 +106,12 @@ class Fetcher:
 
     async def fill(self, *bodies: BaseModel) -> None:
         """Replace every image URL in ``bodies`` by a data URL of the image. Raises InvalidRequest."""
-        places = [place for body in bodies for place in _places(body, "", is_picture=False)]
+        places = [place for body in bodies for place in _url_positions(body, "", is_picture=False)]
         if len(places) > MAX_FETCHES:
-            said = f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
-            raise InvalidRequest(said, param=places[0].name, code="url_not_allowed")
+            message = (
+                f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
+            )
+            raise InvalidRequest(message, param=places[0].name, code="url_not_allowed")
         targets = [self._target(place.url, place.name) for place in places]
         budget = _Budget(MAX_REQUEST_BYTES)
         files = await asyncio.gather(*(self._fetch(*target, budget) for target in targets))
@@ -113,23 +123,26 @@ class Fetcher:
         return await self._fetch(*self._target(url, name), _Budget(MAX_FETCHED_BYTES))
 
     def _target(self, url: str, name: str) -> tuple[str, int, str, str]:
-        """Return host, port, path and ``name`` of an allowed URL. Raises InvalidRequest."""
+        """Return the host, port and path of an allowed URL, and ``name``. Raises InvalidRequest."""
         if not self._hosts:
-            said = (
+            message = (
                 f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
                 "(data:image/png;base64,...) or upload it."
             )
-            raise InvalidRequest(said, param=name, code="url_not_allowed")
+            raise InvalidRequest(message, param=name, code="url_not_allowed")
         try:
             parts = urlsplit(url) if _URL.fullmatch(url) else urlsplit("")
             host, port = (parts.hostname or "").lower(), parts.port or 443
         except ValueError:
             parts, host, port = urlsplit(""), "", 443
         if f"{host}:{port}" not in self._hosts:
-            known, more = sorted(one.removesuffix(":443") for one in self._hosts), len(self._hosts) - MOST_NAMED
-            hosts = ", ".join(known[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-            said = f"{name} is {show(url)}; pictures are fetched by https from {hosts} alone."
-            raise InvalidRequest(said, param=name, code="url_not_allowed")
+            names, num_hidden = (
+                sorted(allowed_host.removesuffix(":443") for allowed_host in self._hosts),
+                len(self._hosts) - MOST_NAMED,
+            )
+            hosts = ", ".join(names[:MOST_NAMED]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
+            message = f"{name} is {show(url)}; pictures are fetched by https from {hosts} alone."
+            raise InvalidRequest(message, param=name, code="url_not_allowed")
         path = parts.path or "/"
         return host, port, f"{path}?{parts.query}" if parts.query else path, name
 
@@ -137,8 +150,8 @@ class Fetcher:
         try:
             async with self._at_once, asyncio.timeout(self._limit_s):
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._resolvers, self._resolve, host, port)
-                address = _public(found, name)
+                resolved = await loop.run_in_executor(self._resolvers, self._resolve, host, port)
+                address = _public(resolved, name)
                 if self._context is None:
                     self._context = await FILES.run(ssl.create_default_context)
                 reader, writer = await self._connect(address, port, ssl=self._context, server_hostname=host)
@@ -147,37 +160,41 @@ class Fetcher:
                 finally:
                     writer.transport.abort()
         except TimeoutError:
-            raise _unread(name, f"did not answer within {self._limit_s:g} s") from None
+            raise _unreadable_error(name, f"did not answer within {self._limit_s:g} s") from None
         except ssl.SSLError:
-            raise _unread(name, "has no certificate that can be believed") from None
+            raise _unreadable_error(name, "has no certificate that can be believed") from None
         except (OSError, asyncio.IncompleteReadError, UnicodeError):
-            raise _unread(name, "cannot be reached") from None
+            raise _unreadable_error(name, "cannot be reached") from None
 
 
 def is_public(address: Address) -> bool:
     """Return whether ``address`` and every address that it embeds are public."""
     if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64[0]:  # how a net of IPv6 alone reaches those of IPv4
+        if address in _NAT64[0]:  # NAT64: IPv4 addresses as seen from an IPv6-only network
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if address in _NAT64[1] or address.is_site_local or not all(is_public(one) for one in inner if one is not None):
+        if (
+            address in _NAT64[1]
+            or address.is_site_local
+            or not all(is_public(embedded) for embedded in inner if embedded is not None)
+        ):
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
 
 def _resolve(host: str, port: int) -> list[str]:
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-def _public(found: Sequence[str], name: str) -> str:
+def _public(resolved: Sequence[str], name: str) -> str:
     """Return the first address. Raises InvalidRequest unless all are public."""
     try:
-        addresses = [ipaddress.ip_address(one) for one in found]
+        addresses = [ipaddress.ip_address(text) for text in resolved]
     except ValueError:
         addresses = []
     if not addresses or not all(map(is_public, addresses)):
-        said = f"{name} lies at an address that is not of the public net; such are not fetched from."
-        raise InvalidRequest(said, param=name, code="url_not_allowed")
+        message = f"{name} lies at an address that is not of the public net; such are not fetched from."
+        raise InvalidRequest(message, param=name, code="url_not_allowed")
     return str(addresses[0])
 
 
@@ -190,15 +207,15 @@ async def _get(
         ("Host", host), ("Accept", "image/png, image/jpeg, image/webp"), ("Accept-Encoding", "identity"),
         ("User-Agent", f"diffserve/{__version__}"), ("Connection", "close"),
     ]  # fmt: skip
-    asked = connection.send(h11.Request(method="GET", target=path, headers=headers))
-    writer.write((asked or b"") + (connection.send(h11.EndOfMessage()) or b""))
+    request_bytes = connection.send(h11.Request(method="GET", target=path, headers=headers))
+    writer.write((request_bytes or b"") + (connection.send(h11.EndOfMessage()) or b""))
     await writer.drain()
     body = bytearray()
     while True:
         try:
             event = connection.next_event()
         except h11.RemoteProtocolError:
-            raise _unread(name, "does not answer in HTTP") from None
+            raise _unreadable_error(name, "does not answer in HTTP") from None
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(65536))
         elif isinstance(event, h11.Response):
@@ -207,52 +224,54 @@ async def _get(
             body += event.data
             budget.left_bytes -= len(event.data)
             if len(body) > MAX_FETCHED_BYTES or budget.left_bytes < 0:
-                raise _too_large(name)
+                raise _too_large_error(name)
         elif isinstance(event, h11.EndOfMessage):
             return bytes(body)
         elif isinstance(event, h11.ConnectionClosed):
-            raise _unread(name, "hung up")
+            raise _unreadable_error(name, "hung up")
 
 
 def _check_head(response: h11.Response, name: str) -> None:
     headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in response.headers}
     if 300 <= response.status_code < 400:
-        said = f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
-        raise InvalidRequest(said, param=name, code="url_not_allowed")
+        message = (
+            f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
+        )
+        raise InvalidRequest(message, param=name, code="url_not_allowed")
     if response.status_code != 200:
-        raise _unread(name, f"answered {response.status_code}")
+        raise _unreadable_error(name, f"answered {response.status_code}")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise _unread(name, "answered with compressed bytes")
+        raise _unreadable_error(name, "answered with compressed bytes")
     with contextlib.suppress(ValueError):
         if int(headers.get("content-length", "0")) > MAX_FETCHED_BYTES:
-            raise _too_large(name)
+            raise _too_large_error(name)
 
 
-def _places(value: Any, path: str, *, is_picture: bool) -> Iterator[_Place]:
-    """Where addresses stand in ``value``, which are pictures' (``is_picture``) or lie deeper under such names."""
+def _url_positions(value: Any, path: str, *, is_picture: bool) -> Iterator[_UrlPosition]:
+    """Yield the positions of image URLs in ``value``; with ``is_picture`` the strings of a list are images, too."""
     entries: list[tuple[str | int, Any]]
     if isinstance(value, BaseModel):
-        fields, held = type(value).model_fields, value.__dict__
-        entries = [(name, one) for name, one in held.items() if name in fields]
+        fields, values = type(value).model_fields, value.__dict__
+        entries = [(name, child) for name, child in values.items() if name in fields]
     elif isinstance(value, dict):
         entries = [*value.items()]
     elif isinstance(value, list):
         entries = [*enumerate(value)]
     else:
         return
-    for key, one in entries:
-        if one is None or isinstance(one, PLAIN):
+    for key, child in entries:
+        if child is None or isinstance(child, PLAIN):
             continue
         is_place = is_picture if isinstance(key, int) else key in PICTURE_KEYS
-        if isinstance(one, str):
-            if is_place and is_address(one):
-                yield _Place(value, key, _named(path, key), one)
+        if isinstance(child, str):
+            if is_place and is_address(child):
+                yield _UrlPosition(value, key, _child_name(path, key), child)
         else:
-            name = _named(path, key)
-            yield from _places(one, name, is_picture=is_place)
+            name = _child_name(path, key)
+            yield from _url_positions(child, name, is_picture=is_place)
 
 
-def _named(path: str, key: str | int) -> str:
+def _child_name(path: str, key: str | int) -> str:
     return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
 
 
@@ -260,11 +279,13 @@ def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode("ascii")
 
 
-def _unread(name: str, why: str) -> InvalidRequest:
-    said = f"{name} cannot be fetched: its server {why}; send the picture itself."
-    return InvalidRequest(said, param=name, code="url_unreadable")
+def _unreadable_error(name: str, why: str) -> InvalidRequest:
+    message = f"{name} cannot be fetched: its server {why}; send the picture itself."
+    return InvalidRequest(message, param=name, code="url_unreadable")
 
 
-def _too_large(name: str) -> InvalidRequest:
-    said = f"{name} is too long; {MAX_FETCHED_BYTES} bytes are fetched of a picture, {MAX_REQUEST_BYTES} for a request."
-    return InvalidRequest(said, param=name, code="image_too_large")
+def _too_large_error(name: str) -> InvalidRequest:
+    message = (
+        f"{name} is too long; {MAX_FETCHED_BYTES} bytes are fetched of a picture, {MAX_REQUEST_BYTES} for a request."
+    )
+    return InvalidRequest(message, param=name, code="image_too_large")

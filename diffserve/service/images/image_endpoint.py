@@ -24,7 +24,7 @@ from diffserve.service.threads import ANSWERS
 
 
 class ImageEndpoint(Endpoint[GenerateBody, ImagePlan]):
-    """An image endpoint of OpenAI's API. ``body`` is the class of its body, which decides what it does."""
+    """Image endpoint of OpenAI's API; the class ``body`` selects generation, edit or variation."""
 
     ending = b""
 

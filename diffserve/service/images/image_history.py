@@ -69,10 +69,10 @@ class ImageHistory:
         self._wanted = threading.Event()
         self._lock = threading.Lock()
 
-    async def do(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def do(self, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run ``work`` on the history thread, after all earlier calls."""
         self._wanted.set()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **keywords))
 
     def begin(self, add: Callable[[], None], num_bytes: int) -> None:
         """Queue ``add``, which must not raise; wait for it only if more than ``MAX_WAITING_BYTES`` are queued."""
@@ -94,7 +94,7 @@ class ImageHistory:
             done.result()
 
     def writer(self, request: Request) -> HistoryWriter | None:
-        """Return what records the images of a request; None if they are not recorded."""
+        """Return the writer for the images of a request; None if they are not recorded."""
         owner = self._owners.known(request) if self._is_kept else None
         return None if owner is None else HistoryWriter(self, owner)
 

@@ -1,4 +1,4 @@
-"""From a body's fields to how a picture is denoised, where they go by several names or may contradict each other."""
+"""Conversion of a body to diffusion parameters; resolves fields with several names and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULE_TYPES: Final[dict[str, str | None]] = {
     "simple": "simple",
     "beta": "beta",
 }
-"""Schedule types as clients write them, to :class:`DiffusionParams.sigma_schedule`."""
+"""``DiffusionParams.sigma_schedule`` by the schedule types that clients send."""
 
 
 SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.model_fields} - {
@@ -36,17 +36,26 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
     "switch_at",
     "variation_seed",
 }
-"""Fields of a body that need no more than to be handed on."""
+"""Fields of a body that are copied unchanged."""
 
 
 def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Picture, ...]) -> DiffusionParams:
-    """``quality_steps`` are taken where the body gives no number of steps; ``images`` are those of its ControlNets."""
+    """Return the diffusion parameters of ``body``.
+
+    Args:
+        body: The body of the request.
+        quality_steps: Number of steps if the body has none.
+        images: Control images, one for each ControlNet of the body.
+
+    Raises:
+        InvalidRequest: A value is unknown, or fields contradict each other.
+    """
     sampler = _one_of(body, "sampler", "sampler_name")
     schedule = body.sigma_schedule
     if body.scheduler is not None and body.scheduler.strip().lower() in SCHEDULE_TYPES:
-        told = SCHEDULE_TYPES[body.scheduler.strip().lower()]
-        _check_agree(schedule, "sigma_schedule", told, f"scheduler {show(body.scheduler)}", "scheduler")
-        schedule = schedule or told
+        implied_schedule = SCHEDULE_TYPES[body.scheduler.strip().lower()]
+        _check_agree(schedule, "sigma_schedule", implied_schedule, f"scheduler {show(body.scheduler)}", "scheduler")
+        schedule = schedule or implied_schedule
     elif body.scheduler is not None:
         if sampler is not None:
             raise InvalidRequest(
@@ -70,17 +79,17 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
         loras=tuple(Lora(lora.name, lora.scale).with_unet_scale(lora.unet_scale) for lora in body.loras or ()),
         controlnets=tuple(
             Control(
-                one.name,
-                one.scale,
-                one.start,
-                one.end,
-                one.preprocessor,
+                choice.name,
+                choice.scale,
+                choice.start,
+                choice.end,
+                choice.preprocessor,
                 digest_of(image.width_px, image.height_px, image.data),
-                one.resize,
-                one.thresholds,
-                one.resolution,
+                choice.resize,
+                choice.thresholds,
+                choice.resolution,
             )
-            for one, image in zip(body.controlnets or (), images, strict=True)
+            for choice, image in zip(body.controlnets or (), images, strict=True)
         ),
         switch_at=_switch_at(body),
         variation_seed=None if body.variation_seed == -1 else body.variation_seed,
@@ -90,22 +99,24 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
 
 def _switch_at(body: GenerateBody) -> float | None:
     if body.refiner is False and body.switch_at is not None:
-        said = f"refiner is false but switch_at is {body.switch_at:g}, where it would take over; give one of them."
-        raise InvalidRequest(said, param="switch_at")
+        message = f"refiner is false but switch_at is {body.switch_at:g}, where it would take over; give one of them."
+        raise InvalidRequest(message, param="switch_at")
     return SWITCH_AT if body.refiner and body.switch_at is None else body.switch_at
 
 
 def _sizes(body: GenerateBody) -> MicroConditioning | None:
     if body.micro_conditioning is None:
         return None
-    given = body.micro_conditioning.model_dump(exclude_none=True)
-    return MicroConditioning(**{name: tuple(pair) for name, pair in given.items()})
+    sizes = body.micro_conditioning.model_dump(exclude_none=True)
+    return MicroConditioning(**{name: tuple(pair) for name, pair in sizes.items()})
 
 
-def _check_agree(one: str | None, name: str, other: str | None, told_by: str, param: str) -> None:
-    """InvalidRequest where two fields name two sigma schedules."""
-    if one is not None and other is not None and one != other:
-        raise InvalidRequest(f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param)
+def _check_agree(value: str | None, name: str, other_value: str | None, source: str, param: str) -> None:
+    """Check that two fields do not name different sigma schedules. Raises InvalidRequest."""
+    if value is not None and other_value is not None and value != other_value:
+        raise InvalidRequest(
+            f"{name} is {show(value)} and {source} says {show(other_value)}; give one of them.", param=param
+        )
 
 
 def _check_sampler(name: str) -> None:
@@ -114,7 +125,7 @@ def _check_sampler(name: str) -> None:
         resolve_sampler(shortened)
     except UnknownSampler as error:
         raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
-    if shortened != name:  # the engine would compare all of it with every name it knows
+    if shortened != name:  # too long to be compared with every known name
         raise InvalidRequest(
             f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}.",
             param="sampler",
@@ -122,13 +133,13 @@ def _check_sampler(name: str) -> None:
         )
 
 
-def _check_listed(name: str, value: str | None, known: Iterable[str]) -> None:
-    if value is not None and value not in known:
-        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(known)}.", param=name)
+def _check_listed(name: str, value: str | None, allowed: Iterable[str]) -> None:
+    if value is not None and value not in allowed:
+        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(allowed)}.", param=name)
 
 
 def _one_of(body: GenerateBody, name: str, other: str) -> Any:
-    """The value of a field that goes by two names; InvalidRequest where they disagree."""
+    """Return the value of a field that has two names. Raises InvalidRequest if the two differ."""
     first, second = getattr(body, name), getattr(body, other)
     if first is not None and second is not None and first != second:
         raise InvalidRequest(

@@ -41,7 +41,7 @@ PREVIEWS_WITHHELD = "previews are withheld: the safety filter of this server jud
 
 
 class Delivery(NamedTuple):
-    """What the images of a request pass when they leave the server.
+    """Processing of the images of a request before they are sent.
 
     Attributes:
         marks: Watermark and metadata.
@@ -293,8 +293,10 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
 
 def _control_images(body: GenerateBody, reader: ImageReader) -> tuple[Picture, ...]:
     """Decode the control images of the ControlNets, at their own sizes."""
-    named = [(choice.image, f"controlnets[{index}].image") for index, choice in enumerate(body.controlnets or ())]
-    return tuple(reader.decode_image(image_bytes(image, name), name=name) for image, name in named)
+    named_images = [
+        (choice.image, f"controlnets[{index}].image") for index, choice in enumerate(body.controlnets or ())
+    ]
+    return tuple(reader.decode_image(image_bytes(image, name), name=name) for image, name in named_images)
 
 
 def _quality(body: GenerateBody, warnings: list[str]) -> str:

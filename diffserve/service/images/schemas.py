@@ -1,4 +1,4 @@
-"""What may stand in the body of ``POST /v1/images/generations``, and what is said when something else does."""
+"""Body of ``POST /v1/images/generations``, and messages about unsupported fields."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SizePair = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
 
 class LoraChoice(BaseModel):
-    """An adapter, by a name that /v1/models lists; the prompt may name one as well, <lora:NAME:SCALE>."""
+    """Adapter, by a name that /v1/models lists; the prompt may also name one: <lora:NAME:SCALE>."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -82,7 +82,7 @@ class LoraChoice(BaseModel):
 
 
 class ControlNetChoice(BaseModel):
-    """A ControlNet, by a name that /v1/models lists, and what it goes by: a picture of the size that is painted."""
+    """ControlNet, by a name that /v1/models lists, with a control image of the generated size."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -104,7 +104,7 @@ class ControlNetChoice(BaseModel):
 
 
 class SizesChoice(BaseModel):
-    """The sizes that SDXL is told of a picture, in pixels: [width, height], a crop as [left, top]."""
+    """Size conditioning of SDXL in pixels: sizes as [width, height], crops as [left, top]."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -188,9 +188,9 @@ class GenerateBody(SharedBody):
 
     @property
     def warnings(self) -> list[str]:
-        """Return what the client should know of its fields and of its infotext."""
+        """Warnings about the fields of the body and about its infotext."""
         return [*super().warnings, *self._recorded_warnings]
 
     def take_warnings(self, warnings: tuple[str, ...]) -> None:
-        """Keep what of an infotext cannot be repeated."""
+        """Add warnings about parameters of an infotext that cannot be reproduced."""
         self._recorded_warnings = warnings

@@ -58,7 +58,7 @@ log = logging.getLogger("diffserve.http")
 
 
 class ImageChecks(NamedTuple):
-    """What images pass on their way in and out, created once per server.
+    """Processing of received and generated images, created once per server.
 
     Attributes:
         fetcher: Downloads images that requests name by URL.
@@ -88,7 +88,7 @@ class ImageChecks(NamedTuple):
 
 
 class EventEncoder(Protocol):
-    """Encodes what happens to a request for one protocol; a method returns None if the protocol has no such event.
+    """Encodes the events of a request for one protocol; a method returns None if the protocol has no such event.
 
     ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
     """
@@ -400,11 +400,11 @@ class ImageService:
             return await self.encode_in_thread(plan.num_pixels, encoder.completed, result, sentences)
 
     async def encode_in_thread(
-        self, num_pixels: int, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs
+        self, num_pixels: int, encode: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
     ) -> T:
         """Return ``encode(*arguments, **named)``, called in a thread after waiting in the encoding queue."""
         async with self._encoding_queue.slot(num_pixels):
-            return await ANSWERS.run(encode, *arguments, **named)
+            return await ANSWERS.run(encode, *arguments, **keywords)
 
     @contextmanager
     def _traced(self, request_id: str, name: str, **attributes: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""``POST /v1/provenance/verify``: a picture in, and what it says of where it is from. It is not kept."""
+"""``POST /v1/provenance/verify``: reads the provenance of an image, which is not stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPLOADS: Final[dict[str, Any]] = {"image": {"type": "string", "format": "binary"
 
 
 class VerifyBody(Body):
-    """The picture, in base64, as a data URL, or in a form as a file."""
+    """Image to verify: base64, a data URL, or an uploaded file of a form."""
 
     model_config = ConfigDict(title="VerifyProvenanceRequest")
 
@@ -31,14 +31,14 @@ class VerifyBody(Body):
 
 
 class Verification:
-    """The endpoint. It examines one picture of each client at a time."""
+    """Endpoint of provenance verification; examines one image of each client at a time."""
 
     def __init__(self, fetcher: Fetcher, clients: Clients) -> None:
         self._fetcher = fetcher
         self._clients = clients
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request. Raises InvalidRequest for what is no picture."""
+        """Answer one request. Raises InvalidRequest if the file is not an image."""
         files: list[bytes] = []
         if is_form(request):
             form = await read_form(request, max_files=1)
@@ -47,8 +47,8 @@ class Verification:
         else:
             body = await read_body(request, VerifyBody)
         if not files and body.image is None:
-            said = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
-            raise InvalidRequest(said, param="image", code="missing_required_parameter")
+            message = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
+            raise InvalidRequest(message, param="image", code="missing_required_parameter")
         await self._fetcher.fill(body)
 
         def examine(decoder: Decoder) -> Provenance:

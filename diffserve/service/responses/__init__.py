@@ -1,1 +1,1 @@
-"""OpenAI's Responses over HTTP: texts, pictures painted as a tool, and conversations that go on."""
+"""OpenAI's Responses API: texts, images as a tool, and stored conversations."""

@@ -1,9 +1,7 @@
-"""Pictures in a conversation of ``/v1/chat/completions``, as OpenRouter has them and LobeChat asks for them: a body
-with "image" in ``modalities``, or a model's name with ``:image`` behind it, is answered by who paints.
+"""Image generation in ``/v1/chat/completions``, in the format of OpenRouter.
 
-What is generated, and from what, is decided as in responses: the last words of the user, merged with the earlier prompt
-where they change it, from the latest picture. The
-answer's message has ``images``, each as a data URL. Beside OpenAI's fields of a conversation the body takes those of
+It is selected by "image" in ``modalities`` or by ``:image`` after the model name. The prompt and the start image are
+chosen as in responses. The message of the answer has ``images`` as data URLs; the body may also have the fields of
 ``/v1/images/generations``.
 """
 
@@ -44,25 +42,25 @@ from diffserve.service.threads import ANSWERS
 SUFFIX: Final = ":image"
 WHO_ASKS: Final = {"user", "safety_identifier"}
 OF_CHATS: Final = WHO_ASKS | REFUSED.keys() | ChatBody.model_fields.keys() - GenerateBody.model_fields.keys()
-"""Fields of a conversation that mean nothing to who paints."""
+"""Chat fields that have no effect on images."""
 
 _ASPECT: Final = re.compile(r"([1-9][0-9]?):([1-9][0-9]?)")
 
 
-class _Asked(msgspec.Struct):
+class _RequestedOutput(msgspec.Struct):
     model: Any = None
     modalities: Any = None
 
 
 class Url(BaseModel):
-    """Of a picture: a data URL, or an address where those are fetched."""
+    """URL of an image: a data URL, or an https URL of a configured host."""
 
     model_config = ConfigDict(strict=True)
     url: str
 
 
 class PicturePart(BaseModel):
-    """Words, or a picture to begin from."""
+    """Part of a message: text or a start image."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["text", "image_url"]
@@ -74,7 +72,7 @@ Parts = Annotated[list[PicturePart], Field(max_length=MAX_MESSAGES, fail_fast=Tr
 
 
 class PictureMessage(BaseModel):
-    """One turn; ``images``: those that an answer had, sent back."""
+    """Message of the conversation; ``images`` are those of an earlier answer."""
 
     model_config = ConfigDict(strict=True)
     role: Literal["system", "developer", "user", "assistant"]
@@ -84,7 +82,7 @@ class PictureMessage(BaseModel):
 
 
 class PictureChatBody(WorkBody):
-    """A conversation that wants a picture."""
+    """Chat body that requests an image."""
 
     hints: ClassVar[dict[str, str]] = {"messages": "give at least one message with role and content"}
     refused: ClassVar[Mapping[str, str]] = {name: REFUSED[name] for name in ("tools", "functions")}
@@ -97,19 +95,19 @@ class PictureChatBody(WorkBody):
 
 
 def wants_image(data: bytes) -> bool:
-    """Whether the body ``data`` of a conversation, which need not be valid, asks for one."""
+    """Return whether the chat body ``data`` requests an image; the body may be invalid."""
     if b"image" not in data:
         return False
     try:
-        asked = msgspec.json.decode(data, type=_Asked)
+        request = msgspec.json.decode(data, type=_RequestedOutput)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return False
-    has_modality = isinstance(asked.modalities, list) and "image" in asked.modalities
-    return has_modality or (isinstance(asked.model, str) and asked.model.endswith(SUFFIX))
+    has_modality = isinstance(request.modalities, list) and "image" in request.modalities
+    return has_modality or (isinstance(request.model, str) and request.model.endswith(SUFFIX))
 
 
 class ChatImages(Endpoint[GenerateBody, ImagePlan]):
-    """Paints what conversations ask for."""
+    """Endpoint of chat bodies that request images."""
 
     body = GenerateBody
     ending = DONE
@@ -139,36 +137,36 @@ class ChatImages(Endpoint[GenerateBody, ImagePlan]):
             return plan_image(body, self._tool(body), turns, prompt, painter, is_stream=bool(body.stream))
         except InvalidRequest as error:
             param = "messages" if error.param == "input" else (error.param or "").removeprefix("tools[0].")
-            said = error.message.replace("tools[0].", "").replace("the input ", "the conversation ")
-            raise InvalidRequest(said, param=param or None, code=error.code) from None
+            reason = error.message.replace("tools[0].", "").replace("the input ", "the conversation ")
+            raise InvalidRequest(reason, param=param or None, code=error.code) from None
 
     def _painter_name(self, body: PictureChatBody) -> str | None:
-        """The model that paints; names of language models mean whichever does."""
+        """Return the image model of the request; None, the default, if it names none or a language model."""
         name, language = (body.model or "").removesuffix(SUFFIX), self._engine.text_info
         speaks = is_alias(name, "text") or (language is not None and name == language.model_id)
         is_own = any(model.name == name for model in self._engine.models)
         return None if not name or (speaks and not is_own) else name
 
     def _tool(self, body: PictureChatBody) -> Tool:
-        """How it is to be generated."""
+        """Return the image parameters of the body. Raises InvalidRequest."""
         fields = {name: value for name, value in (body.model_extra or {}).items() if name not in OF_CHATS}
         size = self._size(body)
         try:
             return Tool.model_validate({**({} if size is None else {"size": size}), **fields, "type": PAINTS})
         except ValidationError as error:
             name = str(error.errors(include_url=False)[0]["loc"][0])
-            said = f"{name} is {show(fields.get(name))}; that is not taken, see /v1/images/generations."
-            raise InvalidRequest(said, param=name, code="invalid_value") from None
+            message = f"{name} is {show(fields.get(name))}; that is not taken, see /v1/images/generations."
+            raise InvalidRequest(message, param=name, code="invalid_value") from None
 
     def _size(self, body: PictureChatBody) -> str | None:
-        """``image_config.aspect_ratio``, with as many pixels as the model's own size has."""
+        """Return the size for ``image_config.aspect_ratio`` with about as many pixels as the native size, or None."""
         aspect = (body.image_config or {}).get("aspect_ratio")
         if aspect is None:
             return None
         match = _ASPECT.fullmatch(aspect) if isinstance(aspect, str) else None
         if match is None:
-            said = f"image_config.aspect_ratio is {show(aspect)}; write two whole numbers, such as 16:9."
-            raise InvalidRequest(said, param="image_config.aspect_ratio", code="invalid_value")
+            message = f"image_config.aspect_ratio is {show(aspect)}; write two whole numbers, such as 16:9."
+            raise InvalidRequest(message, param="image_config.aspect_ratio", code="invalid_value")
         info = find_model(self._painter_name(body), self._engine.models, self._engine.text_info)
         across, multiple = math.sqrt(int(match[1]) / int(match[2])), info.size_multiple_px
         side = max(math.sqrt(math.prod(info.good_sizes[0])), self._config.min_size_px * max(across, 1 / across))
@@ -180,8 +178,8 @@ class ChatImages(Endpoint[GenerateBody, ImagePlan]):
             {"index": index, "message": message, "logprobs": None, "finish_reason": "stop"}
             for index, message in enumerate(_messages(plan, generated))
         ]
-        told = _head(plan, generated, "chat.completion") | {"choices": choices, "usage": _usage(plan, generated)}
-        return json_response(msgspec.json.encode(told | {"warnings": generated.warnings}), generated.warnings)
+        answer = _head(plan, generated, "chat.completion") | {"choices": choices, "usage": _usage(plan, generated)}
+        return json_response(msgspec.json.encode(answer | {"warnings": generated.warnings}), generated.warnings)
 
     async def _events(self, plan: ImagePlan, ticket: Ticket) -> Events:
         generated = await self._service.run(plan, ticket)
@@ -194,11 +192,13 @@ class ChatImages(Endpoint[GenerateBody, ImagePlan]):
                 yield event(head | {"choices": [choice], "usage": _usage(plan, generated) if is_last else None})
 
 
-def _check_format(wanted: object) -> None:
-    kind = wanted.get("type", "text") if isinstance(wanted, dict) else "text"
+def _check_format(response_format: object) -> None:
+    kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
     if kind != "text":
-        said = f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
-        raise InvalidRequest(said, param="response_format", code="unsupported_parameter")
+        message = (
+            f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
+        )
+        raise InvalidRequest(message, param="response_format", code="unsupported_parameter")
 
 
 def _turn(message: PictureMessage, place: int) -> Turn:
@@ -238,7 +238,7 @@ def _head(plan: ImagePlan, generated: GeneratedImages, kind: str) -> dict[str, A
 
 
 def _usage(plan: ImagePlan, generated: GeneratedImages) -> dict[str, Any]:
-    """Tokens in the words of conversations."""
+    """Return the usage with the field names of chat completions."""
     used = usage(plan, generated.results)
     names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
     return {names.get(name, name): value for name, value in used.items() if name != "input_tokens_details"}

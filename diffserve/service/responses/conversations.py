@@ -1,6 +1,6 @@
 """``/v1/conversations``: conversations with ids, which responses continue and extend.
 
-They are stored as responses are: in memory, within the same limits, for the key that created them.
+They are stored in memory like responses, within the same limits, for the key that created them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diffserve.service.responses.schemas import Item, Metadata
 from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
 
 MAX_ITEMS: Final = 20
-"""That one begins with; more come with responses."""
+"""Limit on the items of one request; responses add more."""
 
 TOO_LONG: Final = "the conversation is too long to be kept any further; begin a new one."
 
@@ -65,28 +65,28 @@ class Conversations:
     async def begin(self, request: Request) -> Response:
         """Create a conversation; images in its items are data URLs."""
         body = await read_body(request, ConversationBody)
-        turns = _with_ids(read_turns(body.items, _nothing, "items")) if body.items else ()
+        turns = _with_ids(read_turns(body.items, _find_nothing, "items")) if body.items else ()
         name = f"conv_{secrets.token_hex(16)}"
-        told = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
-        kept = StoredResponse(owner_of(request), msgspec.json.encode(told), turns)
-        self._store.put(name, kept)
-        return json_response(kept.body, body.warnings)
+        fields = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
+        stored = StoredResponse(owner_of(request), msgspec.json.encode(fields), turns)
+        self._store.put(name, stored)
+        return json_response(stored.body, body.warnings)
 
     async def get(self, request: Request) -> Response:
         """Return a conversation."""
-        return Response(self._found(request).body, media_type="application/json")
+        return Response(self._find(request).body, media_type="application/json")
 
     async def update(self, request: Request) -> Response:
         """Replace the metadata of a conversation."""
-        body, stored = await read_body(request, MetadataBody), self._found(request)
+        body, stored = await read_body(request, MetadataBody), self._find(request)
         changed = msgspec.json.decode(stored.body) | {"metadata": body.metadata or {}}
         self._store.put(_name(request), stored._replace(body=msgspec.json.encode(changed)))
-        return json_response(self._found(request).body, body.warnings)
+        return json_response(self._find(request).body, body.warnings)
 
     async def add_items(self, request: Request) -> Response:
         """Add messages to the end of a conversation and answer with them."""
-        body, stored = await read_body(request, ItemsBody), self._found(request)
-        turns = _with_ids(read_turns(body.items, _nothing, "items"))
+        body, stored = await read_body(request, ItemsBody), self._find(request)
+        turns = _with_ids(read_turns(body.items, _find_nothing, "items"))
         if not self._store.put(_name(request), stored._replace(turns=(*stored.turns, *turns))):
             raise InvalidRequest(TOO_LONG, param="items")
         return JSONResponse(page_of(items_of(turns, ""), {"order": "asc", "limit": str(MAX_ITEMS)}))
@@ -97,7 +97,7 @@ class Conversations:
 
     async def remove_item(self, request: Request) -> Response:
         """Remove one item from a conversation and answer with the conversation."""
-        stored, item = self._found(request), self._item(request)
+        stored, item = self._find(request), self._item(request)
         self._store.put(_name(request), stored._replace(turns=tuple(turn for turn in stored.turns if turn is not item)))
         return Response(stored.body, media_type="application/json")
 
@@ -109,7 +109,7 @@ class Conversations:
 
     async def items(self, request: Request) -> Response:
         """Return a page of the items of a conversation."""
-        turns = self._found(request).turns
+        turns = self._find(request).turns
         return JSONResponse(page_of(items_of(turns, _name(request).removeprefix("conv_")), request.query_params))
 
     def turns(self, name: str, owner: str) -> tuple[Turn, ...]:
@@ -123,12 +123,12 @@ class Conversations:
         before = self._store.get(name, owner)
         return self._store.put(name, before._replace(turns=(*before.turns, *_with_ids(turns))))
 
-    def _found(self, request: Request) -> StoredResponse:
+    def _find(self, request: Request) -> StoredResponse:
         return self._store.get(_name(request), owner_of(request))
 
     def _item(self, request: Request) -> Turn:
         name = str(request.path_params["item_id"])
-        for turn in self._found(request).turns:
+        for turn in self._find(request).turns:
             if turn.id == name:
                 return turn
         raise HttpError(404, f"there is no item {show(name)} in this conversation.", code="item_not_found")
@@ -143,5 +143,5 @@ def _name(request: Request) -> str:
     return str(request.path_params["conversation_id"])
 
 
-def _nothing(_: str) -> Turn | None:
+def _find_nothing(_: str) -> Turn | None:
     return None

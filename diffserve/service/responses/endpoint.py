@@ -107,7 +107,7 @@ class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
 
 
 class Responses(Endpoint[ResponseBody, ResponsePlan]):
-    """The endpoint of responses, and of those that are stored."""
+    """Endpoint of ``/v1/responses`` and handlers of the routes of stored responses."""
 
     body = ResponseBody
     ending = b""
@@ -116,7 +116,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
         self._service = service
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._logs: dict[str, EventLog] = {}  # of streamed responses that are made in the background, by their ids
+        self._logs: dict[str, EventLog] = {}  # event logs of streamed background responses, by id
         self.store = store
         self.conversations = conversations
 
@@ -188,8 +188,8 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         if body.conversation is None:
             return self.store.previous(body.previous_response_id, owner) if body.previous_response_id else ()
         if body.previous_response_id:
-            said = "previous_response_id is given beside conversation; give one of them."
-            raise InvalidRequest(said, param="previous_response_id")
+            message = "previous_response_id is given beside conversation; give one of them."
+            raise InvalidRequest(message, param="previous_response_id")
         return self.conversations.turns(conversation_of(body), owner)
 
     def _image_model(self, body: ResponseBody, tool: Tool) -> str | None:
@@ -206,27 +206,29 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         if not plan.head["background"]:
             return None
         interrupted: Interruption = asyncio.get_running_loop().create_future()
-        work = secrets.token_urlsafe()  # known to nobody: it is cancelled by the response's id and its owner's key
+        work = secrets.token_urlsafe()  # internal id: clients cancel by the response's id and its owner's key
         stack.enter_context(self._in_flight.listed(work, interrupted))
-        begun = self._store_response(plan, response_of(plan.head, "in_progress", []), work)
+        initial = self._store_response(plan, response_of(plan.head, "in_progress", []), work)
         record = EventLog()
-        held = stack.pop_all()
+        contexts = stack.pop_all()
         if plan.is_stream:
             self._logs[plan.head["id"]] = record
-            held.callback(self._end, plan.head["id"], record)
-        task = asyncio.create_task(self._make(plan, ticket, interrupted, held, record), name="background response")
+            contexts.callback(self._end, plan.head["id"], record)
+        task = asyncio.create_task(
+            self._run_in_background(plan, ticket, interrupted, contexts, record), name="background response"
+        )
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
         if plan.is_stream:
             headers = warning_headers(plan.warnings)
 
-            async def again(request: Request) -> Response:
-                return await self._followed(record.follow(0), request, headers)
+            async def follow_again(request: Request) -> Response:
+                return await self._follow(record.follow(0), request, headers)
 
-            response = await self._followed(record.follow(0), request, headers)
-            response.lasting = Lasting(again, record.joined)
+            response = await self._follow(record.follow(0), request, headers)
+            response.lasting = Lasting(follow_again, record.joined)
             return response
-        return json_response(begun, plan.warnings)
+        return json_response(initial, plan.warnings)
 
     def _end(self, response_id: str, record: EventLog) -> None:
         """Store the events of a finished background response."""
@@ -234,7 +236,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         del self._logs[response_id]
         self.store.note_events(response_id, tuple(record.events))
 
-    async def _followed(
+    async def _follow(
         self, events: Events, request: Request, headers: dict[str, str] | None = None
     ) -> EventStreamResponse:
         """Return a stream of ``events`` that ends when the client of ``request`` disconnects."""
@@ -252,12 +254,12 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                     raise DiffserveError(TOO_LARGE)
                 record.add(chunk)
 
-    async def _make(
-        self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, held: ExitStack, record: EventLog
+    async def _run_in_background(
+        self, plan: ResponsePlan, ticket: Ticket, interrupted: Interruption, contexts: ExitStack, record: EventLog
     ) -> None:
-        """Run a background response and store its outcome before ``held`` is released."""
+        """Run a background response and store its outcome before ``contexts`` are released."""
         events = ResponseEvents(plan.head)
-        with held:
+        with contexts:
             try:
                 answered = self._record(plan, ticket, events, record) if plan.is_stream else None
                 work: Coroutine[Any, Any, object] = answered or self._answer(plan, ticket)
@@ -265,8 +267,8 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                 if not self.store.holds_work(plan.head["id"]):
                     return
                 error = DiffserveError(TOO_LARGE)
-            except DiffserveError as said:
-                error = said
+            except DiffserveError as raised:
+                error = raised
             except Exception as failure:
                 log_failure(log, "a response in the background failed", failure)
                 error = expected_error(failure) or DiffserveError(OUR_MISTAKE)
@@ -300,9 +302,9 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
     async def _answer_text(self, plan: ResponsePlan, ticket: Ticket) -> Json:
         assert plan.text is not None
         async with self._engine.submit(plan.text, partial(ticket.watch_texts, 0), is_whole=True) as job:
-            async for told in job:
-                if isinstance(told, TextFinished):
-                    return finished(plan, told)
+            async for event in job:
+                if isinstance(event, TextFinished):
+                    return finished(plan, event)
         raise DiffserveError("the engine finished without an answer.")
 
     def _events(self, plan: ResponsePlan, ticket: Ticket) -> Events:
@@ -332,17 +334,17 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         has_logprobs = plan.text.params.logprobs is not None
         message = TextEvents(events, plan.item_id("msg"), plan.end_ids, has_logprobs)
         async with self._engine.submit(plan.text, partial(ticket.watch_texts, 0)) as job:
-            async for told in job:
-                match told:
+            async for event in job:
+                match event:
                     case TextAccepted():
                         yield message.opened()
                     case TextDelta():
-                        chunk = message.delta(told)
+                        chunk = message.delta(event)
                         output[:] = message.so_far()
                         if chunk:
                             yield chunk
                     case TextFinished():
-                        response = finished(plan, told)
+                        response = finished(plan, event)
                         self._store_response(plan, response)
                         yield message.done(response["output"][0]) + events.ended(response)
 
@@ -369,56 +371,58 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
 
     def _store_response(self, plan: ResponsePlan, response: Json, work: str = "") -> bytes:
         """Encode a response and store it if requested; ``work`` is the id of the request that still runs it."""
-        said = output_turns(response["output"])
+        new_turns = output_turns(response["output"])
         if plan.head["conversation"] and response["status"] in ("completed", "incomplete"):
-            new = (*plan.turns[plan.input_span], *said)
+            new = (*plan.turns[plan.input_span], *new_turns)
             if not self.conversations.add(plan.head["conversation"]["id"], plan.owner, new):
                 response["warnings"].append(TOO_LONG)
         body = msgspec.json.encode(response)
         if plan.is_stored:
-            turns = (*plan.turns, *said)
+            turns = (*plan.turns, *new_turns)
             self.store.put(response["id"], StoredResponse(plan.owner, body, turns, plan.input_span, work))
         return body
 
     async def get(self, request: Request) -> Response:
         """Return a stored response, or with ``stream`` its events after ``starting_after``."""
-        found, response_id = self._found(request), str(request.path_params["response_id"])
+        stored, response_id = self._find_response(request), str(request.path_params["response_id"])
         has_seen = "starting_after" in request.query_params
         if not bool_query(request, "stream"):
             if has_seen:
-                said = "starting_after is about events: ask for them with stream=true, or leave it out."
-                raise InvalidRequest(said, param="starting_after")
-            return Response(found.body, media_type="application/json")
+                message = "starting_after is about events: ask for them with stream=true, or leave it out."
+                raise InvalidRequest(message, param="starting_after")
+            return Response(stored.body, media_type="application/json")
         place = int_query(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
-            return await self._followed(record.follow(place), request)
-        if not found.events:
-            said = "stream is for a response that was asked for with background and stream, and whose events are kept."
-            raise InvalidRequest(said, param="stream", code="unsupported_parameter")
-        return await self._followed(replay(found.events[place:]), request)
+            return await self._follow(record.follow(place), request)
+        if not stored.events:
+            message = (
+                "stream is for a response that was asked for with background and stream, and whose events are kept."
+            )
+            raise InvalidRequest(message, param="stream", code="unsupported_parameter")
+        return await self._follow(replay(stored.events[place:]), request)
 
     async def remove(self, request: Request) -> Response:
         """Delete a stored response and cancel its work."""
         response_id = str(request.path_params["response_id"])
-        await self._in_flight.cancel(self._found(request).work)
+        await self._in_flight.cancel(self._find_response(request).work)
         self.store.remove(response_id, owner_of(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a background response; a finished one is returned unchanged."""
-        if not msgspec.json.decode(self._found(request).body)["background"]:
-            said = "only a response in the background can be cancelled; hang up where you wait for one."
-            raise InvalidRequest(said, param="response_id")
-        await self._in_flight.cancel(self._found(request).work)
-        return Response(self._found(request).body, media_type="application/json")
+        if not msgspec.json.decode(self._find_response(request).body)["background"]:
+            message = "only a response in the background can be cancelled; hang up where you wait for one."
+            raise InvalidRequest(message, param="response_id")
+        await self._in_flight.cancel(self._find_response(request).work)
+        return Response(self._find_response(request).body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the input items of a response, by ``order``, ``limit`` and ``after``."""
-        found, suffix = self._found(request), str(request.path_params["response_id"]).removeprefix("resp_")
-        return JSONResponse(page_of(items_of(found.turns[found.input_span], suffix), request.query_params))
+        stored, suffix = self._find_response(request), str(request.path_params["response_id"]).removeprefix("resp_")
+        return JSONResponse(page_of(items_of(stored.turns[stored.input_span], suffix), request.query_params))
 
-    def _found(self, request: Request) -> StoredResponse:
+    def _find_response(self, request: Request) -> StoredResponse:
         return self.store.get(str(request.path_params["response_id"]), owner_of(request))
 
 

@@ -1,7 +1,7 @@
-"""Follow-ups in a conversation about pictures: "now at night" changes the earlier prompt instead of replacing it.
+"""Follow-ups in a conversation about images: "now at night" changes the earlier prompt instead of replacing it.
 
-By rules, without a language model: what describes a picture by itself replaces the earlier prompt, anything else is
-added to it. For the embedded model the result is a caption of its picture world, where there is one.
+Rules decide, without a language model: a text that describes an image by itself replaces the earlier prompt, any other
+text is added to it. For the embedded model the result is a caption of its image world, if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OPENING: Final = re.compile(
     r")\b[\s,:]*)*",
     re.IGNORECASE,
 )
-"""Words at the beginning of a follow-up that describe no picture."""
+"""Words at the beginning of a follow-up that do not describe an image."""
 
 WHOLE: Final = re.compile(
     r"(?:(?:draw|paint|show|create|generate|make|imagine|render)(?: me)? )?"
@@ -29,11 +29,11 @@ REFERENCE: Final = re.compile(r"\b(?:it|its|them|their|same|instead|also|too|mor
 
 
 def prompt_of(turns: Sequence[Turn], *, is_world: bool = False) -> str:
-    """Return what is to be painted, empty where the user says nothing.
+    """Return the prompt of the next image; empty if the user wrote no text.
 
     Args:
         turns: The conversation.
-        is_world: Whether the model paints the picture world of the embedded one.
+        is_world: Whether the model generates the image world of the embedded model.
     """
     prompt = latest = ""
     for turn in turns:
@@ -41,7 +41,7 @@ def prompt_of(turns: Sequence[Turn], *, is_world: bool = False) -> str:
             is_new = bool(turn.pictures) or not prompt
             prompt = latest = turn.text if is_new else merged(prompt, turn.text, is_world=is_world)
         elif turn.role == "user" and turn.pictures:
-            prompt = ""  # a picture of the user's, of which there is no prompt
+            prompt = ""  # an uploaded image has no prompt
         elif turn.role == "assistant" and turn.pictures:
             prompt = turn.prompt or prompt
         elif turn.role == "assistant" and turn.text.strip():
@@ -50,7 +50,7 @@ def prompt_of(turns: Sequence[Turn], *, is_world: bool = False) -> str:
 
 
 def merge_warnings(prompt: str, turns: Sequence[Turn]) -> list[str]:
-    """Return what the client should know where ``prompt`` is not what the user said last."""
+    """Return a warning if ``prompt`` is not the last text of the user."""
     words = next((turn.text for turn in reversed(turns) if turn.role == "user" and turn.text.strip()), "")
     return [] if prompt == words else [f"the follow-up was merged with the earlier prompt: {prompt}"]
 

@@ -2,10 +2,10 @@
 
 ::
 
-    created, in_progress                                                    once it is in the queue
+    created, in_progress                                                    when it is in the queue
     output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done, output_item.done
     output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
-    completed, incomplete (also where it was cancelled) or failed           with the whole object
+    completed, incomplete (also if it was cancelled) or failed              with the complete object
 
 ``response.diffserve.progress`` is an extension, sent if the tool has ``progress``.
 """
@@ -51,11 +51,11 @@ class ResponseEvents:
         if self.is_open:
             return b""
         self.is_open = True
-        begun = response_of(self.head, "in_progress", [])
-        return self.write("created", response=begun) + self.write("in_progress", response=begun)
+        response = response_of(self.head, "in_progress", [])
+        return self.write("created", response=response) + self.write("in_progress", response=response)
 
     def ended(self, response: Json) -> bytes:
-        """Return the last event, with the complete response; OpenAI has no event of its own for a cancelled one."""
+        """Return the last event, with the complete response; OpenAI has no event for a cancelled one."""
         self.is_ended = True
         kind = "incomplete" if response["status"] == "cancelled" else response["status"]
         return self.write(kind, response=response)
@@ -97,8 +97,8 @@ class TextEvents:
         if not told.text and not tokens:
             return b""
         self._text += told.text
-        said = {"delta": told.text, "logprobs": [logprob_of(token) for token in tokens]}
-        return self._events.write("output_text.delta", **self._at, **said)
+        content = {"delta": told.text, "logprobs": [logprob_of(token) for token in tokens]}
+        return self._events.write("output_text.delta", **self._at, **content)
 
     def done(self, message: Json) -> bytes:
         """Encode the end of the message."""
@@ -147,8 +147,8 @@ class CallEncoder:
         if not self._plan.has_progress or not self._throttle.allows(progress):
             return head or None
         far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
-        whole = progress.request_seconds_left
-        return head + self._events.write(PROGRESS, **self._at(index), **far, request_seconds_left=whole)
+        request_seconds_left = progress.request_seconds_left
+        return head + self._events.write(PROGRESS, **self._at(index), **far, request_seconds_left=request_seconds_left)
 
     def partial(self, preview: Preview) -> bytes | None:
         """Encode a preview."""
@@ -180,8 +180,8 @@ class CallEncoder:
         """Encode the failure of one image; the response goes on."""
         if not self._is_item(failed.image_index):
             return None
-        index, said = failed.image_index, call_error(failed.code, told(failed))
-        item = self.output[index] = call_of(self._plan, self._ids[index], "failed") | {"error": said}
+        index, error = failed.image_index, call_error(failed.code, told(failed))
+        item = self.output[index] = call_of(self._plan, self._ids[index], "failed") | {"error": error}
         return self._opened() + self._events.write("output_item.done", output_index=index, item=item)
 
     def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
@@ -196,11 +196,11 @@ class CallEncoder:
     def _opened(self) -> bytes:
         if self._events.is_open:
             return b""
-        said = self._events.opened()
+        encoded = self._events.opened()
         for index, item in enumerate(self.output):
-            said += self._events.write("output_item.added", output_index=index, item=item)
-            said += self._call(index, "in_progress")
-        return said
+            encoded += self._events.write("output_item.added", output_index=index, item=item)
+            encoded += self._call(index, "in_progress")
+        return encoded
 
     def _is_item(self, index: int) -> bool:
         """Return whether an image is an output item; ``best_of`` generates more images than are returned."""

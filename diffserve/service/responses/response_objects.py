@@ -56,7 +56,7 @@ def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> J
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ToolChoice) else choice or "auto",
-        "tools": [_told(tool) for tool in body.tools or ()],
+        "tools": [_tool_fields(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
@@ -66,8 +66,8 @@ def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> J
 
 def conversation_of(body: ResponseBody) -> str:
     """Return the id of the conversation of ``body``; "" if there is none."""
-    named = body.conversation
-    return named.id if isinstance(named, ConversationId) else named or ""
+    conversation = body.conversation
+    return conversation.id if isinstance(conversation, ConversationId) else conversation or ""
 
 
 def response_of(head: Json, status: str, output: list[Json], **fields: Any) -> Json:
@@ -132,14 +132,14 @@ def call_error(code: str, message: str) -> Json:
     if code != ModerationBlocked.default_code:
         return {"type": "image_generation_error", "code": code, "message": message, "param": None}
     details = {"categories": [], "moderation_stage": "output"}
-    told = {"type": BLOCKED, "code": code, "message": message, "param": None}
-    return told | {"moderation_details": details}
+    error = {"type": BLOCKED, "code": code, "message": message, "param": None}
+    return error | {"moderation_details": details}
 
 
 def completed_call(plan: ImagePlan, item_id: str, entry: Json, result: ImageResult) -> Json:
     """Return the call item of a finished image with its parameters."""
-    told = {name: value for name, value in entry.items() if name != "b64_json"}
-    how = recipe(plan, result) | delivery_fields(plan) | told
+    fields = {name: value for name, value in entry.items() if name != "b64_json"}
+    how = recipe(plan, result) | delivery_fields(plan) | fields
     picture = {"result": entry["b64_json"], "revised_prompt": result.prompt}
     return how | call_of(plan, item_id, "completed") | picture
 
@@ -155,10 +155,10 @@ def output_turns(output: list[Json]) -> list[Turn]:
     ]
 
 
-def _told(tool: Tool) -> Json:
+def _tool_fields(tool: Tool) -> Json:
     return tool.model_dump(exclude_none=True, exclude={"input_image_mask", "controlnets"})
 
 
 def _token(text: str, logprob: float) -> Json:
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if whole else []}
+    is_complete = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if is_complete else []}

@@ -1,9 +1,8 @@
-"""From the body of a response to what it asks for: a text, or pictures.
+"""Conversion of a response body to a request for the language model or for images.
 
-A request with the tool ``image_generation`` wants a picture: with ``tool_choice`` auto, required or the tool itself one
-is painted, with none the language model answers; it writes prompts and chooses no tools. The prompt is that of
-``follow_ups``. A picture begins from the latest one of the conversation where there is one (``action`` auto), never
-(generate), or always (edit), as with ``/v1/images/edits``. Instructions do not reach the painter.
+A body with the tool ``image_generation`` generates an image unless ``tool_choice`` is "none": the language model never
+chooses tools. The prompt comes from ``follow_ups``. ``action`` says whether the latest image of the conversation is the
+start image: if there is one (auto), never (generate) or always (edit). Instructions do not affect images.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ OUR_OWN: Final = frozenset({"type", "action", "input_image_mask", "model", "inpu
 FROM_ELSEWHERE: Final = (
     *("prompt", "infotext", "image", "images", "mask", "stream", "response_format", "user", "safety_identifier"),
 )
-"""Fields of a picture that the response itself gives, or that mean nothing within it."""
+"""Image fields that the response itself sets, or that have no meaning in a response."""
 
 
 def check_background(body: ResponseBody) -> None:
-    """InvalidRequest where nobody could ask for what is made in the background."""
+    """Refuse a background response that is not stored, because it could not be retrieved. Raises InvalidRequest."""
     if body.background and body.store is False:
         raise InvalidRequest("store is false, and a response in the background is asked for later.", param="store")
 
 
 def tool_of(body: ResponseBody) -> Tool | None:
-    """The tool that is to paint; ``None``: the language model is to answer. InvalidRequest for what is not here."""
+    """Return the image tool, or None if the language model answers. Raises InvalidRequest for unsupported tools."""
     tools = body.tools or []
     for place, tool in enumerate(tools):
         if tool.type != PAINTS:
@@ -52,8 +51,8 @@ def tool_of(body: ResponseBody) -> Tool | None:
             )
         if place:
             raise InvalidRequest(f"tools has {PAINTS} {len(tools)} times; give it once.", param="tools")
-    wanted = _wanted(body.tool_choice)
-    if wanted == "none" or (wanted == "auto" and not tools):
+    choice = _choice_of(body.tool_choice)
+    if choice == "none" or (choice == "auto" and not tools):
         return None
     if not tools:
         raise InvalidRequest(
@@ -70,7 +69,19 @@ def plan_text(
     config: ServeConfig,
     request_id: str,
 ) -> TextRequest:
-    """What the language model is asked for; ``own``: those of ``turns`` that came with the body. InvalidRequest."""
+    """Return the request for the language model.
+
+    Args:
+        body: The body of the response.
+        turns: The conversation, including the input.
+        own: The turns of the input.
+        info: The language model.
+        config: Settings of the server.
+        request_id: Id of the new request.
+
+    Raises:
+        InvalidRequest: The input has an image or no text, or the schema cannot be enforced.
+    """
     if any(turn.pictures and turn.role == "user" for turn in own):
         raise InvalidRequest(
             "the input has a picture, and the language model reads none; to paint from it add "
@@ -82,10 +93,10 @@ def plan_text(
     if not any(turn.text for turn in own):
         raise InvalidRequest("the input has no words; say something.", param="input", code="empty_input")
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    given = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
-    schema = _held_to(body, info)
+    sampling = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
+    schema = _schema_of(body, info)
     params = SamplingParams(
-        **given,
+        **sampling,
         max_tokens=max_tokens_of(schema, body.max_output_tokens or DEFAULT_CHAT_TOKENS),
         seed=None if body.seed in (None, -1) else body.seed,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
@@ -100,83 +111,85 @@ def plan_text(
     )
 
 
-def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
-    """The JSON Schema that the text follows; None where any text will do. InvalidRequest for one that cannot be."""
-    wanted = None if body.text is None else body.text.format
-    if wanted is None or wanted.type == "text":
+def _schema_of(body: ResponseBody, info: LanguageModelInfo) -> str | None:
+    """Return the JSON Schema that the text must follow, or None. Raises InvalidRequest if it cannot be enforced."""
+    text_format = None if body.text is None else body.text.format
+    if text_format is None or text_format.type == "text":
         return None
     if not info.speaks_json:
         raise no_json(info.model_id, "text.format")
-    return ANY_OBJECT if wanted.type == "json_object" else schema_text(wanted.json_schema, "text.format.schema")
+    return (
+        ANY_OBJECT if text_format.type == "json_object" else schema_text(text_format.json_schema, "text.format.schema")
+    )
 
 
 def plan_image(
     body: WorkBody, tool: Tool, turns: Sequence[Turn], prompt: str, model: str | None, *, is_stream: bool
 ) -> GenerateBody:
-    """Return the body of ``/v1/images/generations``, or of ``edits`` where the picture begins from another one.
+    """Return the body of ``/v1/images/generations``, or of ``edits`` if there is a start image.
 
     Args:
         body: The body of the response.
-        tool: How to paint.
+        tool: Parameters of the image.
         turns: The conversation.
-        prompt: What to paint, from ``follow_ups.prompt_of``.
-        model: The model that paints.
+        prompt: The prompt, from ``follow_ups.prompt_of``.
+        model: Name of the image model.
         is_stream: Whether the answer is a stream.
 
     Raises:
-        InvalidRequest: Something cannot be painted, in terms of the response.
+        InvalidRequest: A field cannot be used; the error names fields of the response.
     """
     if not prompt:
         raise InvalidRequest("the input has no words of the user's; say what to paint.", param="input")
     extra = tool.model_extra or {}
     for name in FROM_ELSEWHERE:
         if name in extra:
-            said = f"tools[0].{name} is not taken within a response; leave it out."
-            raise InvalidRequest(said, param=f"tools[0].{name}", code="unsupported_parameter")
+            message = f"tools[0].{name} is not taken within a response; leave it out."
+            raise InvalidRequest(message, param=f"tools[0].{name}", code="unsupported_parameter")
     pictures = () if tool.action == "generate" else pictures_of(turns)
     if tool.action == "edit" and not pictures:
         raise InvalidRequest(
             "tools[0].action is edit and the conversation has no picture; send one as input_image.", param="input"
         )
-    asked = tool.model_dump(exclude=set(OUR_OWN))
-    asked |= {"prompt": prompt, "model": model, "stream": is_stream, "response_format": "b64_json"}
-    asked["progress"] = extra.get("progress", False)
-    asked |= {name: said for name in WorkBody.model_fields if (said := getattr(body, name)) is not None}
+    fields = tool.model_dump(exclude=set(OUR_OWN))
+    fields |= {"prompt": prompt, "model": model, "stream": is_stream, "response_format": "b64_json"}
+    fields["progress"] = extra.get("progress", False)
+    fields |= {name: value for name in WorkBody.model_fields if (value := getattr(body, name)) is not None}
     if not pictures:
         if tool.input_image_mask is not None:
-            said = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
-            raise InvalidRequest(said, param="tools[0].input_image_mask")
-        return _parsed(GenerateBody, asked)
-    edit = _parsed(EditBody, asked | {"input_fidelity": tool.input_fidelity})
+            message = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
+            raise InvalidRequest(message, param="tools[0].input_image_mask")
+        return _parse_body(GenerateBody, fields)
+    edit = _parse_body(EditBody, fields | {"input_fidelity": tool.input_fidelity})
     mask = tool.input_image_mask and tool.input_image_mask.image_url
-    begun = {
-        "images": [ImageReference.model_construct(image_url=one) for one in pictures],
+    start_images = {
+        "images": [ImageReference.model_construct(image_url=url) for url in pictures],
         "mask": ImageReference.model_construct(image_url=mask) if mask else None,
     }
-    return edit.model_copy(update=begun)
+    return edit.model_copy(update=start_images)
 
 
-def _parsed(kind: type[GenerateBody], asked: dict[str, Any]) -> GenerateBody:
-    """``asked`` as a body; errors name what is the tool's as such."""
+def _parse_body(kind: type[GenerateBody], fields: dict[str, Any]) -> GenerateBody:
+    """Validate ``fields`` as a body of ``kind``; errors name fields of the response."""
     try:
-        return parse(kind, msgspec.json.encode({name: value for name, value in asked.items() if value is not None}))
+        return parse(kind, msgspec.json.encode({name: value for name, value in fields.items() if value is not None}))
     except InvalidRequest as error:
         raise in_tool(error) from None
 
 
 def in_tool(error: InvalidRequest) -> InvalidRequest:
-    """``error`` about a body that ``plan_image`` made, in terms of the response."""
+    """Return ``error`` about a body of ``plan_image`` with the field names of the response."""
     if error.param in (None, "prompt"):
         return InvalidRequest(error.message, param="input", code=error.code)
     if error.param in ("image", "mask"):
         param = "input" if error.param == "image" else "tools[0].input_image_mask"
         return InvalidRequest(error.message, param=param, code=error.code)
-    said = f"tools[0].{error.message}" if error.message.startswith(error.param) else error.message
-    return InvalidRequest(said, param=f"tools[0].{error.param}", code=error.code)
+    message = f"tools[0].{error.message}" if error.message.startswith(error.param) else error.message
+    return InvalidRequest(message, param=f"tools[0].{error.param}", code=error.code)
 
 
-def _wanted(choice: str | ToolChoice | None) -> str:
-    """ "none", "auto" or "paint". InvalidRequest for a choice that is none of ours."""
+def _choice_of(choice: str | ToolChoice | None) -> str:
+    """Return the choice as "none", "auto" or "paint". Raises InvalidRequest for an unsupported choice."""
     match choice:
         case None | "auto":
             return "auto"
@@ -188,9 +201,9 @@ def _wanted(choice: str | ToolChoice | None) -> str:
             if not any(tool.get("type") == PAINTS for tool in allowed or ()):
                 return "none"
             return "paint" if mode == "required" else "auto"
-    told = choice.type if isinstance(choice, ToolChoice) else choice
+    kind = choice.type if isinstance(choice, ToolChoice) else choice
     raise InvalidRequest(
-        f"tool_choice is {show(told)}; give auto, required, none, or {{'type': '{PAINTS}'}}.",
+        f"tool_choice is {show(kind)}; give auto, required, none, or {{'type': '{PAINTS}'}}.",
         param="tool_choice",
         code="unsupported_value",
     )

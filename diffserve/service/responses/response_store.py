@@ -20,14 +20,15 @@ MAX_BYTES: Final = 32 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response.
+    """A stored response.
 
-    owner  the id of the key that it was made with, "" where there are none
-    body   its object as JSON
-    turns  the whole conversation, its own output included
-    input_span  which of them its input was
-    work   the request that still makes it in the background, "" once it is over
-    events those that it was told with, where it was made and told in the background, and is over
+    Attributes:
+        owner: Id of the key of its client; "" without keys.
+        body: The response object as JSON.
+        turns: The whole conversation, with the output of the response.
+        input_span: The turns of the input.
+        work: Id of the request that still runs in the background; "" when it has ended.
+        events: Encoded events of a finished background stream.
     """
 
     owner: str
@@ -67,37 +68,37 @@ class ResponseStore:
         self._kept[response_id] = response
         self._num_bytes += response.num_bytes
         while self._num_bytes > self._max_bytes:
-            self._drop(lambda one: one.num_bytes)
+            self._drop(lambda stored: stored.num_bytes)
         while len(self._kept) > self._max_responses:
-            self._drop(lambda one: 1)
+            self._drop(lambda stored: 1)
         return response_id in self._kept
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
         """Return a response of ``owner``. Raises HttpError 404."""
-        found = self._kept.get(response_id)
-        if found is None or found.owner != owner:
+        stored = self._kept.get(response_id)
+        if stored is None or stored.owner != owner:
             raise HttpError(404, unknown(response_id, self._called), code=f"{self._called}_not_found")
-        return found
+        return stored
 
     def has(self, response_id: str, owner: str) -> bool:
         """Return whether a response of ``owner`` is stored."""
-        found = self._kept.get(response_id)
-        return found is not None and found.owner == owner
+        stored = self._kept.get(response_id)
+        return stored is not None and stored.owner == owner
 
     def previous(self, response_id: str, owner: str) -> tuple[Turn, ...]:
         """Return the conversation up to a response of ``owner``. Raises InvalidRequest."""
-        found = self._kept.get(response_id)
-        if found is None or found.owner != owner:
+        stored = self._kept.get(response_id)
+        if stored is None or stored.owner != owner:
             raise InvalidRequest(unknown(response_id), param="previous_response_id", code="previous_response_not_found")
-        if found.work:
-            said = f"the response {show(response_id)} is still being made; go on from it once it is."
-            raise InvalidRequest(said, param="previous_response_id")
-        return found.turns
+        if stored.work:
+            message = f"the response {show(response_id)} is still being made; go on from it once it is."
+            raise InvalidRequest(message, param="previous_response_id")
+        return stored.turns
 
     def holds_work(self, response_id: str) -> bool:
         """Return whether a stored response is still running."""
-        found = self._kept.get(response_id)
-        return found is not None and bool(found.work)
+        stored = self._kept.get(response_id)
+        return stored is not None and bool(stored.work)
 
     def note_events(self, response_id: str, events: tuple[bytes, ...]) -> None:
         """Store the events of a response, if it is stored and there is room."""
@@ -106,29 +107,29 @@ class ResponseStore:
 
     def remove(self, response_id: str, owner: str) -> None:
         """Delete a response of ``owner``. Raises HttpError 404."""
-        found = self.get(response_id, owner)
+        stored = self.get(response_id, owner)
         del self._kept[response_id]
-        self._num_bytes -= found.num_bytes
+        self._num_bytes -= stored.num_bytes
 
     def _drop(self, weigh: Callable[[StoredResponse], int]) -> None:
         """Delete the oldest response of the owner with the largest weight, finished ones first."""
         owned = Counter[str]()
-        for one in self._kept.values():
-            owned[one.owner] += weigh(one)
+        for response in self._kept.values():
+            owned[response.owner] += weigh(response)
         [(owner, _)] = owned.most_common(1)
-        ours = (name for name, one in self._kept.items() if one.owner == owner)
-        oldest = min(ours, key=lambda name: bool(self._kept[name].work))
+        candidates = (name for name, response in self._kept.items() if response.owner == owner)
+        oldest = min(candidates, key=lambda name: bool(self._kept[name].work))
         self._num_bytes -= self._kept.pop(oldest).num_bytes
 
     def finder(self, owner: str) -> Callable[[str], Turn | None]:
         """Return a function that finds a turn of ``owner`` by its item id; its index is built at the first call."""
 
         @cache
-        def known() -> dict[str, Turn]:
-            ours = (response for response in self._kept.values() if response.owner == owner)
-            return {turn.id: turn for response in ours for turn in response.turns if turn.id}
+        def turns_by_id() -> dict[str, Turn]:
+            responses = (response for response in self._kept.values() if response.owner == owner)
+            return {turn.id: turn for response in responses for turn in response.turns if turn.id}
 
-        return lambda item_id: known().get(item_id)
+        return lambda item_id: turns_by_id().get(item_id)
 
 
 def unknown(name: str, called: str = "response") -> str:

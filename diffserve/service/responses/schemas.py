@@ -1,4 +1,4 @@
-"""What may stand in the body of ``POST /v1/responses``."""
+"""Body of ``POST /v1/responses``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED: Final[dict[str, str]] = {
 
 
 class InputPart(Strict):
-    """Of a message in parts. A picture is a data URL or a file, and what the tool image_generation begins from."""
+    """Part of a message. An image is a data URL or an uploaded file, and the start image of image_generation."""
 
     type: Literal["input_text", "output_text", "input_image", "refusal"]
     text: Text | None = None
@@ -42,7 +42,7 @@ class InputPart(Strict):
 
 
 class Item(Strict):
-    """A turn of the conversation, or what an earlier response said or painted: whole, or by its id."""
+    """Message of the conversation, or an output item of an earlier response, complete or by its id."""
 
     type: Literal["message", "image_generation_call", "item_reference", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -53,14 +53,14 @@ class Item(Strict):
 
 
 class Mask(Strict):
-    """Transparent, or white: paint here."""
+    """Mask of the area to generate again: transparent or white pixels."""
 
     image_url: Annotated[str, Field(description="A data URL.")] | None = None
     file_id: FileId | None = None
 
 
 class Tool(BaseModel):
-    """``image_generation``, with every field of ``POST /v1/images/generations`` that says how to paint."""
+    """The tool ``image_generation``, with the image parameters of ``POST /v1/images/generations``."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, title="ImageGenerationTool")
 
@@ -81,7 +81,7 @@ class Tool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """One tool by its type, or such as are allowed."""
+    """A tool by its type, or the list of allowed tools."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -91,13 +91,13 @@ class ToolChoice(BaseModel):
 
 
 class ConversationId(Strict):
-    """One that was begun by ``POST /v1/conversations``."""
+    """Reference to a conversation from ``POST /v1/conversations``."""
 
     id: Id
 
 
 class TextFormat(Strict):
-    """Of a text, which is held to a schema token by token, ``strict`` or not."""
+    """Format of a text; a schema is always enforced token by token, whether ``strict`` is set or not."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -107,14 +107,14 @@ class TextFormat(Strict):
 
 
 class TextShape(Strict):
-    """How a text is to look."""
+    """Format and verbosity of the output text."""
 
     format: TextFormat | None = None
     verbosity: Annotated[str, Field(max_length=16, description="Changes nothing.")] | None = None
 
 
 class ResponseBody(WorkBody):
-    """OpenAI's fields of a response; ``seed`` is ours."""
+    """Body of a response: OpenAI's fields, and ``seed``."""
 
     model_config = ConfigDict(title="CreateResponseRequest")
     hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or messages"}

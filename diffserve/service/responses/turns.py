@@ -11,7 +11,7 @@ from diffserve.service.http.bodies import show
 from diffserve.service.responses.schemas import InputPart, Item
 
 MAX_PAGE: Final = 100
-TURN_BYTES: Final = 200  # of one without a word
+TURN_BYTES: Final = 200  # size of a turn without text
 Role = Literal["user", "assistant", "system", "developer"]
 
 
@@ -47,16 +47,16 @@ def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> 
     if isinstance(given, str):
         return (Turn("user", given),)
     if not given:
-        said = "input is an empty list; give a text, or messages."
-        raise InvalidRequest(said, param="input", code="empty_array")
+        message = "input is an empty list; give a text, or messages."
+        raise InvalidRequest(message, param="input", code="empty_array")
     read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(given)]
     return tuple(turn for turn in read if turn is not None)
 
 
 def messages_of(turns: Sequence[Turn], instructions: str | None) -> tuple[ChatMessage, ...]:
     """Return the messages for the language model, which reads no images; turns without text are omitted."""
-    told = [ChatMessage(role="system", content=instructions)] if instructions else []
-    return (*told, *(ChatMessage(role=turn.role, content=turn.text) for turn in turns if turn.text))
+    system = [ChatMessage(role="system", content=instructions)] if instructions else []
+    return (*system, *(ChatMessage(role=turn.role, content=turn.text) for turn in turns if turn.text))
 
 
 def pictures_of(turns: Sequence[Turn]) -> tuple[str, ...]:
@@ -66,12 +66,12 @@ def pictures_of(turns: Sequence[Turn]) -> tuple[str, ...]:
 
 def _turn(item: Item, place: str, find: Find) -> Turn | None:
     match item.type:
-        case "reasoning":  # of another model, sent back by clients that send everything back
+        case "reasoning":  # output of another model that the client sent back
             return None
         case "image_generation_call" if item.result:
             return Turn("assistant", "", (item.result,), item.id or "", item.revised_prompt or "")
         case "image_generation_call" | "item_reference":
-            return _known(item.id, place, find)
+            return _find_turn(item.id, place, find)
     if item.role is None:
         raise _missing(f"{place}.role", "give user, assistant, system or developer")
     if item.content is None:
@@ -84,17 +84,17 @@ def _turn(item: Item, place: str, find: Find) -> Turn | None:
     return Turn(item.role, "".join(texts), pictures, item.id or "")
 
 
-def _known(item_id: str | None, place: str, find: Find) -> Turn:
+def _find_turn(item_id: str | None, place: str, find: Find) -> Turn:
     if item_id is None:
         raise _missing(f"{place}.id", "give it, or the item itself")
-    found = find(item_id)
-    if found is None:
+    turn = find(item_id)
+    if turn is None:
         raise InvalidRequest(
             f"{place}.id is {show(item_id)}, of which nothing is kept here (any more); send the item itself.",
             param=f"{place}.id",
             code="item_not_found",
         )
-    return found
+    return turn
 
 
 def _text(part: InputPart, name: str) -> str:
@@ -131,10 +131,10 @@ def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, 
     places = [place for place, item in enumerate(listed) if item["id"] == after]
     if after is not None and not places:
         raise InvalidRequest(f"after is {show(after)}; there is no such item here.", param="after")
-    rest = listed[places[0] + 1 :] if places else listed
-    page = rest[: int(limit)]
+    remaining = listed[places[0] + 1 :] if places else listed
+    page = remaining[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, **ends, "has_more": len(rest) > len(page)}
+    return {"object": "list", "data": page, **ends, "has_more": len(remaining) > len(page)}
 
 
 def _item(turn: Turn) -> dict[str, Any]:
@@ -145,5 +145,5 @@ def _item(turn: Turn) -> dict[str, Any]:
     if turn.role == "assistant":
         part |= {"annotations": [], "logprobs": []}
     texts = [part] if turn.text or not turn.pictures else []
-    pictures = [{"type": "input_image", "image_url": one, "detail": "auto"} for one in turn.pictures]
+    pictures = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in turn.pictures]
     return {"type": "message", "role": turn.role, "status": "completed", "content": [*texts, *pictures]}

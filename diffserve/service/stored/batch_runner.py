@@ -42,17 +42,17 @@ from diffserve.store.batches import Batch, Batches, LineDone
 from diffserve.store.files import Files
 
 LINES_AT_ONCE: Final = 8
-"""Of all batches together."""
+"""Limit on the active lines of all batches."""
 
 LOOK_EVERY_S: Final = 2.0
 MAX_YIELD_S: Final = 10.0
-"""So long a line waits for others to have begun; then it begins beside them."""
+"""Longest time for which a line waits for interactive requests to begin."""
 
 POLL_S: Final = 0.05
 MAX_RETRY_S: Final = 5.0
 SWEEP_EVERY_S: Final = 3600.0
 MAX_LOSSES: Final = 3
-"""Engines that may be lost with one line in them."""
+"""Number of lost engines after which a line fails."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class BatchRunner:
                     while (line := await _run_to_end(next, left, None)) is not None:
                         await self._acquire_slot()
                         task = group.create_task(self._finish_line(batch, line[0], line[1], writing))
-                        task.add_done_callback(lambda _: self._slots.release())  # one that never began, too
+                        task.add_done_callback(lambda _: self._slots.release())  # also if it never began
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
 
@@ -265,7 +265,7 @@ class BatchRunner:
         async def receive() -> Message:
             for message in messages:
                 return message
-            await asyncio.Event().wait()  # nobody hangs up
+            await asyncio.Event().wait()  # the client of a batch line never disconnects
             raise AssertionError
 
         state = {
@@ -308,5 +308,5 @@ async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) 
     except asyncio.CancelledError:
         await asyncio.wait({task})
         if task.done() and not task.cancelled():
-            task.exception()  # nobody is left to hear of it
+            task.exception()  # marks the error as retrieved; the caller is cancelled
         raise

@@ -114,7 +114,7 @@ class BatchRoutes:
         return list_response(None if page is None else ([batch_object(batch) for batch in page[0]], page[1]))
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
-        """How far one is."""
+        """Answer with the state of a batch."""
         return JSONResponse(batch_object(await self._batch_of(request, batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:

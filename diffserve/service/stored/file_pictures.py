@@ -16,7 +16,7 @@ from diffserve.store.files import Files
 
 MAX_PICTURE_BYTES: Final = 10 << 20
 MAX_REQUEST_BYTES: Final = 20 << 20
-"""Of all files that one request names."""
+"""Limit on the total size of the files that one request names."""
 
 
 class Reference(Protocol):

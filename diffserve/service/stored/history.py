@@ -122,5 +122,5 @@ def entry_object(entry: Entry) -> dict[str, Any]:
 def _headers(entry: Entry, suffix: str) -> dict[str, str]:
     return {
         "Content-Disposition": f'inline; filename="{entry.id}{suffix}"',
-        "Cache-Control": "private, no-cache",  # forgotten is forgotten
+        "Cache-Control": "private, no-cache",  # a deleted image must not be served from a cache
     }

@@ -62,15 +62,15 @@ class Idempotency:
         owner = self._owners.known(request) if keys else None
         if owner is None:
             return await endpoint(request)
-        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _checked(keys))
+        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _check_key(keys))
         digest = await _digest(request)
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
             if name in self._lasting:
-                return _marked(await self._lasting[name].again(request))
+                return _mark_replayed(await self._lasting[name].again(request))
             reply = await asyncio.shield(running[1])
             if reply is not None:
-                return _replayed(reply)
+                return _replay_response(reply)
         over = asyncio.get_running_loop().create_future()
         self._running[name] = digest, over
         try:
@@ -78,13 +78,13 @@ class Idempotency:
             if stored is not None:
                 _require_same(stored.request, digest)
                 self._end(name, stored)
-                return _replayed(stored)
-            lingering = _Lingering(request)
-            response = await endpoint(Request(request.scope, lingering.receive))
+                return _replay_response(stored)
+            channel = _DelayedDisconnect(request)
+            response = await endpoint(Request(request.scope, channel.receive))
             if isinstance(response, EventStreamResponse):
-                lingering.may_hang_up.set()
+                channel.may_hang_up.set()
                 if response.lasting is not None:
-                    self._outlive(name, digest, response, response.lasting)
+                    self._store_when_done(name, digest, response, response.lasting)
                     return response
                 return _Recorded(response, partial(self._keep, name, digest, response))
             return await self._keep(name, digest, response, bytes(response.body))
@@ -92,8 +92,8 @@ class Idempotency:
             self._end(name, None)
             raise
 
-    def _outlive(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
-        """Let repetitions follow ``response`` while its work continues, and store it at the end."""
+    def _store_when_done(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
+        """Make ``response`` available to repetitions while its work continues, and store it at the end."""
 
         async def keep() -> Response:
             return await self._keep(name, digest, response, await lasting.whole())
@@ -114,7 +114,7 @@ class Idempotency:
                 headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
                 reply = Reply(digest, response.status_code, headers, body)
                 if not await LISTINGS.run(self._is_kept, name, reply):
-                    reply = await ANSWERS.run(_warned, reply)
+                    reply = await ANSWERS.run(_add_warning, reply)
                     response = Response(reply.body, reply.status, reply.headers)
         finally:
             self._end(name, reply)
@@ -135,7 +135,7 @@ class Idempotency:
             over.set_result(reply)
 
 
-class _Lingering:
+class _DelayedDisconnect:
     """Channel of ``request`` that hides a disconnect until ``may_hang_up`` is set."""
 
     def __init__(self, request: Request) -> None:
@@ -194,8 +194,8 @@ async def _digest(request: Request) -> bytes:
 
 
 def _digest_of(media_type: str, body: bytes) -> bytes:
-    kind, _, rest = media_type.partition(";")
-    boundary = rest.partition("boundary=")[2].partition(";")[0].strip().strip('"').encode("latin-1")
+    kind, _, parameters = media_type.partition(";")
+    boundary = parameters.partition("boundary=")[2].partition(";")[0].strip().strip('"').encode("latin-1")
     if boundary:
         body = body.replace(boundary, b"")
     else:
@@ -204,7 +204,7 @@ def _digest_of(media_type: str, body: bytes) -> bytes:
     return hashlib.sha256(kind.strip().lower().encode("latin-1") + b"\0" + body).digest()
 
 
-def _checked(keys: list[str]) -> str:
+def _check_key(keys: list[str]) -> str:
     if len(keys) > 1:
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
     [key] = keys
@@ -222,7 +222,7 @@ def _require_same(digest: bytes, other: bytes) -> None:
         raise HttpError(422, message, code="idempotency_key_reused")
 
 
-def _warned(reply: Reply) -> Reply:
+def _add_warning(reply: Reply) -> Reply:
     """Add the warning that the response is not stored to the headers and warnings of ``reply``."""
     body, warnings_header = reply.body, reply.headers.get(WARNINGS)
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -234,10 +234,10 @@ def _warned(reply: Reply) -> Reply:
     return reply._replace(headers=headers, body=body)
 
 
-def _replayed(reply: Reply) -> Response:
-    return _marked(Response(reply.body, reply.status, reply.headers))
+def _replay_response(reply: Reply) -> Response:
+    return _mark_replayed(Response(reply.body, reply.status, reply.headers))
 
 
-def _marked(response: Response) -> Response:
+def _mark_replayed(response: Response) -> Response:
     response.headers[REPLAYED] = "true"
     return response

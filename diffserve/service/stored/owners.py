@@ -14,7 +14,7 @@ from diffserve.settings.config import ServeConfig
 class Owners:
     """Owners of stored objects: keys, or "" for the local machine if there are no keys.
 
-    Without keys (``allow_open``) nothing is stored for other machines, because everybody could read it.
+    Without keys (``allow_open``) nothing is stored for other machines, because any client could read it.
     """
 
     def __init__(self, config: ServeConfig, ring: KeyRing | None) -> None:

@@ -27,7 +27,7 @@ class ChatAnswers:
                 "logprobs": self._logprobs(plan, result.tokens, result.finish_reason),
                 "finish_reason": result.finish_reason,
             }
-            for index, result in _numbered(finished)
+            for index, result in _numbered_results(finished)
         ]
         return _answer(plan, "chat.completion", choices, finished)
 
@@ -76,7 +76,7 @@ class CompletionAnswers:
         """Return a "text_completion" object."""
         choices = [
             self._choice(plan, index, result.text, result.tokens, result.finish_reason)
-            for index, result in _numbered(finished)
+            for index, result in _numbered_results(finished)
         ]
         return _answer(plan, "text_completion", choices, finished)
 
@@ -120,7 +120,7 @@ class CompletionAnswers:
 
 
 Dialect = ChatAnswers | CompletionAnswers
-"""How an endpoint speaks."""
+"""Format of the answers of a text endpoint."""
 
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
@@ -169,7 +169,7 @@ def timings_of(finished: Sequence[TextFinished]) -> Json:
     return {name: round(getattr(slowest, name), 6) for name in slowest.__struct_fields__}
 
 
-def _numbered(finished: Sequence[TextFinished]) -> Iterator[tuple[int, TextResult]]:
+def _numbered_results(finished: Sequence[TextFinished]) -> Iterator[tuple[int, TextResult]]:
     yield from enumerate(result for item in finished for result in item.results)
 
 

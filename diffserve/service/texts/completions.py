@@ -132,7 +132,9 @@ class ChatCompletions(Completions[ChatBody]):
         return await super().__call__(request)
 
     async def _read(self, request: Request) -> ChatBody:
-        if len(await request.body()) > TEXT_BODY_BYTES:  # where pictures may come, more is let through
+        if (
+            len(await request.body()) > TEXT_BODY_BYTES
+        ):  # the outer limit is higher, because image bodies have the same path
             raise too_long(TEXT_BODY_BYTES)
         return await super()._read(request)
 

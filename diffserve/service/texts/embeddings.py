@@ -88,7 +88,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, plan: EmbeddingPlan, ticket: Ticket) -> Events:
-        raise NotImplementedError("vectors are not streamed")  # nor is_stream ever set
+        raise NotImplementedError("vectors are not streamed")  # embedding bodies never set is_stream
 
 
 def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:

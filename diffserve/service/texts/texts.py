@@ -204,7 +204,7 @@ def _prompts(body: CompletionBody) -> Iterator[str | tuple[int, ...]]:
         yield prompt
         return
     token_ids = tuple(item for item in prompt if isinstance(item, int))
-    if token_ids or not prompt:  # a list is of one kind
+    if token_ids or not prompt:  # a list has either token ids or prompts
         yield token_ids
     for item in prompt:
         if not isinstance(item, int):
