@@ -1,7 +1,7 @@
-"""Stages of a picture that stand apart: encoding texts, and decoding latents, in processes that paint nothing.
+"""Separate stages of image generation: processes that only encode texts or only decode latents.
 
-Who denoises is an ``Engine`` as ever; it is told the texts by ``GenerationRequest.encodings``, and tells latents. What
-travels in between are values (``diffserve.api.stage_types``), so that any process of a stage may go on with them.
+The denoising stage is an ``Engine`` that reads ``GenerationRequest.encodings`` and returns latents. Encodings and
+latents travel as values (``diffserve.api.stage_types``), so that any process of a stage can continue with them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class StageQueue(ABC, Generic[R]):
         """Raise what is known to be wrong with ``request``."""
         self._images.want(request.model)
 
-    def _begin(self, queued: StageRequest[R]) -> None:  # nobody has to
+    def _begin(self, queued: StageRequest[R]) -> None:  # optional hook
         """Start background loading for a request; the default loads nothing."""
 
     @abstractmethod
@@ -178,12 +178,12 @@ class EncodingStage(StageQueue[GenerationRequest]):
 
 
 def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
-    """Everything that painting ``request`` asks of text encoders. Raises PoolBusy, and InvalidRequest."""
+    """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
     settings, runner = engine.admitted(request).settings, engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.hand_over(*texts, reading)
     prompts = [text or "" for text in texts]
-    if settings.controlnets:  # which are told embeddings
+    if settings.controlnets:  # they take embeddings
         base |= engine.model.text.hand_over(prompts, reading)
     if settings.similarity_threshold is not None:
         base |= engine.model.text.hand_over(prompts[:1], AS_TRAINED)
@@ -215,7 +215,7 @@ class DecodingStage(StageQueue[DecodeRequest]):
 
 
 def trial_latents(engine: Engine) -> DecodeRequest:
-    """A grey picture of the model's native size, to be decoded once before the first request."""
+    """Return a request to decode a gray image of the model's native size, for a test before the first request."""
     width_px, height_px = engine.info.good_sizes[0]
     factor = engine.info.vae_factor
     shape = (engine.info.latent_channels, height_px // factor, width_px // factor)

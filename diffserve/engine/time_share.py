@@ -1,4 +1,4 @@
-"""TimeShare: whose turn it is while images are painted and texts are written. No torch.
+"""TimeShare: divides the device time between image steps and language-model calls. No torch.
 
 Deficit round robin (Shreedhar and Varghese 1995) between two sides, counted in seconds. Every step of the images earns
 the texts ``share / (1 - share)`` times what it took. They save that up for a burst of calls, worth ``BURST_STEPS``
@@ -76,15 +76,18 @@ class TimeShare:
     def painted(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
         """Record an image step of ``wall_s`` seconds.
 
-        has_moved  whether any image got on; those that wait for pages get on when texts do, which is then their turn
-        is_shared  whether texts were waiting for their turn
+        Args:
+            wall_s: Seconds of the step.
+            has_moved: Whether any image advanced; images that wait for pages advance when texts do, which are then
+                next.
+            is_shared: Whether texts were waiting for their turn.
         """
         if not has_moved:
             self._credit_s = max(self._credit_s, 0.0)
             self._is_saving = False
             return
         counted_s, self._step_s = _learn(self._step_s, wall_s, LONGEST_STEP)
-        most_s = self._burst_s * (1.0 + 1.0 / BURST_STEPS)  # who asks for nothing saves no more than that
+        most_s = self._burst_s * (1.0 + 1.0 / BURST_STEPS)  # limit of unused credit
         self._credit_s = min(self._credit_s + self._rate * counted_s, most_s)
         self._is_saving = self._is_saving and self._credit_s < FULL * self._burst_s
         if is_shared:
@@ -93,7 +96,9 @@ class TimeShare:
     def wrote(self, wall_s: float, *, has_moved: bool) -> None:
         """Record a language-model call of ``wall_s`` seconds while images waited.
 
-        has_moved  whether any text got on; those that wait for pages, or to be let in, get on when images do
+        Args:
+            wall_s: Seconds of the call.
+            has_moved: Whether any text advanced; texts that wait for pages or admission advance when images do.
         """
         if not has_moved:
             self._is_saving = True
@@ -108,9 +113,9 @@ class TimeShare:
         return BURST_STEPS * (self.call_s or 0.0)
 
 
-def _learn(known_s: float | None, wall_s: float, longest: float) -> tuple[float, float]:
-    """What a turn of ``wall_s`` counts as, and what is known after it."""
-    if known_s is None:
+def _learn(average_s: float | None, wall_s: float, longest: float) -> tuple[float, float]:
+    """Return the seconds a turn of ``wall_s`` counts as, and the new average."""
+    if average_s is None:
         return wall_s, wall_s
-    counted_s = min(wall_s, longest * known_s)
-    return counted_s, MEMORY * known_s + (1.0 - MEMORY) * counted_s
+    counted_s = min(wall_s, longest * average_s)
+    return counted_s, MEMORY * average_s + (1.0 - MEMORY) * counted_s

@@ -1,7 +1,6 @@
-"""At the door: a request is checked against the model, defaults are filled in, its sampler is compiled. No torch.
+"""Admission of image requests: check them against the model, fill in defaults, compile the sampler. No torch.
 
-Everything that can be known to be wrong is refused here, with the value and the way out; what is merely unwise is let
-through with a warning that travels with the result.
+Invalid values are refused here, with the value and a fix; questionable ones produce a warning in the result.
 """
 
 from __future__ import annotations
@@ -380,9 +379,9 @@ def guided_rows(
 def controlled_rows(
     table: StepTable, controls: Sequence[Control], num_skipped: int = 0, switch: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """For each row the places of ``controls`` that are at work in it, of the base alone; empty where there are none.
+    """Return the indices of ``controls`` that are active in each row of the base model; empty without ControlNets.
 
-    ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner paints.
+    ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner runs.
     """
     if not controls:
         return ()
@@ -391,14 +390,14 @@ def controlled_rows(
         tuple(place for place, control in enumerate(controls) if control.active(step + num_skipped, num_steps))
         for step in table.step_of_row.tolist()
     ]
-    return tuple(own if switch is None or row < switch else () for row, own in enumerate(active))
+    return tuple(places if switch is None or row < switch else () for row, places in enumerate(active))
 
 
 def full_rows(guided: NDArray[np.bool_], interval: int, switch: int | None = None) -> NDArray[np.bool_]:
-    """Bool (num_rows,): rows that run the whole UNet.
+    """Return which rows run the whole UNet, bool (num_rows,).
 
-    Every ``interval``-th row of the image's own table, the first included, and the first that is guided after a full
-    one that was not: of its unconditional row there are no features yet. At row ``switch`` another UNet begins anew.
+    These are every ``interval``-th row of the table from the first on, and the first guided row after an unguided full
+    row, as its unconditional row has no features yet. From row ``switch`` on another UNet runs and counting restarts.
     """
     if switch:
         parts = (full_rows(part, interval) for part in (guided[:switch], guided[switch:]))
@@ -431,8 +430,9 @@ def _unserved(request: GenerationRequest) -> tuple[str, ...]:
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:
-    """That of its first picture; ``None`` where nothing is varied. One that is not named follows from the request's id,
-    so that whoever begins the same request anew elsewhere paints the same pictures.
+    """Return the variation seed of the request's first image, or ``None`` without a variation.
+
+    A seed that is not given is derived from the request's id, so that a retry on another replica gives the same images.
     """
     params = request.diffusion
     if not params.variation_strength or params.variation_seed is not None:

@@ -407,10 +407,10 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
     repaint = task.loaded_state.repaint
     assert repaint is not None
     if task.is_last_row:
-        known = repaint.latents / task.table.out_scale
+        original = repaint.latents / task.table.out_scale
     else:
-        known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
-    blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
+        original = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
+    blended: Tensor = (1.0 - repaint.mask) * original + repaint.mask * x
     return blended
 
 
@@ -427,8 +427,8 @@ def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
     if texts is None:
         return []
     digests = dict.fromkeys(control.network.digest for control in task.loaded_state.controls)
-    own = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
-    return [group._replace(is_controlled=True), *own]
+    control_calls = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
+    return [group._replace(is_controlled=True), *control_calls]
 
 
 def not_finite(task: ImageTask, step_index: int) -> FailureReason:

@@ -10,9 +10,9 @@ from diffserve.runtime.kv import PagePool, PageTable, PoolBusy
 
 
 class SequencePages:
-    """``pool`` as seen by texts: ``tenant`` is the model's, ``draft_tenant`` the draft model's, if there is one.
+    """Pages of texts in ``pool``, for the model's tenant and, if there is a draft model, for ``draft_tenant``.
 
-    Pages of the draft model are a convenience: nobody waits for them.
+    Draft pages are optional: if there is no room for them, a text goes on without a draft.
     """
 
     def __init__(self, pool: PagePool, tenant: str, draft_tenant: str | None = None) -> None:
@@ -26,8 +26,9 @@ class SequencePages:
         return self.pool.num_pages_for(self.tenant, num_tokens)
 
     def most_pages(self, num_prompt_tokens: int, num_tokens: int, num_beams: int) -> int:
-        """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt logical
-        pages.
+        """Return the largest number of pages of a text or beam search of ``num_tokens`` tokens.
+
+        Beams share the full logical pages of the prompt.
         """
         shared = self.num_pages(num_prompt_tokens // self._page_tokens * self._page_tokens)
         return shared + num_beams * (self.num_pages(num_tokens) - shared)
@@ -37,9 +38,7 @@ class SequencePages:
         return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
 
     def shared_tokens(self, token_ids: list[int], other_ids: list[int]) -> int:
-        """Tokens on the leading full logical pages that two sequences have in common and that the first may take
-        over.
-        """
+        """Return the number of tokens on leading full logical pages that two sequences share and the first may reuse."""
         count, step = 0, self._page_tokens
         limit = min(len(token_ids) - 1, len(other_ids))
         while count + step <= limit and token_ids[count : count + step] == other_ids[count : count + step]:
@@ -65,7 +64,7 @@ class SequencePages:
         return True
 
     def reserve_draft(self, sequence: Sequence, end: int, salt: bytes) -> bool:
-        """The same for the draft model; its table is opened when there is none."""
+        """Reserve draft pages up to token ``end``, opening the table first if needed; returns False without free pages."""
         assert self.draft_tenant is not None
         try:
             if sequence.draft_table is None:
@@ -100,7 +99,7 @@ class SequencePages:
         follower.table = self.pool.fork(leader.table, follower.num_computed)
 
     def rearrange(self, task: TextTask, parents: tuple[int, ...]) -> None:
-        """The beams of ``task`` become those of its search: beam i goes on from old beam ``parents[i]``."""
+        """Replace the beams of ``task`` by those of its search: beam i continues old beam ``parents[i]``."""
         assert task.search is not None
         old, taken = task.sequences, set[int]()
         beams = []
@@ -131,7 +130,7 @@ class SequencePages:
         return True
 
     def check_integrity(self, tasks: list[TextTask], *, other_pages: int = 0) -> None:
-        """The pages of our tenants are exactly those of ``tasks``, and ``other_pages`` of the model's tenant.
+        """Check that the pages of both tenants are those of ``tasks``, and ``other_pages`` of the model's tenant.
 
         Raises AssertionError or PoolIntegrityError.
         """

@@ -104,7 +104,7 @@ class RunningQueue(TaskQueue):
         return all(self.make_room(task, sequence, sequence.num_tokens, planned) for sequence in task.sequences)
 
     def make_room(self, task: TextTask, sequence: Sequence, end: int, planned: Planned) -> bool:
-        """Reserve up to token ``end``, at the expense of those who came later and are not in ``planned``."""
+        """Reserve pages up to token ``end``, preempting later texts that are not in ``planned``."""
         while not self.pages.reserve(sequence, end):
             if not self._reclaim(task, planned):
                 return False
@@ -158,9 +158,9 @@ class WaitingQueue(TaskQueue):
                 yield task
 
     def may_enter(self, task: TextTask, running: Collection[TextTask]) -> bool:
-        """Whether, after ``task`` has its pages, everybody who runs could still take one more logical page.
+        """Whether each running text could still get one more logical page after ``task`` has its pages.
 
-        Without such room its coming in would soon push somebody out.
+        Otherwise admitting ``task`` would soon cause a preemption.
         """
         if not running:
             return True
