@@ -110,10 +110,10 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         *,
         unload_after_s: float = 0.0,
     ) -> CombinedEngine:
-        """Load an image model and, where ``text`` names one, a language model, onto one page pool; ``others`` are
-        loaded when they are asked for (see ``engine.image.engines``).
+        """Load an image model and, if ``text`` names one, a language model, with one page pool.
 
-        Raises ModelNotFound, ModelLoadError or ConfigError about ``model`` and the language model.
+        ``others`` are loaded when requests name them (see ``engine.image.engines``). Raises ModelNotFound,
+        ModelLoadError or ConfigError about ``model`` and the language model.
         """
         from diffserve.engine.loading import load_parts
 

@@ -1,8 +1,8 @@
-"""The shell of everything that takes requests and tells events: who follows what, and every event exactly once.
+"""Base class of everything that takes requests and emits events; delivers each event exactly once.
 
 ::
 
-    submit --> (subclass) --> deliver --> mailbox of whoever follows the request --> stream, generate
+    submit --> (subclass) --> deliver --> mailbox of a followed request -----------> stream, generate
                                  \\--> outbox ---------------------------------> tick
 """
 
@@ -61,9 +61,9 @@ class TickLoop(ABC, Generic[Order, E]):
     terminal: ClassVar[tuple[type, ...]]
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of the mail, and of what a subclass hands over beside it
+        self._lock = threading.RLock()  # guards the mailboxes and shared fields of subclasses
         self._outbox: deque[E] = deque()
-        self._mailboxes: dict[str, deque[E]] = {}  # by request, of those that somebody follows
+        self._mailboxes: dict[str, deque[E]] = {}  # by followed request
         self._ticking = threading.Lock()  # one tick at a time
         self._is_draining = False
 

@@ -202,7 +202,7 @@ class EngineProcess:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
     def _study(self, engine: CombinedEngine) -> bool:
-        """Use idle time for one measurement, which the next command interrupts; return whether there was one to make."""
+        """Use idle time for one measurement, which the next command interrupts; return whether one was made."""
         with self._pulse.ticking():
             return engine.study(lambda: not self._inbox.empty())
 

@@ -1,4 +1,4 @@
-"""What both sides keep: why something fails, where it stands, who is live, what a tick may take. No torch."""
+"""Records of image and text engines: failure reasons, stages, live requests, tick limits. No torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ class FailureReason(NamedTuple):
 
 
 class Stage(enum.Enum):
-    """Where an image or a text stands; every stage may jump to ``DONE``.
+    """Stage of an image or a text; every stage may change to ``DONE``.
 
     ::
 
         image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE; of a best-of SCORING -> DONE at the end
-        text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it gives its pages away
+        text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it is preempted
 
-    WAITING    has no lane, or no pages
-    FOLLOWING  waits for the first text of its request to compute the prompt that they share; for the image that
-               paints the same picture
-    SCORING    is painted, holds nothing, and waits for what the scorer says
+    WAITING    has no slot, or no pages
+    FOLLOWING  waits for the first text of its request, which computes the shared prompt, or for an equal image
+    SCORING    is finished, holds no memory, and waits for the scorer
     """
 
     WAITING = "waiting"

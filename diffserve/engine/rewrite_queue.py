@@ -1,4 +1,4 @@
-"""RewriteQueue: images whose prompt is being rewritten. Whatever happens to the rewriting, the image is painted.
+"""RewriteQueue: image requests whose prompt is being rewritten. If rewriting fails, the prompt is used as it is.
 
 ::
 
@@ -37,9 +37,10 @@ BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
 
 
 class Note(NamedTuple):
-    """What the events of a rewritten request say beside the engine's own words.
+    """Additions to the events of a rewritten request.
 
-    ``rewriting_s``: of the device, for which the first picture is charged.
+    Attributes:
+        rewriting_s: Device seconds of the rewriting, which are charged to the first image.
     """
 
     waited_s: float
@@ -90,7 +91,7 @@ class RewriteQueue:
     def submit(self, request: GenerationRequest) -> None:
         """Have the prompt rewritten; ``release`` hands it to the engine.
 
-        Raises at once what the engine would raise, and InvalidRequest for a style that is not there.
+        Raises the errors of the engine at once, and InvalidRequest for an unknown style.
         """
         with self._lock:
             self._engine.check(request, num_ahead=len(self))

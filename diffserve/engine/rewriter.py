@@ -69,7 +69,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self.style = self._load_style(style)
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
-        self._job_of_text: dict[str, RewriteJob | None] = {}  # None: nobody waits for it any more
+        self._job_of_text: dict[str, RewriteJob | None] = {}  # None: abandoned
         self._others: list[TextEvent] = []
 
     def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
@@ -127,7 +127,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     # Jobs ---------------------------------------------------------------------------------------------------------
 
     def _constraint_of(self, style: Style) -> TokenConstraint | None:
-        """What may be said in ``style``, which takes a while to find out; None for anything."""
+        """Return the token constraint of ``style``, which takes a while to build; ``None`` without a constraint."""
         return self._captions if style.answer.language == "captions" else None
 
     @cached_property
@@ -174,7 +174,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
                     self.texts.cancel(text_id)
 
     def _tick_once(self) -> None:
-        """A tick of the texts; what is for others waits for ``feed``."""
+        """Run a tick of the text engine; events of other requests are stored for ``feed``."""
         events = self.texts.tick()
         with self._lock:
             self._sort(events)

@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             if connection.fileno() >= 0 and not isinstance(error, ConnectionError):
                 send(connection, Trouble(f"{type(error).__name__}: {error}"))
-        except Exception as error:  # it is somebody else's code
+        except Exception as error:  # user code may raise anything
             send(connection, Trouble(f"{type(error).__name__}: {error}"))
             return 1
     return 0
 
 
 def load_filter(name: str, model: str) -> Any:
-    """The filter called ``name``, of the model in the directory ``model``. Raises ConfigError, and what it raises."""
+    """Load the filter ``name`` with the model in the directory ``model``. Raises ConfigError, and the filter's errors."""
     if name == OF_MODEL:
         from diffserve.runtime.safety_checker import SafetyChecker
 

@@ -144,17 +144,17 @@ class EncodingStage(StageQueue[GenerationRequest]):
     doing = "encoding texts"
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
-        """See ``ImageEngines``: all that painting would refuse is refused here."""
+        """Raise the errors that generating the image would raise; as in ``ImageEngines``."""
         engine = self._images.want(request.model)
         if engine is not None:
             engine.admitted(request)
 
     def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
-        """See ``ImageEngines``."""
+        """Return the text window of the request's model, as ``ImageEngines.window_of`` does."""
         return self._images.window_of(request, first)
 
     def family_of(self, request: GenerationRequest) -> str:
-        """See ``ImageEngines``."""
+        """Return the family of the request's model, as ``ImageEngines.family_of`` does."""
         return self._images.family_of(request)
 
     def _begin(self, queued: StageRequest[GenerationRequest]) -> None:

@@ -7,10 +7,9 @@ steps, and go on until it is spent; what the last call took too much is taken of
     share 1/4     two steps of the images, 90 ms each     a burst of calls, 12 ms each      two steps
     credit      0 -------------> +30 -------------> +60 -> 48 -> 36 -> 24 -> 12 -> 0 --> ...
 
-Newcomers are let in during the first half of a burst: of those that run, most are then finished when it ends, and wait
-for no step of the images between two tokens. Short texts, which rewritten prompts are, come back as soon as if all
-shared every burst, and longer ones go on in the next. (Processor sharing makes everybody late: the same reason for
-which images run shortest first.)
+New texts start during the first half of a burst, so that most texts finish within one burst, without image steps
+between their tokens. Short texts, such as rewritten prompts, are as fast as if all texts shared every burst; longer
+ones continue in the next. (Processor sharing delays all requests; images run shortest first for the same reason.)
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from typing import Final
 from diffserve.api.engine_stats import ShareStats
 
 BURST_STEPS: Final = 2.0
-"""Calls of a burst take what so many steps of the images earn: less, and texts lie about unfinished; more, and images
-stand still for longer."""
+"""Length of a burst in image steps: shorter bursts leave texts unfinished, longer ones delay images."""
 FULL: Final = 0.9
-"""A burst begins when so much of that is saved, for steps differ a little."""
+"""Share of a burst's credit at which it begins, as steps differ a little."""
 LET_IN: Final = 0.5
-"""Newcomers are let in while at least so much of a burst is left."""
+"""Share of a burst that must be left for a new text to start."""
 
 MEMORY: Final = 0.8
 """Weight of what was known of a turn's time, for each new turn."""

@@ -102,7 +102,7 @@ class CompiledGroups:
         return group in self._doubted
 
     def is_new(self, group: GroupKey, now_s: float) -> bool:
-        """Whether to look for packages of ``group``: for the first time, after new ones were made, or to compare again."""
+        """Whether to look for packages of ``group``: at first, after new ones were made, or to compare again."""
         if self.packages is None:
             return False
         if self._compiler is not None and (done := self._compiler.poll()) is not None:
@@ -111,7 +111,7 @@ class CompiledGroups:
         return group not in self._looked_for or self._doubted.get(group, math.inf) <= now_s
 
     def load(self, group: GroupKey, kind: Callable[[], Kind | None], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Load the packages of ``group`` and return their sizes; missing ones of ``sizes`` are queued for compilation."""
+        """Load the packages of ``group`` and return their sizes; missing ones are queued for compilation."""
         if len(self._looked_for) >= LOOKED_KEPT:
             self._looked_for = set(self._proven)
             self._done.clear()

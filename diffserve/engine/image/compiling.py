@@ -1,4 +1,4 @@
-"""Compile UNet calls for shapes: here and now (``diffserve warm``), or beside an engine that serves on meanwhile."""
+"""Compile UNet calls for shapes: in this process (``diffserve warm``), or in a child process while the engine serves."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def compile_group(
     sizes: Sequence[int],
     told: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Have a package of every one of ``sizes`` of ``group`` on disk; ``told`` of each once it is there.
+    """Compile and store a package of each of ``sizes`` of ``group``; ``told`` is called with each finished size.
 
-    Raises ConfigError where none can be made, and what the compiler raises.
+    Raises ConfigError if no package can be made, and the compiler's errors.
     """
     for num_rows in sizes:
         packages.compile(random_call(model, group.shape, num_rows, conditioner, group.lora_rank))
@@ -102,9 +102,9 @@ class CompilerProcess:
 def order_for(
     model: DiffusionModel, config: EngineConfig, group: GroupKey, sizes: Sequence[int], *, in_background: bool
 ) -> dict[str, Any]:
-    """Return what a compiler's process is told: compile calls of ``group`` of ``sizes`` rows.
+    """Return the job of a compiler process: compile calls of ``group`` of ``sizes`` rows.
 
-    Beside an engine on a GPU the process builds the UNet without its weights, which packages do not hold there.
+    For an engine on a GPU the process builds the UNet without its weights, which packages do not contain there.
     """
     return {
         "path": model.profile.path,

@@ -247,14 +247,16 @@ class ImageEngines:
     def fail_active(self, failure: FailureReason, request_ids: Iterable[str]) -> list[str]:
         """Fail all requests of the engine whose tick raised, and return which of ``request_ids`` they are."""
         with self._lock:
-            lost = None if self._turn is None else self._turn.engine
-            others = [engine for engine in self.loaded if engine is not lost]
+            failed = None if self._turn is None else self._turn.engine
+            other_engines = [engine for engine in self.loaded if engine is not failed]
             waiting = {name for entry in self._entries.values() for name in entry.waiting}
             ids = [
-                name for name in request_ids if name not in waiting and not any(entry.holds(name) for entry in others)
+                name
+                for name in request_ids
+                if name not in waiting and not any(entry.holds(name) for entry in other_engines)
             ]
-        if lost is not None:
-            lost.fail_all(failure)
+        if failed is not None:
+            failed.fail_all(failure)
         return ids
 
     def _next(self) -> ModelEntry | None:

@@ -168,7 +168,7 @@ class ImageRunner:
             return expert.groups.study(group)
         if not self._paints:
             return False
-        return any(one.groups.study(has_arrived=has_arrived) for one in self._experts) or self._study_texts()
+        return any(expert.groups.study(has_arrived=has_arrived) for expert in self._experts) or self._study_texts()
 
     def _study_texts(self) -> bool:
         try:
@@ -195,11 +195,11 @@ class ImageRunner:
 
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
         """Raise if a page is lost, or held for other images than those ``in_flight``."""
-        held = [task for task in in_flight if task.state is not None]
-        num_switched = sum(task.group is not None and task.group.is_refined for task in held)
-        self.conditioner.check_integrity(len(held) - num_switched)
+        active = [task for task in in_flight if task.state is not None]
+        num_switched = sum(task.group is not None and task.group.is_refined for task in active)
+        self.conditioner.check_integrity(len(active) - num_switched)
         if self.refiner is not None:
-            num_ready = sum(task.loaded_state.refined is not None for task in held)
+            num_ready = sum(task.loaded_state.refined is not None for task in active)
             self.refiner.conditioner.check_integrity(num_switched + num_ready)
 
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
@@ -241,14 +241,14 @@ class ImageRunner:
     def _know_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
         for expert in self._experts:
             expert.room.know()
-        native, *others = (self.group_of_short_prompts(*size) for size in sizes)
+        native, *other_groups = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.prepare_paths(native)
         best = self.groups.best(native)
         self.groups.learn(best)
         self.groups.choose_threads(best)
         if self.refiner is not None:
             self.refiner.groups.learn(native)
-        for group in others:
+        for group in other_groups:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
@@ -285,9 +285,9 @@ class ImageRunner:
             if is_own and task.settings.full.all():
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
-            for one in filter(None, (group, task.refined_group, *control_groups(task, group))):
-                expert, own = self._expert(one)
-                expert.groups.known(own)  # else it is measured when there is time
+            for row_group in filter(None, (group, task.refined_group, *control_groups(task, group))):
+                expert, expert_group = self._expert(row_group)
+                expert.groups.known(expert_group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)
@@ -327,10 +327,10 @@ class ImageRunner:
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
-            known = latest if finite.is_here else task.loaded_state.health
+            previous = latest if finite.is_here else task.loaded_state.health
             task.loaded_state.health = latest
-            if known is not None and not known.is_finite:
-                outcome.failures.setdefault(task, not_finite(task, known.step_index))
+            if previous is not None and not previous.is_finite:
+                outcome.failures.setdefault(task, not_finite(task, previous.step_index))
         self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
 
     def _step(

@@ -394,7 +394,7 @@ class UNetCall:
 
 @dataclass(frozen=True)
 class TickTrace:
-    """What tick number ``tick`` ran, for tests and inspection."""
+    """Record of tick number ``tick``, for tests and inspection."""
 
     tick: int
     calls: tuple[UNetCall, ...]

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class CompiledCalls(Protocol):
-    """What the chooser needs of the engine's shape groups. Groups are given with ``is_compiled`` set."""
+    """Interface of the shape groups that the path chooser uses. Groups are passed with ``is_compiled`` set."""
 
     def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
         """Return the numbers of rows that packages of ``group`` are made for."""

@@ -114,7 +114,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         draft_model: LanguageModel | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """Create an engine with its own page pool of at most ``pool_bytes``. Raises ConfigError if that is too small."""
+        """Create an engine with its own page pool of at most ``pool_bytes``. Raises ConfigError if it is too small."""
         page_tokens = (config or TextConfig()).page_tokens
         specs = [model.spec("llm", page_tokens=page_tokens)]
         if draft_model is not None:

@@ -1,14 +1,14 @@
-"""Turns: in which order the texts of several clients get on, and what waits for whom. No torch.
+"""Queues of texts: fair order among clients, admission and preemption. No torch.
 
-A request is told its turn once, when it comes, so that nobody who waits is ever overtaken by more and more::
+A request gets its turn once, on arrival, so that later requests cannot delay it without limit::
 
     starts   where its client's last request ends, or at ``now``, whichever is later
     ends     so many tokens further as it may take, by its client's share
     turn     where it starts; of batch work ``BATCH_LATER`` tokens further
 
 ``now`` is the start of the latest request that has begun (start-time fair queueing, Goyal et al. 1996). So the first
-request of a client comes before the second of another, however many that has; and batch work is passed by those alone
-who begin within so many tokens after it: it ages, and never starves.
+request of a client comes before the second of another. Batch work is only overtaken by requests that start within
+``BATCH_LATER`` tokens after it, so it cannot starve.
 """
 
 from __future__ import annotations

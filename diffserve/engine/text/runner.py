@@ -101,9 +101,9 @@ class TextRunner:
     # Drafts --------------------------------------------------------------------------------------------------------
 
     def _draft(self, pieces: Sequence[ScheduledTokens]) -> dict[ScheduledTokens, Tensor]:
-        """Let the draft model fill ``draft`` of each piece; returns the distributions (len(draft), V) it drew from.
+        """Fill ``draft`` of each piece by the draft model, and return its distributions (len(draft), V).
 
-        A draft is a convenience: when it fails the texts go on without.
+        If the draft model fails, the texts go on without drafts.
         """
         try:
             return self._propose(pieces) if pieces else {}
@@ -166,14 +166,16 @@ def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> Tok
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Every field filled at birth.
+    """Inputs of a tick's call.
 
-    chunks       one for each piece
-    tasks, rows  the texts that choose in this tick, and their rows; followers of a request beside its first text
-    drafts       of each row, empty for none
-    draft_probs  of each row: what its draft was drawn from, None for a draft that was looked up
-    lines        which lines of the call's logits belong to the rows, one row after another; None: all, in order
-    searches     beam searches that step, with their lines
+    Attributes:
+        chunks: One for each piece.
+        tasks: Texts that choose a token in this tick; followers of a request directly after its first text.
+        rows: Sampling states of ``tasks``.
+        drafts: Draft of each row, may be empty.
+        draft_probs: Distributions of each row's draft; None for a draft from prompt lookup.
+        lines: Lines of the call's logits that belong to the rows, in their order; None for all.
+        searches: Beam searches that make a step, with their lines.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -186,7 +188,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor]) -> TextBatch:
-        """The batch of ``pieces``, whose drafts are final."""
+        """Create the batch of ``pieces``, whose drafts are final."""
         chunks: list[TokenChunk] = []
         tasks: list[TextTask] = []
         members: list[tuple[SamplingState, Sequence[int], Tensor | None]] = []

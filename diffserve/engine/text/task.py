@@ -206,7 +206,7 @@ class TextOutcome:
 
 @dataclass(frozen=True)
 class TextTick:
-    """Record of tick number ``tick``. ``rows`` are (request_id, text_index, computed tokens, draft tokens among them)."""
+    """Record of tick number ``tick``. ``rows`` are (request_id, text_index, computed tokens, drafts among them)."""
 
     tick: int
     rows: tuple[tuple[str, int, int, int], ...]
