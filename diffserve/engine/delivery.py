@@ -1,9 +1,9 @@
-"""Base class of everything that takes requests and emits events; delivers each event exactly once.
+r"""Base class of everything that takes requests and emits events; delivers each event exactly once.
 
 ::
 
     submit --> (subclass) --> deliver --> mailbox of a followed request -----------> stream, generate
-                                 \\--> outbox ---------------------------------> tick
+                                 \--> outbox ----------------------------------> tick
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""RewriteQueue: image requests whose prompt is being rewritten. If rewriting fails, the prompt is used as it is.
+"""RewriteQueue: image requests whose prompt is being rewritten. If that fails, the original prompt is used.
 
 ::
 
     submit --> rewriter --> ready --> engine          a failing, a busy or a missing rewriter: straight to ready,
-                                                      with the prompt as it is and a warning
+                                                      with the original prompt and a warning
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RewriteQueue:
             return self._find(request_id) is not None
 
     def submit(self, request: GenerationRequest) -> None:
-        """Have the prompt rewritten; ``release`` hands it to the engine.
+        """Queue a request for rewriting; ``release`` passes it to the engine.
 
         Raises the errors of the engine at once, and InvalidRequest for an unknown style.
         """

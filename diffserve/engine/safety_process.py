@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load_filter(name: str, model: str) -> Any:
-    """Load the filter ``name`` with the model in the directory ``model``. Raises ConfigError, and the filter's errors."""
+    """Load the filter ``name`` with the model in directory ``model``. Raises ConfigError, and the filter's errors."""
     if name == OF_MODEL:
         from diffserve.runtime.safety_checker import SafetyChecker
 

@@ -209,7 +209,7 @@ class ImageAdmission:
         return settings, warnings + table.warnings + self._few_steps(table, strength)
 
     def _row_scale(self, scale: float) -> float:
-        """Return the scale that decides about unconditional rows: 1, so none, where the UNet takes the scale as input."""
+        """Return the scale that decides about unconditional rows: 1 (none) where the UNet takes it as input."""
         return 1.0 if self.info.embeds_guidance else scale
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
@@ -222,7 +222,7 @@ class ImageAdmission:
     def _without_first(
         self, settings: GenerationSettings, params: DiffusionParams, num_skipped: int
     ) -> GenerationSettings:
-        """``settings`` without the first ``num_skipped`` steps."""
+        """Return ``settings`` without the first ``num_skipped`` steps."""
         num_steps = settings.num_steps
         if num_skipped == 0:
             return settings

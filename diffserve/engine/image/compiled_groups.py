@@ -125,7 +125,7 @@ class CompiledGroups:
         return loaded
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
-        """Have ``late_cover`` load packages of ``kind`` at their first call; ``curve`` holds their sizes and costs."""
+        """Schedule packages of ``kind`` for loading at their first call; ``curve`` holds their sizes and costs."""
         self._late[group] = LatePackages(kind, curve, set(curve.buckets))
 
     def is_late(self, group: GroupKey) -> bool:

@@ -1,4 +1,4 @@
-"""Compile UNet calls for shapes: in this process (``diffserve warm``), or in a child process while the engine serves."""
+"""Compile UNet calls for shapes: in this process (``diffserve warm``), or in a child process of a serving engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CompilerProcess:
     """A process that compiles one group and ends; it is killed when this process ends."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        """Start it with ``order`` (see ``order_for``). Raises OSError where no process or file is to be had."""
+        """Start the process with ``order`` (see ``order_for``). Raises OSError if it cannot be started."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process is over
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],

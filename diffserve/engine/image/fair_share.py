@@ -245,9 +245,9 @@ class PriorityShare:
             if part:
                 share.set_leader(part[0].live.client)
         work, batch_work = (sum(task.cost_now for task in part) for part in (chosen, parts[1]))
-        owed = self._owed + BATCH_SHARE * work - batch_work
+        owed_work = self._owed + BATCH_SHARE * work - batch_work
         # batch work that used idle capacity is paid back by at most one tick
-        self._owed = max(owed, -work) if self.is_contested else 0.0
+        self._owed = max(owed_work, -work) if self.is_contested else 0.0
 
     def charge(self, task: ImageTask, cost: float) -> None:
         """Charge ``cost`` of work to the client of ``task``."""

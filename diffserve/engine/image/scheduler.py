@@ -167,7 +167,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return events
 
     def seconds_left(self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float) -> float | None:
-        """Return the seconds until a new request has all of its images; the queue stays as it is.
+        """Return the seconds until a new request has all of its images, without changing the queue.
 
         ``None`` while no pace is known, and for requests without a deadline while forecasts take too much of the time.
 

@@ -125,15 +125,15 @@ class PathChooser:
         if self._packages.reason:
             return Outcome(PLAIN, self._packages.reason)
         compiled = group._replace(is_compiled=True)
-        wanted, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
+        sizes_to_compile, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
         if self._config.served_paths is None and self._calls.take_unopened(compiled):
             return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
         sizes = self._calls.load_packages(compiled)
-        if builds and len(sizes) < len(wanted):
+        if builds and len(sizes) < len(sizes_to_compile):
             origin = "built at start"
-            failure = self._build(group, wanted)
+            failure = self._build(group, sizes_to_compile)
             sizes = self._calls.load_packages(compiled)
-            if len(sizes) < len(wanted):
+            if len(sizes) < len(sizes_to_compile):
                 return Outcome(PLAIN, failure or "a package that was just built cannot be loaded")
         if not sizes:
             return Outcome(PLAIN, f"it has no packages; diffserve warm --size {_shape(group)} makes them")

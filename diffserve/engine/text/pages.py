@@ -38,7 +38,7 @@ class SequencePages:
         return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
 
     def shared_tokens(self, token_ids: list[int], other_ids: list[int]) -> int:
-        """Return the number of tokens on leading full logical pages that two sequences share and the first may reuse."""
+        """Return the number of tokens on leading full logical pages that the first sequence may take from the other."""
         count, step = 0, self._page_tokens
         limit = min(len(token_ids) - 1, len(other_ids))
         while count + step <= limit and token_ids[count : count + step] == other_ids[count : count + step]:
@@ -64,7 +64,7 @@ class SequencePages:
         return True
 
     def reserve_draft(self, sequence: Sequence, end: int, salt: bytes) -> bool:
-        """Reserve draft pages up to token ``end``, opening the table first if needed; returns False without free pages."""
+        """Reserve draft pages up to token ``end``, in a new table if needed; returns False without free pages."""
         assert self.draft_tenant is not None
         try:
             if sequence.draft_table is None:

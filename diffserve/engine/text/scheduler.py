@@ -28,7 +28,7 @@ from diffserve.runtime.language import LanguageModel
 
 KEPT_PART = 8
 BATCH_KEPT_PART = 4
-"""Divisors of ``max_sequences``: the part reserved for clients without running texts, and that not used by batch work."""
+"""Divisors of ``max_sequences``: the parts reserved for clients without running texts, and kept free of batch work."""
 
 PREFILL_SHARE = 4
 """Divisor of a tick's tokens: the part reserved for prompts when any are pending."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens of a text, and the pages of those already computed.
+    """Tokens of a text, and the pages that hold keys and values of the computed ones.
 
     Attributes:
         num_computed: Number of leading tokens of ``row`` whose keys and values are in ``table``.

@@ -97,7 +97,7 @@ class PagedBatch:
             target.index_put_((self._written_pages[view.group], self._written_slots), source)
 
     def gather(self, layer: int) -> Gathered:
-        """Copies of all ``lengths[b]`` tokens of every row, those just written included.
+        """Copy all ``lengths[b]`` tokens of every row of ``layer``, those just written included.
 
         Raises PageTableError when the batch is stale.
         """

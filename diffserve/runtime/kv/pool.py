@@ -52,9 +52,9 @@ class PagePool:
         page_bytes: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A pool of at most ``budget_bytes`` whose pages suit ``specs``, all registered, or have ``page_bytes``.
+        """Create a pool of at most ``budget_bytes``, with all ``specs`` registered and pages that suit them.
 
-        Raises ConfigError when the budget does not hold a single page.
+        ``page_bytes`` overrides the page size. Raises ConfigError when the budget does not hold a single page.
         """
         page_bytes = page_bytes or PagePlan.smallest_page_bytes(specs)
         if budget_bytes < page_bytes:
@@ -88,9 +88,9 @@ class PagePool:
         del self._tenants[tenant]
 
     def forget(self, tenant: str) -> int:
-        """Let nothing that ``tenant`` filed so far be found again (weights or adapters changed). Returns pages freed.
+        """Remove all cached pages of ``tenant`` from the index (weights or adapters changed). Returns the number of freed pages.
 
-        Open tables stay as they are; what they file later is not found either.
+        Open tables stay as they are; pages that they commit later are not found either.
         """
         self._tenant(tenant).epoch += 1
         return self._ledger.forget(tenant)
@@ -132,18 +132,24 @@ class PagePool:
         reserve: int = 0,
         most_cached: int | None = None,
     ) -> tuple[PageTable, int]:
-        """A table for a new sequence that starts with ``token_ids``, and how many leading tokens the pool has already.
+        """Create a table for a new sequence that starts with ``token_ids``, and return it with the number of cached tokens.
 
-        Their logical pages are locked in the table, so ``table.num_tokens`` equals that number; the caller computes
-        from there. Found are whole logical pages, and never the last token (it must be computed to go on), unless the
-        tenant files ``whole_sequences``: then the answer may be ``len(token_ids)``, and there is nothing to compute.
+        The cached logical pages are locked in the table, so ``table.num_tokens`` equals that number, and the caller
+        computes the tokens after it. Only full logical pages are used, and never the last token (it must be computed to
+        continue). If the tenant indexes ``whole_sequences``, all of ``token_ids`` may be cached, and there is nothing
+        to compute.
 
-        salt: only sequences opened with the same salt are found (``salt_of(api_key_secret, adapter_digest, ...)``);
-            empty is shared by all.
-        reserve: as if ``reserve(table, reserve)`` followed, all or nothing.
-        most_cached: find at most so many tokens (an encoder that must compute all that another tenant lacks).
+        Args:
+            tenant: Name of the tenant.
+            token_ids: Known tokens of the sequence.
+            salt: Only sequences opened with an equal salt are used (``salt_of(api_key_secret, adapter_digest, ...)``);
+                the empty salt is shared by all.
+            reserve: Number of tokens to reserve as well, as by ``reserve(table, reserve)``; all or nothing.
+            most_cached: Largest number of cached tokens to use (for an encoder that must compute all that another
+                tenant lacks).
 
-        Raises PoolBusy or PoolTooSmall when ``reserve`` tokens cannot be held; then nothing has changed.
+        Raises:
+            PoolBusy, PoolTooSmall: ``reserve`` tokens cannot be held; then nothing has changed.
         """
         owner = self._tenant(tenant)
         match = self._match(owner, token_ids, salt, most_cached)
@@ -178,14 +184,14 @@ class PagePool:
         table.num_tokens = max(table.num_tokens, num_tokens)
 
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
-        """The keys and values of ``token_ids``, the sequence from its first token, are written: let others find them.
+        """Record that keys and values of ``token_ids``, from the sequence's first token, are written; others may reuse them.
 
-        Newly full logical pages are filed (with ``whole_sequences`` the last partial one too, when ``token_ids`` reach
-        the end of the table). A logical page that somebody else filed meanwhile is taken instead of the table's own,
-        which is given back: what is read from then on may differ by the rounding of another batch. Cheap when nothing
-        is newly full. The numbers are not looked at: whoever finds them not finite closes the table without committing.
+        Newly full logical pages are indexed, and with ``whole_sequences`` the last partial one too if ``token_ids``
+        reach the end of the table. If an equal logical page was indexed meanwhile, it replaces the table's page, which
+        is freed; its contents may differ by the rounding of another batch. Cheap when no page is newly full. The
+        numbers are not checked: after non-finite results close the table without committing.
 
-        Raises PageTableError for more tokens than the table holds, or a shared logical page filed as other tokens.
+        Raises PageTableError for more tokens than the table holds, or a shared logical page indexed with other tokens.
         """
         self._check_open(table)
         if len(token_ids) > table.num_tokens:
@@ -209,9 +215,9 @@ class PagePool:
         table.num_tokens = num_tokens
 
     def fork(self, table: PageTable, num_tokens: int | None = None) -> PageTable:
-        """A second table over the same logical pages, for the first ``num_tokens`` tokens (default all). Takes no page.
+        """Create a second table over the same logical pages, for the first ``num_tokens`` tokens (default all). Takes no page.
 
-        Both may go on differently: whoever writes first to the shared last logical page copies it, in ``reserve``.
+        The two may continue differently: the first to write to the shared last logical page copies it, in ``reserve``.
         """
         self._check_open(table)
         length = table.num_tokens if num_tokens is None else num_tokens
@@ -224,9 +230,7 @@ class PagePool:
         return self._hold(PageTable(table.plan, table.root), prefix)
 
     def close(self, table: PageTable) -> None:
-        """Give everything back; filed logical pages that nobody else holds stay idle in the pool. A table never
-        reopens.
-        """
+        """Release all pages of ``table``; indexed logical pages without other holders stay idle. A table never reopens."""
         self._check_open(table)
         self._tables.remove(table)
         self._unlock(table.logical_pages)

@@ -28,7 +28,7 @@ class TenantStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of asked tokens that were found, 0 when none were asked."""
+        """Share of requested tokens that were cached, 0 without requests."""
         return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
@@ -60,11 +60,11 @@ class Tenant:
     merged_pages: int = 0
 
     def root(self, salt: bytes) -> bytes:
-        """Where the key chain of sequences with ``salt`` begins."""
+        """Return the start of the key chain of sequences with ``salt``."""
         return root_key(self.plan.spec.digest, self.epoch, salt)
 
     def stats(self, ledger: PageLedger) -> TenantStats:
-        """Its counters together with its pages in ``ledger``."""
+        """Return the tenant's counters together with its pages in ``ledger``."""
         name = self.plan.spec.tenant
         return TenantStats(
             held_pages=ledger.held[name],

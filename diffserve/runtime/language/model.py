@@ -52,7 +52,7 @@ class LanguageModel:
         return self.info.end_ids
 
     def spec(self, tenant: str = "llm", *, page_tokens: int | None = None) -> KVSpec:
-        """What it keeps for each token, for a ``PagePool``."""
+        """Return the spec of the model's keys and values for a ``PagePool``."""
         return KVSpec(
             tenant,
             tuple(LayerSpec(layer.num_heads, layer.head_dim) for layer in self.layers),
@@ -119,10 +119,10 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
 
 
 def fold_system(turns: Turns) -> Turns | None:
-    """``turns`` with the system texts at the head of the first turn of the user; None where one of the two is missing.
+    r"""Move the system texts to the head of the first user turn; return None if one of the two is missing.
 
     >>> fold_system([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
-    [{'role': 'user', 'content': 'be brief\\n\\nhello'}]
+    [{'role': 'user', 'content': 'be brief\n\nhello'}]
     """
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     later_turns = [turn for turn in turns if turn["role"] != "system"]

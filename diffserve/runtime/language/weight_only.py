@@ -43,7 +43,7 @@ def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoi
 
 
 def int4_problem(device: torch.device) -> str | None:
-    """Why int4 does not work on ``device``, found by trying one small layer; None when it does."""
+    """Return why int4 does not work on ``device``, by a test with one small layer; None if it works."""
     layer = nn.Linear(256, 32, bias=False, dtype=torch.bfloat16, device=device)
     hidden = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
     try:
