@@ -55,7 +55,7 @@ class PageTable:
         return self.keys[-1] if self.keys else self.root
 
     def page_ids(self) -> torch.Tensor:
-        """Page ids ``pages`` as int64 (num_logical_pages, num_groups) on the CPU, cached until the logical pages change."""
+        """Page ids as int64 (num_logical_pages, num_groups) on the CPU, cached until the logical pages change."""
         if self._page_ids is None or self._page_ids[0] != self.version:
             ids = torch.tensor(self.pages, dtype=torch.int64).reshape(len(self.logical_pages), self.plan.num_groups)
             self._page_ids = (self.version, ids)

@@ -88,9 +88,12 @@ class PagePool:
         del self._tenants[tenant]
 
     def forget(self, tenant: str) -> int:
-        """Remove all cached pages of ``tenant`` from the index (weights or adapters changed). Returns the number of freed pages.
+        """Remove all cached pages of ``tenant`` from the index, after a change of weights or adapters.
 
-        Open tables stay as they are; pages that they commit later are not found either.
+        Open tables are not affected; pages that they commit later are not found either.
+
+        Returns:
+            The number of freed pages.
         """
         self._tenant(tenant).epoch += 1
         return self._ledger.forget(tenant)
@@ -132,12 +135,11 @@ class PagePool:
         reserve: int = 0,
         most_cached: int | None = None,
     ) -> tuple[PageTable, int]:
-        """Create a table for a new sequence that starts with ``token_ids``, and return it with the number of cached tokens.
+        """Create a table for a new sequence that starts with ``token_ids``, with its cached pages.
 
-        The cached logical pages are locked in the table, so ``table.num_tokens`` equals that number, and the caller
-        computes the tokens after it. Only full logical pages are used, and never the last token (it must be computed to
-        continue). If the tenant indexes ``whole_sequences``, all of ``token_ids`` may be cached, and there is nothing
-        to compute.
+        The cached logical pages are locked in the table, and the caller computes the tokens after them. Only full
+        logical pages are used, and never the last token (it must be computed to continue). If the tenant indexes
+        ``whole_sequences``, all of ``token_ids`` may be cached, and there is nothing to compute.
 
         Args:
             tenant: Name of the tenant.
@@ -147,6 +149,9 @@ class PagePool:
             reserve: Number of tokens to reserve as well, as by ``reserve(table, reserve)``; all or nothing.
             most_cached: Largest number of cached tokens to use (for an encoder that must compute all that another
                 tenant lacks).
+
+        Returns:
+            The table, and the number of cached tokens, which equals ``table.num_tokens`` before reserving.
 
         Raises:
             PoolBusy, PoolTooSmall: ``reserve`` tokens cannot be held; then nothing has changed.
@@ -184,12 +189,13 @@ class PagePool:
         table.num_tokens = max(table.num_tokens, num_tokens)
 
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
-        """Record that keys and values of ``token_ids``, from the sequence's first token, are written; others may reuse them.
+        """Record that keys and values of ``token_ids`` are written, so that other sequences can reuse them.
 
-        Newly full logical pages are indexed, and with ``whole_sequences`` the last partial one too if ``token_ids``
-        reach the end of the table. If an equal logical page was indexed meanwhile, it replaces the table's page, which
-        is freed; its contents may differ by the rounding of another batch. Cheap when no page is newly full. The
-        numbers are not checked: after non-finite results close the table without committing.
+        ``token_ids`` are those of the sequence from its first token. Newly full logical pages are indexed, and with
+        ``whole_sequences`` the last partial one too if ``token_ids`` reach the end of the table. If an equal logical
+        page was indexed meanwhile, it replaces the table's page, which is freed; its contents may differ by the
+        rounding of another batch. Cheap when no page is newly full. The numbers are not checked: after non-finite
+        results close the table without committing.
 
         Raises PageTableError for more tokens than the table holds, or a shared logical page indexed with other tokens.
         """
@@ -215,9 +221,10 @@ class PagePool:
         table.num_tokens = num_tokens
 
     def fork(self, table: PageTable, num_tokens: int | None = None) -> PageTable:
-        """Create a second table over the same logical pages, for the first ``num_tokens`` tokens (default all). Takes no page.
+        """Create a second table over the same logical pages, for the first ``num_tokens`` tokens (default all).
 
-        The two may continue differently: the first to write to the shared last logical page copies it, in ``reserve``.
+        This takes no page. The two may continue differently: the first to write to the shared last logical page copies
+        it, in ``reserve``.
         """
         self._check_open(table)
         length = table.num_tokens if num_tokens is None else num_tokens
@@ -230,7 +237,7 @@ class PagePool:
         return self._hold(PageTable(table.plan, table.root), prefix)
 
     def close(self, table: PageTable) -> None:
-        """Release all pages of ``table``; indexed logical pages without other holders stay idle. A table never reopens."""
+        """Release all pages of ``table`` for good; indexed logical pages without other holders stay idle."""
         self._check_open(table)
         self._tables.remove(table)
         self._unlock(table.logical_pages)

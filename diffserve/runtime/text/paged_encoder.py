@@ -120,7 +120,7 @@ class PagedTextEncoder:
 
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
-        """Return the pooled vector (P,) of an end mark's last hidden state (dim,), normalized and possibly projected."""
+        """Return the pooled vector (P,) of an end mark's last hidden state (dim,), projected if the model does so."""
         state: Tensor = self._body.final_layer_norm(last[None])
         project = getattr(self.network, "text_projection", None)
         projected: Tensor = state if project is None else project(state)

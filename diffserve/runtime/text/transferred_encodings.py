@@ -42,7 +42,7 @@ def text_name(part: bytes, text: str, way: bytes) -> bytes:
 
 
 def handed(table: EncodingTable, name: bytes) -> Tensor:
-    """Return the tensor ``name``. Raises EngineUnavailable if it is missing, as with another model on the other side."""
+    """Return the tensor ``name``. Raises EngineUnavailable if it is missing, as the other model differs then."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
     return table[name]
