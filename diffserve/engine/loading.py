@@ -203,7 +203,7 @@ def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) 
 
 
 def warm_up(texts: TextEngine | None, rewriter: Rewriter | None) -> None:
-    """First calls of every length, and a rewrite. What goes wrong is logged: images may still be painted."""
+    """Make a first call of every length, and a rewrite. Errors are logged, as images may still work."""
     if texts is None:
         return
     try:

@@ -12,7 +12,7 @@ from diffserve.api.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):
-    """Cause of a failure: a stable ``code``, a message, and the request field at fault if there is one."""
+    """Cause of a failure: a stable ``code``, a message, and the request field at fault, if any."""
 
     code: str
     message: str

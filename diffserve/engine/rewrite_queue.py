@@ -62,7 +62,7 @@ class PendingImage:
 
 
 class RewriteQueue:
-    """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
+    """Queue before ``engine``; ``rewriter`` is None without a language model. Thread-safe."""
 
     def __init__(
         self, engine: ImageEngines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]

@@ -105,14 +105,14 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     # Convenient ways ----------------------------------------------------------------------------------------------
 
     def rewrite(self, wish: str, num_prompts: int = 1, options: RewriteOptions | None = None) -> tuple[Rewrite, ...]:
-        """Rewrite one wish and wait. Raises what ``answer`` raises."""
+        """Rewrite one prompt and wait. Raises the errors of ``answer``."""
         request = RewriteRequest(wish=wish, num_prompts=num_prompts, options=options or RewriteOptions())
         return self.answer([request])[0].rewrites
 
     def answer(self, requests: Sequence[RewriteRequest]) -> list[RewriteFinished]:
-        """Rewrite wishes side by side and wait: one answer for each, in order; more than may wait at once, too.
+        """Rewrite prompts concurrently, even more than may be queued, and return their answers in order.
 
-        Raises what ``submit`` raises (but QueueFull), and for one that failed DeadlineExceeded, NumericalError,
+        Raises the errors of ``submit`` except QueueFull, and for a failed prompt DeadlineExceeded, NumericalError,
         InvalidRequest or DiffserveError.
         """
         ends = [history[-1] for history in self._answer(requests)]
@@ -163,7 +163,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return request.request_id
 
     def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
-        """Forget ``job``: its texts are cancelled, and what they still say is dropped."""
+        """Drop ``job``: its texts are canceled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
             for question in unasked:

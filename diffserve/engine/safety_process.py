@@ -20,7 +20,7 @@ from diffserve.processes.child_signals import leave_stopping_to_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer until the other side closes the socket."""
+    """Answer requests until the other side closes the socket."""
     parser = argparse.ArgumentParser(prog="diffserve-safety", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
     parser.add_argument("--filter", required=True, help="model, or MODULE:FACTORY")

@@ -58,9 +58,10 @@ class StageRequest(Generic[R]):
 
 
 class StageQueue(ABC, Generic[R]):
-    """Requests of one stage, done one after the other. ``submit`` and ``cancel`` from any thread.
+    """Queue of one stage, processed one by one. ``submit`` and ``cancel`` are thread-safe.
 
-    doing  what it does, in words
+    Attributes:
+        doing: Description of the work, for messages.
     """
 
     doing: str
@@ -124,7 +125,7 @@ class StageQueue(ABC, Generic[R]):
         return events
 
     def check(self, request: R, *, num_ahead: int = 0) -> None:
-        """Raise what is known to be wrong with ``request``."""
+        """Raise the known errors of ``request``."""
         self._images.want(request.model)
 
     def _begin(self, queued: StageRequest[R]) -> None:  # optional hook
@@ -195,7 +196,7 @@ def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> 
 
 
 class DecodingStage(StageQueue[DecodeRequest]):
-    """Decodes finished latents, each picture in a call of its own, as an engine that promises bytes does."""
+    """Decodes finished latents, each image in a separate call, as deterministic engines do."""
 
     doing = "decoding this picture"
 

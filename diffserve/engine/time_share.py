@@ -35,9 +35,11 @@ MOST_DEBT_S: Final = 5.0
 
 
 class TimeShare:
-    """``share``: between 0 and 1, of the time that both sides take together, what the texts get when both want it.
+    """Divides device time; ``share``, between 0 and 1, is the part of the texts when both sides have work.
 
-    image_s, text_s   seconds that each side had since birth while the other wanted some too
+    Attributes:
+        image_s: Seconds of image steps while texts waited.
+        text_s: Seconds of text calls while images waited.
     """
 
     def __init__(self, share: float) -> None:
@@ -64,7 +66,7 @@ class TimeShare:
 
     @property
     def call_s(self) -> float | None:
-        """Seconds that one call of the language model should take at most: what a step earns; None when not known."""
+        """Longest time of a language-model call in seconds, the credit of one image step; None when unknown."""
         return None if self._step_s is None else self._rate * self._step_s
 
     def stats(self) -> ShareStats:

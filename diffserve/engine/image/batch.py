@@ -68,7 +68,7 @@ class ImageBatch:
 
     @cached_property
     def scaled(self) -> Tensor:
-        """(B, C, h, w) what the UNet sees."""
+        """Inputs of the UNet, (B, C, h, w)."""
         return scale_input(self.x, self.rows)
 
     @cached_property
@@ -81,7 +81,7 @@ class ImageBatch:
         return torch.zeros_like(self.x).index_copy_(0, self.drawing, drawn)
 
     def is_uncond(self, row: int) -> bool:
-        """Whether ``row`` is an unconditional one."""
+        """Whether ``row`` is an unconditional row."""
         return row >= len(self.tasks)
 
     def label(self, row: int) -> RowLabel:

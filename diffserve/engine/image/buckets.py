@@ -206,7 +206,7 @@ class RowCaps:
         return min(learnt, self._room(group))
 
     def ran_out(self, group: GroupKey, num_rows: int) -> None:
-        """There was no memory for a call of ``num_rows``."""
+        """Record that a call of ``num_rows`` ran out of memory."""
         pause_s = FIRST_PAUSE_S
         cap = self._caps.pop(group, None)
         if cap is not None:

@@ -1,4 +1,4 @@
-"""Which groups are painted by compiled calls: those for which there are packages, once they are proven and faster."""
+"""Groups with compiled calls: those with packages that are proven to be correct and faster."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class LatePackages(NamedTuple):
 
 
 class CompiledGroups:
-    """The compiled counterparts of groups, as ``[engine] compile`` allows them.
+    """Compiled counterparts of groups, as ``[engine] compile`` allows.
 
-    packages     where compiled calls are kept, ``None`` where they are not wanted
-    graphs       recordings of calls, compiled or not, ``None`` where calls are made one by one
-    is_measured  whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
-                 path is chosen once (see ``unet_paths``)
+    Attributes:
+        packages: Stored compiled calls, ``None`` if compilation is off.
+        graphs: Recordings of calls, compiled or not; ``None`` if calls are not recorded.
+        is_measured: Whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
+            path is chosen once (see ``unet_paths``).
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
@@ -75,11 +76,11 @@ class CompiledGroups:
         self._doubted: dict[GroupKey, float] = {}
 
     def of(self, group: GroupKey) -> Compiled | None:
-        """Return what makes compiled calls of ``group``; ``None`` where the network makes all calls."""
+        """Return the function for compiled calls of ``group``; ``None`` if the network makes its calls."""
         return self._compiled.run if self._compiled is not None and group.is_compiled else None
 
     def recorder(self, group: GroupKey) -> Recorder | None:
-        """Return what replays recordings of the calls of ``group``, or ``None`` where calls are not recorded."""
+        """Return the recorder of the calls of ``group``, or ``None`` if calls are not recorded."""
         # a compiled call has the size of its package already
         return None if self.graphs is None else self.graphs.recorder(group, is_padded=not group.is_compiled)
 
@@ -155,7 +156,7 @@ class CompiledGroups:
         self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:
-        """Newcomers are painted in ``group`` from now on."""
+        """Use ``group`` for new images from now on."""
         self._proven.add(group)
 
     def remove(self, kind: Kind | None, sizes: Sequence[int]) -> None:
@@ -164,7 +165,7 @@ class CompiledGroups:
             self.packages.remove(kind, sizes)
 
     def close(self) -> None:
-        """Compile nothing any more."""
+        """Stop compiling."""
         if self._compiler is not None:
             self._compiler.close()
 

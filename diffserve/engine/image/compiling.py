@@ -144,7 +144,7 @@ def compile_in_child(
 
 
 class BackgroundCompiler:
-    """Compiles one group after the other in a process of the lowest priority, which ends with this one."""
+    """Compiles groups one by one in a process of the lowest priority, which ends with this one."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class BackgroundCompiler:
             self._wanted.popitem(last=False)
 
     def poll(self) -> GroupKey | None:
-        """Go on with the next group where one is done, which is returned. Returns at once."""
+        """Return a finished group, if any, and start the next one; does not wait."""
         done = None
         if self._process is not None:
             code = self._process.exit_code()
@@ -182,7 +182,7 @@ class BackgroundCompiler:
         return done
 
     def close(self) -> None:
-        """End what is going on."""
+        """Stop the running compilation."""
         self._is_broken = True
         if self._process is not None:
             self._end()
@@ -198,7 +198,7 @@ class BackgroundCompiler:
 
 
 def main() -> None:
-    """Compile what one line of standard input says; end, with all compilers, as soon as standard input does."""
+    """Compile the job on standard input; stop all compilers when standard input closes."""
     order = json.loads(sys.stdin.readline())
     if order["in_background"]:
         if hasattr(os, "nice"):

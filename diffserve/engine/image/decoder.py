@@ -112,7 +112,7 @@ class ImageDecoder:
         self._collect(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
-        """Drop decodings of images that are gone."""
+        """Drop decoded data of images that have left."""
         self._decoding = {task: decoding for task, decoding in self._decoding.items() if task.state is not None}
         self._previews = {task: preview for task, preview in self._previews.items() if task.state is not None}
 

@@ -73,7 +73,7 @@ class ImageEngines:
 
     @property
     def num_changes(self) -> int:
-        """How often what :attr:`served` says has changed."""
+        """Number of changes of :attr:`served` so far."""
         return self._num_path_changes + self._loading.num_changes
 
     @property
@@ -166,7 +166,7 @@ class ImageEngines:
             engine.check_integrity()
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
-        """Raise what ``submit`` would raise, as far as that is known while the model is not loaded."""
+        """Raise the errors of ``submit`` that are known while the model is not loaded."""
         entry = self._of(request.model)
         if entry.engine is None:
             self._check_waiting(entry, num_ahead)

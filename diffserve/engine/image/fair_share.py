@@ -72,7 +72,7 @@ class FairShare:
         self._num_live[client] += 1
 
     def leave(self, client: str) -> None:
-        """Remove a request of ``client``; its clock is forgotten once it is not ahead of the others."""
+        """Remove a request of ``client``; its clock is dropped once it is not ahead of other clients."""
         self._num_live[client] -= 1
         if self._num_live[client]:
             return

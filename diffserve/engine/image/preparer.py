@@ -259,7 +259,7 @@ class Preparer:
 
 
 def _reads_as_all(task: ImageTask) -> bool:
-    """Whether its texts are what they are for most."""
+    """Whether the texts of ``task`` are read without adapters and with the default ``clip_skip``."""
     return not task.settings.loras and task.settings.clip_skip == 1
 
 
@@ -278,7 +278,7 @@ def kin_of(task: ImageTask) -> Hashable:
 
 
 def cells_of(mask: Picture) -> Tensor:
-    """(height, width) float32, 1 where to repaint, else 0."""
+    """Return a mask (height, width) float32, 1 where to repaint, else 0."""
     return torch.tensor(mask.array >= PAINT_FROM, dtype=torch.float32)
 
 

@@ -143,7 +143,7 @@ class SharedImages:
 
     @property
     def followers(self) -> set[ImageTask]:
-        """Images that wait for an equal one."""
+        """Images that wait for an equal image."""
         return {task for leader in self._leaders.values() for task in leader.followers}
 
     def join(self, task: ImageTask) -> bool:

@@ -1,8 +1,8 @@
-"""Room: how many rows of a shape the memory holds, before they are run; and a picture that never fits, at the door.
+"""Room: limits rows of UNet calls by available memory, and refuses images that can never fit.
 
-A call beyond the memory is worse than one that is not made: on a GPU it costs the call and every cached block, on a CPU
-the process. So rows are capped by what their call will hold, as a dry run tells, and by what is free. What runs out all
-the same, because others took the memory meanwhile, is halved by ``unet_calls``.
+Running out of memory costs the call and all cached blocks on a GPU, and the process on a CPU. So rows are limited by
+the memory of their call, which a dry run determines, and by what is free. If memory still runs out, because other
+processes took it, ``unet_calls`` halves the call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Room:
         self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)
 
     def rows(self, group: GroupKey) -> int:
-        """Rows that a call of ``group`` may have by what is free now, at least one."""
+        """Return the number of rows that fit into a call of ``group`` now, at least one."""
         if self._clock() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = self._clock()
             self._now_bytes = self._look()

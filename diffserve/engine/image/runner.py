@@ -194,7 +194,7 @@ class ImageRunner:
             self.conditioner.pool.retire(tenant)
 
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
-        """Raise if a page is lost, or held for other images than those ``in_flight``."""
+        """Raise if a page is lost, or held for images that are not ``in_flight``."""
         active = [task for task in in_flight if task.state is not None]
         num_switched = sum(task.group is not None and task.group.is_refined for task in active)
         self.conditioner.check_integrity(len(active) - num_switched)

@@ -74,7 +74,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     @property
     def waits(self) -> bool:
-        """Whether there are images for which the current tick may have nothing to do."""
+        """Whether images hold slots or wait for scores, even if the current tick has nothing to compute."""
         return bool(self._queue.holders or self._scores.pending)
 
     @property
@@ -218,7 +218,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return self.estimates.position_events(self.in_flight, now_s)
 
     def fail(self, task: ImageTask, failure: FailureReason) -> list[Event]:
-        """Give up one image; the other images of its request and of the tick go on."""
+        """Fail one image; other images of its request and of the tick continue."""
         if task.stage is Stage.DONE:
             return []
         live = task.live

@@ -128,7 +128,7 @@ class Groups:
         self._first: GroupFacts | None = None
 
     def learn(self, group: GroupKey) -> None:
-        """Measure all of ``group`` now, unless it is known."""
+        """Measure ``group`` now, unless it is measured already."""
         self.known(group)
         while group in self._wanted:
             self.study(group)
@@ -172,9 +172,9 @@ class Groups:
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Return ``group``, or its compiled counterpart where its calls are compiled.
+        """Return ``group``, or its compiled counterpart if its calls are compiled.
 
-        Calls with whole changes are never compiled.
+        Calls with adapters of no rank are never compiled.
         """
         if group.lora_rank == WHOLE:
             return group
@@ -195,7 +195,7 @@ class Groups:
 
     @property
     def unet_paths(self) -> tuple[UNetPath, ...]:
-        """The paths chosen so far; none where compiled calls are used once measured as faster."""
+        """Paths chosen so far; none if compiled calls are used once measured as faster."""
         return () if self.paths is None or self.compiled.is_measured else self.paths.chosen
 
     def prepare_paths(self, native: GroupKey) -> None:
@@ -206,7 +206,7 @@ class Groups:
             self._reference_of(native)  # a few calls now, and none in the first request of another shape
 
     def least_rows(self, width_px: int, height_px: int) -> int:
-        """Rows of the smallest call that a picture of this size may be painted with, as far as is known."""
+        """Return the rows of the smallest call for an image of this size, as far as known."""
         is_free = not self.is_deterministic or self._first is None
         group = GroupKey(height_px, width_px, self.model.text.window_tokens)
         return SOLO if is_free or self._is_large(group) else self._reference_of(group)
@@ -417,7 +417,7 @@ class Groups:
         return self._known_by(group, facts)
 
     def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
-        """Return what is known of ``group`` by ``facts``, which were measured without whole changes."""
+        """Return the facts of ``group`` from ``facts``, which were measured without rankless adapters."""
         # whether the products of whole changes have the same bytes on other numbers of threads was not measured
         counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
         return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)

@@ -171,7 +171,7 @@ class SlotQueue:
         self.waiting.add(task, key, self._holders.pop(task))
 
     def release(self, task: ImageTask) -> None:
-        """Free the slot of ``task``, if it holds one."""
+        """Free the slot of ``task``, if it has one."""
         if task.slot is not None:
             self.table.free(task.slot)
             self._holders.pop(task)

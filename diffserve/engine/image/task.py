@@ -365,7 +365,7 @@ class TickPlan:
 
     @property
     def tasks(self) -> tuple[ImageTask, ...]:
-        """All images of the tick, each once."""
+        """All images of the tick, without duplicates."""
         return tuple(dict.fromkeys((*self.prepare, *self.rows, *self.decode)))
 
 

@@ -315,7 +315,7 @@ class UNetCaller:
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
 
     def _learn(self) -> None:
-        """Tell the curves what calls took, in their order, as far as that is known by now."""
+        """Add the measured times of calls to their cost curves, in order, as far as they are available."""
         while self._timed and self._timed[0][2].is_here:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)

@@ -78,7 +78,7 @@ def path_of(key: str, group: GroupKey, outcome: Outcome) -> UNetPath:
 
 
 class PathChooser:
-    """The paths of one model's UNet calls."""
+    """Chooses the path of each shape's UNet calls for one model."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig, packages: Packages, calls: CompiledCalls) -> None:
         self._model = model

@@ -119,7 +119,7 @@ class TextAdmission:
         return task
 
     def _has_any(self, stop: tuple[str, ...], token_ids: Tokens[int]) -> bool:
-        """Whether one of the texts ``stop`` is in what some tokens say."""
+        """Whether one of the texts ``stop`` occurs in the text of some tokens."""
         text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return any(stop_text in text for stop_text in stop)
 

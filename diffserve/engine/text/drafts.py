@@ -1,4 +1,4 @@
-"""Which drafts a tick checks: how long, from where, and what is learnt from those that were wrong."""
+"""Policy for drafts: their source and length, adapted to how many were accepted."""
 
 from __future__ import annotations
 

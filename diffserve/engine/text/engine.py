@@ -133,7 +133,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         config: TextConfig | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """Load a model directory, and a draft model where one is given. Raises what ``load_language_model`` raises."""
+        """Load a model directory, and a draft model if named. Raises the errors of ``load_language_model``."""
         model = load_language_model(path, dtype=dtype, device=device)
         draft = None if draft_path is None else load_language_model(draft_path, dtype=dtype, device=device)
         return cls.from_model(model, config, draft_model=draft, pool_bytes=pool_bytes)

@@ -42,7 +42,7 @@ class TextOutputs:
             self.pages.settle(piece.sequence)
 
     def apply_choices(self, task: TextTask, outcome: TextOutcome, now_s: float) -> Iterator[TextEvent]:
-        """Take what the model said for ``task``; its stage is DONE when that was all."""
+        """Append the chosen tokens of ``task``; its stage is DONE if they end the text."""
         live = task.live
         live.first_token_s = now_s if live.first_token_s is None else live.first_token_s
         live.last_token_s = now_s
@@ -84,7 +84,7 @@ class TextOutputs:
         )
 
     def _take(self, task: TextTask, choices: list[Choice]) -> tuple[list[str], FinishReason | None]:
-        """Tokens one by one, up to the one that ends the text: the pieces of text, and why it is over."""
+        """Append tokens up to the one that ends the text; return the pieces of text and the finish reason."""
         assert task.stream is not None
         row, pieces = task.sequences[0].row, []
         for index, choice in enumerate(choices):

@@ -46,7 +46,8 @@ class SequencePages:
         return count
 
     def open(self, sequence: Sequence, salt: bytes) -> bool:
-        """Pages for all tokens so far, those found already computed; False, with nothing taken, when not there now."""
+        """Open pages for all tokens so far, cached ones included; returns False, without a change, if pages are scarce.
+        """
         ids = sequence.row.token_ids
         try:
             sequence.table, sequence.num_computed = self.pool.open(self.tenant, ids, salt, reserve=len(ids))
@@ -55,7 +56,7 @@ class SequencePages:
         return True
 
     def reserve(self, sequence: Sequence, end: int) -> bool:
-        """Room to write tokens up to ``end``; False, with nothing changed, when it is not there now."""
+        """Reserve pages for tokens up to ``end``; returns False, with nothing changed, without free pages."""
         assert sequence.table is not None
         try:
             self.pool.reserve(sequence.table, end, start=sequence.num_computed)
@@ -78,7 +79,7 @@ class SequencePages:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Drop what was written for drafts that were wrong, and let others find the logical pages that are full."""
+        """Drop the tokens of rejected drafts, and index the full logical pages for reuse."""
         ids, table = sequence.row.token_ids, sequence.table
         assert table is not None
         if table.num_tokens > sequence.num_tokens:
@@ -114,7 +115,7 @@ class SequencePages:
         task.sequences = beams
 
     def close(self, task: TextTask) -> None:
-        """Give all pages of ``task`` back. What was committed may still be found later."""
+        """Release all pages of ``task``. Indexed pages may be reused later."""
         for sequence in task.sequences:
             self.close_draft(sequence)
             if sequence.table is not None:

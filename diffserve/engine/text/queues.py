@@ -118,7 +118,7 @@ class RunningQueue(TaskQueue):
         return True
 
     def close_drafts(self) -> bool:
-        """Give back all pages of the draft model; False when there were none."""
+        """Release all pages of the draft model; returns False if there were none."""
         sequences = [sequence for task in self._tasks for sequence in task.sequences]
         return any([self.pages.close_draft(sequence) for sequence in sequences])
 

@@ -1,4 +1,4 @@
-"""One text tick's work on the tensors: drafts are made, the mixed batch is computed, tokens are chosen."""
+"""Tensor work of a text tick: propose drafts, run the mixed batch, choose tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextRunner:
-    """Runs plans. Whatever fails is reported for the text it belongs to; nothing is raised for one text's sake."""
+    """Runs plans. Failures are reported for the text they belong to; a single text's failure raises nothing."""
 
     def __init__(self, runner: LanguageRunner, draft_runner: LanguageRunner | None, clock: Callable[[], float]) -> None:
         self.runner = runner
@@ -30,7 +30,7 @@ class TextRunner:
 
     @torch.inference_mode()
     def run(self, plan: TextPlan) -> TextOutcome:
-        """Do what ``plan`` says."""
+        """Run ``plan`` and return its outcome."""
         outcome = TextOutcome()
         draft_probs = self._draft([piece for piece in plan.pieces if piece.num_draft])
         started_s = self.clock()
@@ -40,7 +40,7 @@ class TextRunner:
         return outcome
 
     def read(self, outcome: TextOutcome) -> None:
-        """Wait for what is ``unread`` of ``outcome``, and say it."""
+        """Wait for the ``unread`` tokens of ``outcome``, and add them to it."""
         for tasks, unread_tokens in outcome.unread:
             try:
                 choices = unread_tokens.read()
@@ -140,7 +140,7 @@ class TextRunner:
 
 
 def _blamed(task: TextTask, error: Exception, draft: Sequence[int] = ()) -> Exception:
-    """``error``, or what the constraint of ``task`` gave up for, perhaps within ``draft``: then nothing was allowed."""
+    """Return the error of the constraint of ``task``, possibly within ``draft``, or else ``error``."""
     row = task.sequences[0].row
     if row.constraint is None:
         return error

@@ -61,7 +61,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that need one token computed to say the next."""
+        """Number of sequences that need one token computed to choose the next."""
         return sum(len(task.sequences) for task in self.running if task.is_decoding)
 
     def add(self, live: LiveText) -> None:

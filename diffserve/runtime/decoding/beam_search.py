@@ -89,7 +89,7 @@ class BeamSearch:
 
     @property
     def num_steps(self) -> int:
-        """Tokens in each beam that goes on."""
+        """Number of tokens in each active beam."""
         return len(self._choices[0])
 
     def step(self, logits: Tensor) -> Fork:
@@ -170,7 +170,7 @@ class BeamSearch:
         return Fork(parents, token_ids)
 
     def _may_improve(self) -> bool:
-        """Whether a beam that goes on could still beat a finished one, as ``early_stopping`` sees it."""
+        """Whether an active beam could still beat a finished one, by the rule of ``early_stopping``."""
         all_finished = None not in self._finished
         if self._params.early_stopping is True and all_finished:
             return False

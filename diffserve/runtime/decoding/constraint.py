@@ -162,7 +162,7 @@ class TokenConstraint(Constraint[int]):
         return state != DEAD and not self._ends.isdisjoint(self._sets[state])
 
     def mask(self, state: int, vocab_size: int) -> Tensor:
-        """(vocab_size,) bool on the CPU, True where a token is allowed. Kept; not to be changed."""
+        """Return a cached (vocab_size,) bool mask on the CPU, True where a token is allowed. Must not be modified."""
         key = (state, vocab_size)
         if key in self._masks:
             self._masks.move_to_end(key)
@@ -175,7 +175,7 @@ class TokenConstraint(Constraint[int]):
         return allowed
 
     def num_allowed(self, state: int, token_ids: Sequence[int]) -> int:
-        """How many of ``token_ids`` may follow one after another: what is left of a draft."""
+        """Return how many of ``token_ids`` may follow one after another, to shorten a draft."""
         count = 0
         for token_id in token_ids:
             state = self.advance(state, token_id)
@@ -195,7 +195,7 @@ class TokenConstraint(Constraint[int]):
         return tokens
 
     def practise(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remember what usually follows in ``texts``, which are allowed: for drafts, where nothing else is known."""
+        """Record the usual continuations in ``texts``, which must be allowed, as a fallback for drafts."""
         for token_ids in texts:
             state = self.start
             for token_id in token_ids:

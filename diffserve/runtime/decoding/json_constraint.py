@@ -232,7 +232,7 @@ def _letters() -> dict[str, int]:
 
 
 def _is_right(tokenizer: Any, spelled: Sequence[bytes]) -> bool:
-    """Whether the tokens of a text say what the tokenizer reads back from them."""
+    """Whether the bytes of a sample text's tokens equal what the tokenizer decodes."""
     ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return max(ids) < len(spelled) and b"".join(spelled[token_id] for token_id in ids).strip() == text.strip().encode()

@@ -110,7 +110,7 @@ class PromptLookup:
 
 
 def _find(text: bytes, pattern: bytes, end: int) -> int | None:
-    """Index of the first token at which ``wanted`` stands, before token ``end``."""
+    """Return the index of the first occurrence of ``wanted`` before token ``end``."""
     at = text.find(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
         at = text.find(pattern, at + 1, end * ITEM_BYTES)
@@ -118,7 +118,7 @@ def _find(text: bytes, pattern: bytes, end: int) -> int | None:
 
 
 def _rfind(text: bytes, pattern: bytes, end: int) -> int | None:
-    """Index of the last token at which ``wanted`` stands, before token ``end``."""
+    """Return the index of the last occurrence of ``wanted`` before token ``end``."""
     at = text.rfind(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
         at = text.rfind(pattern, 0, at + len(pattern) - 1)

@@ -12,7 +12,7 @@ Sequence A has ten tokens on three logical pages. Two are full: once committed, 
 drawing shows for each page the number of tables that hold it::
 
     tokens   0  1  2  3 | 4  5  6  7 | 8  9
-    logical page      (0, 1)       (2, 3)     (4, 5)
+    pages    (0, 1)       (2, 3)       (4, 5)
 
 >>> seq_a, num_cached = pool.open("llm", range(10), reserve=10)
 >>> num_cached, seq_a

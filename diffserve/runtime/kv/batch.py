@@ -1,4 +1,4 @@
-"""Sequences of one tenant side by side: index tensors made once, then one scatter and one gather for each layer."""
+"""Batch of one tenant's sequences: index tensors are built once, then each layer needs one scatter and one gather."""
 
 from __future__ import annotations
 

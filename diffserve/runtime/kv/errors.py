@@ -1,4 +1,4 @@
-"""What can go wrong with the page pool."""
+"""Errors of the page pool."""
 
 from __future__ import annotations
 

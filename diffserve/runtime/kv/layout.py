@@ -75,7 +75,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return sum(self.layer_bytes(layer) for layer in range(len(self.layers))) // self.page_tokens
 
     @cached_property

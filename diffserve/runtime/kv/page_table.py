@@ -46,7 +46,7 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages held, shared ones included."""
+        """Number of pages held, shared ones included."""
         return len(self.logical_pages) * self.plan.num_groups
 
     @property
@@ -153,7 +153,7 @@ def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) 
 
 
 def _file(ledger: PageLedger, table: PageTable, at: int, key: bytes, *, is_full: bool) -> bool:
-    """File logical page ``at`` under ``key``, or take the one that is filed there and give this one back: then True."""
+    """Index logical page ``at`` under ``key``; returns True if an equal page was indexed already and replaces it."""
     logical, twin = table.logical_pages[at], ledger.index.find(key)
     if twin is logical:
         return False

@@ -1,4 +1,4 @@
-"""What the pool keeps for each tenant, and tells the metrics: numbers only, never tokens."""
+"""Statistics of the pool's tenants for the metrics: numbers only, never tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffserve.runtime.kv.ledger import PageLedger, root_key
 
 @dataclass(frozen=True)
 class TenantStats:
-    """One tenant. Pages are as of now, the rest counts since birth."""
+    """Statistics of one tenant. Page numbers are current, the others count since creation."""
 
     held_pages: int
     """In the tables that are open; a shared page counts once."""
@@ -34,7 +34,7 @@ class TenantStats:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The whole pool: ``free + held + idle == num_pages``."""
+    """Statistics of the pool: ``free + held + idle == num_pages``."""
 
     num_pages: int
     page_bytes: int

@@ -62,7 +62,7 @@ def paged_attention(
 
 
 def register() -> str:
-    """Make ``PAGED`` known to transformers, once or again, and return it."""
+    """Register ``PAGED`` with transformers and return it; may be repeated."""
     import_quietly("transformers", "AttentionInterface").register(PAGED, paged_attention)
     return PAGED
 

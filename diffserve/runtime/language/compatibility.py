@@ -65,7 +65,7 @@ def has_longrope(config: Any) -> bool:
 
 
 def _rope_dicts(parameters: Any) -> list[dict[str, Any]]:
-    """``parameters`` and what is nested in it: some models have rotations of their own for each type of layer."""
+    """Return ``parameters`` and nested ones, as some models have separate rotations for each type of layer."""
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

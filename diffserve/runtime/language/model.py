@@ -1,4 +1,4 @@
-"""LanguageModel: a transformers causal language model, its tokenizer, and what is known about it."""
+"""LanguageModel: a transformers causal language model with its tokenizer and its info."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A loaded model; ``load_language_model`` makes it.
+    """Loaded language model, created by ``load_language_model``.
 
-    network    transformers' ``...ForCausalLM``, on its device, attending through ``paged_attention``
-    tokenizer  transformers' tokenizer of the same directory
-    layers     its attention layers, first to last
-    spelling   what its tokens say, for texts that must be JSON; None where that is not known
+    Attributes:
+        network: transformers' ``...ForCausalLM``, on its device, with ``paged_attention``.
+        tokenizer: transformers' tokenizer of the same directory.
+        layers: Shapes of its attention layers, first to last.
+        spelling: Bytes of its tokens, for JSON output; None if unknown.
     """
 
     network: Any
@@ -63,7 +64,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
-        """(T, V) of one sequence, by transformers' own attention and without a pool: the path to compare with."""
+        """Return the logits (T, V) of one sequence by transformers' own attention without a pool, for comparison."""
         ids = torch.tensor(token_ids, device=self.device)
         everywhere = torch.arange(len(token_ids), device=self.device)
         has_softcap = any(layer.softcap is not None for layer in self.layers)
@@ -92,9 +93,9 @@ Turns = list[dict[str, str]]
 
 
 def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> str:
-    """``messages`` as text that ends where the model's answer begins; special tokens are spelled out in it.
+    """Render ``messages`` as a prompt that ends where the model's answer begins, special tokens included.
 
-    Raises InvalidRequest where the model has no chat template, and where its template takes no such conversation.
+    Raises InvalidRequest if the model has no chat template, or if the template rejects the conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(

@@ -93,10 +93,10 @@ class PlainConditioner:
         """Precompute prompts for requests before ``let_go``; plain embeddings precompute nothing."""
 
     def let_go(self) -> None:
-        """Release precomputed prompts; there are none here."""
+        """Release precomputed prompts; does nothing here."""
 
     def study(self) -> bool:
-        """Measure one batch size for joint text encoding; return False, as there is nothing to measure."""
+        """Measure one batch size for joint text encoding; always False here."""
         return False
 
     def contexts(self, rows: Sequence[ConditioningRow]) -> Tensor:
@@ -209,7 +209,7 @@ def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
 
 
 def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:
-    """Return what ``model`` and its refiner ask of a page pool, as far as their UNets can be paged."""
+    """Return the page pool specs of ``model`` and its refiner, if their UNets can be paged."""
     models = (model, model.refiner)
     return [image_specs(each, is_exact=is_exact) for each in models if each and not each.unet.unpaged_reason]
 

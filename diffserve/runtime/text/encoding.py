@@ -39,7 +39,7 @@ class TextReading(NamedTuple):
 
     @property
     def adapters(self) -> bytes:
-        """A digest of what changes the encoders, or keys and values; empty where nothing does."""
+        """Digest of the changes of encoders, keys and values; empty without changes."""
         return self.loras.text_digest if self.loras else b""
 
 
@@ -85,7 +85,7 @@ class Window:
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """One number for each place: the ids that the encoders read there."""
+        """One number for each position, made from the ids of all encoders."""
         places = zip(*(chunk.ids for chunk in self.chunks), strict=True)
         return tuple(sum(token << TOKEN_BITS * index for index, token in enumerate(place)) for place in places)
 
@@ -139,18 +139,18 @@ class Conditioning:
         return self.cond.shape[0]
 
     def close(self) -> None:
-        """Do nothing; the counterpart of ``PagedConditioning.close``, which frees pages."""
+        """Do nothing; counterpart of ``PagedConditioning.close``, which frees pages."""
 
 
 class EncodedText(NamedTuple):
-    """One text: embeddings (chunks, window, dim) and the pooled vector (P,) of its first chunk, if there is one."""
+    """Encoded text: embeddings (chunks, window, dim), and the pooled vector (P,) of its first chunk or ``None``."""
 
     chunks: torch.Tensor
     pooled: torch.Tensor | None
 
 
 class TextEncoder(NamedTuple):
-    """A tokenizer with the encoder it was made for."""
+    """Tokenizer and its encoder."""
 
     tokenizer: Any
     network: Any

@@ -1,7 +1,7 @@
-"""Learnt words in prompts: found in the text, read by the encoder as the vectors that were learnt for them.
+"""Textual inversion: words in prompts that the encoder reads as learnt vectors.
 
-Each vector is one more token, with an id above the tokenizer's own; whatever counts, cuts, weighs or caches tokens
-takes it as any other. A word is found whole, in capitals or not, as in A1111.
+Each vector is an additional token with an id above those of the tokenizer, and is counted, split, weighted and cached
+like other tokens. Words match completely and in any case, as in A1111.
 """
 
 from __future__ import annotations

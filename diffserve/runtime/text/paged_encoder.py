@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
 
 
 def together(num_texts: int) -> list[range]:
-    """All in one call."""
+    """Return one range of all texts, for one call."""
     return [range(num_texts)]
 
 
@@ -218,9 +218,9 @@ class WindowBatches:
         return calls
 
     def study(self) -> bool:
-        """Make one call for what is still to be found out; False where there is nothing.
+        """Make one measuring call; returns False when nothing is left to measure.
 
-        After one that raised, as where pages are short, windows stay alone.
+        After a call that raised, for example without free pages, windows stay alone.
         """
         if self._study is None:
             return False
