@@ -1,4 +1,4 @@
-"""The engine on a postcard, for pictures and for texts: cancel, expire, plan, run, apply; and the counter before it."""
+"""Base class of the image and text engines: request intake and the tick loop (cancel, expire, plan, run, apply)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
             return request_id in self._inbox or request_id in self.scheduler.live
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
-        """Raise what submitting ``order`` would raise, without queuing it."""
+        """Raise the errors of submitting ``order``, without queuing it."""
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)

@@ -94,7 +94,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> CombinedEngine:
-        """Load the models that ``settings`` name; raise what ``load`` raises."""
+        """Load the models that ``settings`` name; raises the errors of ``load``."""
         serve = settings.serve
         return cls.load(
             settings.model, settings.engine, settings.text, settings.models, unload_after_s=serve.unload_after_s

@@ -97,7 +97,7 @@ class TickLoop(ABC, Generic[Order, E]):
         return self._take_mail()
 
     def events(self) -> Iterator[E]:
-        """Tick while there is work and yield what happens."""
+        """Tick while there is work and yield the events."""
         while self.has_work:
             yield from self.tick()
 
@@ -175,7 +175,7 @@ class TickLoop(ABC, Generic[Order, E]):
 
 
 def raise_if_failed(event: RequestEvent) -> None:
-    """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
+    """Raise the error of a ``Failed`` or ``Cancelled`` event."""
     if isinstance(event, Cancelled):
         raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
     if isinstance(event, Failed):

@@ -75,9 +75,10 @@ class Live:
 class TickBudget:
     """Limits of one tick; None means only the engine's own limits apply.
 
-    max_tokens  tokens in the call of the network
-    time_s      seconds that the call should take, by what earlier calls took; see ``TextEngine.max_tokens``
-    admits      whether texts that have no pages may be given some; not while others wait for pages longer already
+    Attributes:
+        max_tokens: Number of tokens in the call of the network.
+        time_s: Estimated seconds of the call; see ``TextEngine.max_tokens``.
+        admits: Whether texts without pages may get some; false while other requests have waited longer for pages.
     """
 
     max_tokens: int | None = None
@@ -103,9 +104,10 @@ def shares(seconds: float, weights: Mapping[T, float]) -> dict[T, float]:
 class Scheduler(ABC, Generic[L, E]):
     """Base class of the request schedulers; single-threaded, called by the tick.
 
-    live       requests accepted and not yet over, by id
-    num_ticks  plans made
-    product    what is waited for, in words
+    Attributes:
+        live: Accepted requests that are not over, by id.
+        num_ticks: Number of plans made.
+        product: Name of the results, for messages.
     """
 
     product: ClassVar[str]

@@ -229,7 +229,7 @@ class RewriteQueue:
         self._ready.append(image)
 
     def _hand_over(self, image: PendingImage) -> None:
-        """Submit with the new prompt, or with the image where the engine does not take that. Raises what it raises."""
+        """Submit with the new prompt, or with the original one if that is refused. Raises the engine's errors."""
         try:
             self._submit(image)
         except InvalidRequest:

@@ -82,7 +82,7 @@ class StageQueue(ABC, Generic[R]):
         return any(queued.until_s <= now_s or not self._images.is_loading(queued.request.model) for queued in waiting)
 
     def submit(self, request: R) -> None:
-        """Queue it, and have its model loaded. Raises QueueFull, and what :meth:`check` raises."""
+        """Queue a request and start loading its model. Raises QueueFull, and the errors of :meth:`check`."""
         self.check(request)
         with self._lock:
             if len(self._waiting) >= self._most:
@@ -140,7 +140,7 @@ class StageQueue(ABC, Generic[R]):
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
-    """Encodes the texts of requests; what an ``ImageEngines`` is to a ``RewriteQueue``, whose requests end here."""
+    """Encodes the texts of requests; takes the place of ``ImageEngines`` behind a ``RewriteQueue``."""
 
     doing = "encoding texts"
 

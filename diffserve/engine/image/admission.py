@@ -63,13 +63,15 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
 class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
 
-    ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
-    brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
-    ``noise_source``: of requests that give none. ``check_room``: raises InvalidRequest for a width and a height that no
-    memory is there for, told whether an init image of that size is to be encoded, whether ControlNets are at work, and
-    whether the refiner is.
-    ``check_loras``: what is known of adapters; InvalidRequest for those that the model cannot take;
-    ``check_controlnets``: a digest of ControlNets. ``check_scores``: see ``ImageScores.check``.
+    Args:
+        defaults: The profile's sigma schedule and eta, which belong to its sampler; another sampler does not use them.
+        keeps_latents: Whether images may start from those of similar prompts.
+        noise_source: Noise source of requests without one.
+        check_room: Raises InvalidRequest for a width and a height that can never fit into memory. Further arguments are
+            whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
+        check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
+        check_controlnets: Returns a digest of ControlNets.
+        check_scores: See ``ImageScores.check``.
     """
 
     def __init__(

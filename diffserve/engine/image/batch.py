@@ -43,7 +43,7 @@ class ImageBatch:
 
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
-        """Copy the latents and histories of ``tasks`` out of their slots; two transfers bring all that says how."""
+        """Copy the latents and histories of ``tasks`` out of their slots, with two transfers for all indices."""
         guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
         sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]

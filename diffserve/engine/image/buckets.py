@@ -98,8 +98,8 @@ class CostCurve:
                 del self._passed_over[size]
         return split(num_rows, cover)
 
-    def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
-        sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]
+    def _cheapest_cover(self, num_rows: int, max_rows: int) -> tuple[int, ...]:
+        sizes = [bucket for bucket in self.buckets if bucket <= max_rows] or self.buckets[:1]
         overhead_s = CALL_SHARE * self.seconds(sizes[0])
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for rows in range(1, num_rows + 1):

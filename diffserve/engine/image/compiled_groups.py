@@ -122,7 +122,7 @@ class CompiledGroups:
         if self._compiled is not None and not self._compiled.packages.is_empty:
             loaded = self._compiled.load(kind(), sizes)
         if self._compiler is not None and len(loaded) < len(sizes) and group not in self._done:
-            self._compiler.want(group, sizes)  # once: what does not load then would not the next time
+            self._compiler.want(group, sizes)  # only once, as a package that fails to load will fail again
         return loaded
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
@@ -133,7 +133,7 @@ class CompiledGroups:
         """Return whether packages of ``group`` are opened by ``late_cover``."""
         return group in self._late
 
-    def late_cover(self, group: GroupKey, num_rows: int, most: int) -> tuple[int, ...]:
+    def late_cover(self, group: GroupKey, num_rows: int, max_rows: int) -> tuple[int, ...]:
         """Return the sizes of calls for ``num_rows`` rows, with their packages open.
 
         Stored costs choose the sizes: measured ones change with the load, and then more packages would be opened.
@@ -142,7 +142,7 @@ class CompiledGroups:
             An empty tuple where one does not load; packages of ``group`` are not opened late any more.
         """
         late = self._late[group]
-        cover = late.curve.cover(num_rows, most)
+        cover = late.curve.cover(num_rows, max_rows)
         needed = sorted(late.unopened.intersection(cover))
         late.unopened.difference_update(needed)
         if self._compiled is None or len(self._compiled.load(late.kind, needed)) < len(needed):

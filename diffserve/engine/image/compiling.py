@@ -43,15 +43,15 @@ def compile_group(
     packages: Packages,
     group: GroupKey,
     sizes: Sequence[int],
-    told: Callable[[int], None] = lambda num_rows: None,
+    on_package: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Compile and store a package of each of ``sizes`` of ``group``; ``told`` is called with each finished size.
+    """Compile and store a package of each of ``sizes`` of ``group``; ``on_package`` is called with each finished size.
 
     Raises ConfigError if no package can be made, and the compiler's errors.
     """
     for num_rows in sizes:
         packages.compile(random_call(model, group.shape, num_rows, conditioner, group.lora_rank))
-        told(num_rows)
+        on_package(num_rows)
     packages.finish()
 
 
@@ -75,7 +75,7 @@ class CompilerProcess:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()  # and stays open: its end tells the child that this process is gone
+        self._process.stdin.flush()  # stays open: the child exits when it closes
 
     def exit_code(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code, after waiting up to ``timeout_s``; ``None`` while the process runs."""
@@ -176,7 +176,7 @@ class BackgroundCompiler:
         if self._wanted and not self._is_broken:
             try:
                 self._begin(*self._wanted.popitem(last=False))
-            except OSError as error:  # a full disk, no more processes: no picture fails because of that
+            except OSError as error:  # a full disk or no more processes must not fail images
                 self._is_broken = True
                 logger.warning("nothing can be compiled, so the UNet stays as it is: %s", error)
         return done

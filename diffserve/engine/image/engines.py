@@ -176,7 +176,7 @@ class ImageEngines:
     def submit(self, request: GenerationRequest) -> None:
         """Submit ``request`` to the engine of its model, or queue it until the model is loaded.
 
-        Raises what ``Engine.submit`` raises, ``ModelNotFound``, and for 30 seconds the error of a failed load.
+        Raises the errors of ``Engine.submit``, ``ModelNotFound``, and for 30 seconds the error of a failed load.
         """
         entry = self._of(request.model)
         with self._lock:

@@ -1,4 +1,4 @@
-"""From a newcomer to a state and a start latent: text, seed, init image and mask, in diffusers' order of draws."""
+"""Preparation of new images: encode text, init image and mask, and draw the start latent in diffusers' order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class Preparer:
-    """Encodes what a request brings and opens its slot.
+    """Encodes the inputs of a request and opens its slot.
 
-    Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
+    Draws from the image's generator in the order of diffusers' pipelines. Text-to-image: the start latent.
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
-    9-channel ones below full strength), the noise, then the posterior of the masked image. Where the ``noise_source``
-    is the device, noise is counted off there, and the posterior alone is drawn from the generator.
+    9-channel ones below full strength), the noise, then the posterior of the masked image. If ``noise_source`` is the
+    device, noise is computed there by a counter, and only the posterior is drawn from the generator.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Preparer:
         model: DiffusionModel,
         conditioner: Conditioner,
         pool: LatentPool,
-        kept: LatentCache,
+        latent_cache: LatentCache,
         loras: LoRAStore,
         controlnets: ControlNetStore,
         refiner: Conditioner | None = None,
@@ -55,7 +55,7 @@ class Preparer:
         self.conditioner = conditioner
         self.refiner = refiner
         self.pool = pool
-        self.kept = kept
+        self.kept = latent_cache
         self.loras = loras
         self.controlnets = controlnets
 

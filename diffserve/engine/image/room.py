@@ -65,7 +65,7 @@ class Room:
         return Activations.of(self.model, self._config, DiskCache.at(self._config.cache_dir))
 
     def know(self) -> None:
-        """Work out now what the first large request would have to wait for."""
+        """Run the dry run now if a large request would need it."""
         side_px = self.model.info.max_side_px
         self._picture_cells(self._cells(side_px, side_px))
         self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)

@@ -91,7 +91,7 @@ class ImageRunner:
         clock: Callable[[], float],
         pages: PagePool | None = None,
     ) -> None:
-        threads = make_threads(config, model.device)  # what is found out from here on holds for that number
+        threads = make_threads(config, model.device)  # later measurements hold for this number
         for each in (model, *filter(None, [model.refiner])):
             _store_weights(each, config)
         self.model = model

@@ -166,22 +166,22 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events += self.give_up(live, FailureReason("deadline_exceeded", message, "deadline_s"))
         return events
 
-    def seconds_left(self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float) -> float | None:
+    def seconds_left(self, live: LiveRequest, earlier: Iterable[LiveRequest], now_s: float) -> float | None:
         """Return the seconds until a new request has all of its images, without changing the queue.
 
         ``None`` while no pace is known, and for requests without a deadline while forecasts take too much of the time.
 
         Args:
             live: A request that is not in the queue yet.
-            others: Requests before it that are not in the queue yet.
+            earlier: Requests before it that are not in the queue yet.
             now_s: A reading of the engine's clock.
         """
         self._rate(live)
         if live.request.deadline_s is None and now_s < self.estimates.next_forecast_s:
             return None
-        for other in others:
+        for other in earlier:
             self._rate(other)
-        left_s = self.estimates.seconds_left(now_s, (*others, live))
+        left_s = self.estimates.seconds_left(now_s, (*earlier, live))
         return max(left_s[task] for task in live.tasks) if left_s else None
 
     def least_s(self, live: LiveRequest) -> float:
@@ -254,14 +254,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _choose_rows(self) -> tuple[ImageTask, ...]:
         ready = [task for task in self.in_flight if task.stage is Stage.DENOISING]
-        chosen = self.policy.choose(self._share.in_order(ready, self._key), self._tick_time) if ready else ()
-        if not chosen:
+        tasks = self.policy.choose(self._share.in_order(ready, self._key), self._tick_time) if ready else ()
+        if not tasks:
             return ()
-        chosen = self._share.limit_saturating_clients(
-            chosen, ready, self.costs, lambda: Counter(task.live.line for task in self._queue.waiting)
+        tasks = self._share.limit_saturating_clients(
+            tasks, ready, self.costs, lambda: Counter(task.live.line for task in self._queue.waiting)
         )
-        self._share.start_tick(chosen)
-        return tuple(sorted(chosen, key=lambda task: task.slot or 0))  # the same rows keep the same order
+        self._share.start_tick(tasks)
+        return tuple(sorted(tasks, key=lambda task: task.slot or 0))  # the same rows keep the same order
 
     @staticmethod
     def _wants_preview(task: ImageTask) -> bool:

@@ -1,4 +1,4 @@
-"""Best-of: scores images in a thread of their own, and selects the best ones of a request (no torch)."""
+"""Best-of: scores images in a background thread, and selects the best ones of a request (no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of each group of rows that may share a call: exact batch sizes, their costs, and the knee."""
+"""Facts of each group of rows that may share a call: exact batch sizes, their costs, and the knee."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class Groups:
         return SOLO if is_free or self._is_large(group) else self._reference_of(group)
 
     def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
-        """Numbers of rows for which a package is worth its while."""
+        """Numbers of rows for which a package is useful."""
         return (SOLO,) if self._is_large(group) else sizes_to_check(self.most_rows)
 
     def choose_threads(self, group: GroupKey) -> None:
@@ -318,20 +318,20 @@ class Groups:
         self.take(group, facts)
         return True
 
-    def calls(self, group: GroupKey, num_rows: int, most: int) -> list[tuple[int, int, int]]:
+    def calls(self, group: GroupKey, num_rows: int, max_rows: int) -> list[tuple[int, int, int]]:
         """Return (start, stop, bucket) of each call for ``num_rows`` rows of ``group``, with its package open.
 
         Args:
             group: the group of all rows.
             num_rows: the number of rows.
-            most: rows for which a call has memory.
+            max_rows: rows for which a call has memory.
         """
         if self.compiled.is_late(group):
-            if cover := self.compiled.late_cover(group, num_rows, most):
+            if cover := self.compiled.late_cover(group, num_rows, max_rows):
                 return split(num_rows, cover)
             with suppress(ArithmeticError):  # the network then makes the calls of a size without a package
                 self._known[group] = self._read(group) or self._known[group]
-        return self.known(group).curve.calls(num_rows, most)
+        return self.known(group).curve.calls(num_rows, max_rows)
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Return the name on disk of the facts of ``group`` computed by packages of ``sizes`` rows."""

@@ -315,7 +315,7 @@ class UNetCaller:
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
 
     def _learn(self) -> None:
-        """Add the measured times of calls to their cost curves, in order, as far as they are available."""
+        """Add the available times of calls to their cost curves, in order."""
         while self._timed and self._timed[0][2].is_here:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)

@@ -147,7 +147,7 @@ class PathChooser:
         return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
 
     def _build(self, group: GroupKey, sizes: Sequence[int]) -> str:
-        """Build packages in a child process; return what went wrong, or an empty string."""
+        """Build packages in a child process; return the error message, or an empty string."""
         needed = sorted({size // self._packages.num_streams(size) for size in sizes})
         logger.info("compiling the UNet for %s, once; this takes about 20 s for a small model", _shape(group))
         for announce in on_build:

@@ -1,4 +1,4 @@
-"""Texts: ``TextEngine``, what a tick of them is, and its public face."""
+"""Text engine: its tick, and its public interface."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class SequencePages:
         return count
 
     def open(self, sequence: Sequence, salt: bytes) -> bool:
-        """Open pages for all tokens so far, cached ones included; returns False, without a change, if pages are scarce.
-        """
+        """Open pages for all tokens so far, cached ones included; returns False, unchanged, if there are too few."""
         ids = sequence.row.token_ids
         try:
             sequence.table, sequence.num_computed = self.pool.open(self.tenant, ids, salt, reserve=len(ids))
@@ -123,7 +122,7 @@ class SequencePages:
             sequence.table, sequence.num_computed = None, 0
 
     def close_draft(self, sequence: Sequence) -> bool:
-        """Give the draft model's pages back; False when there were none."""
+        """Release the draft model's pages; returns False if there were none."""
         if sequence.draft_table is None:
             return False
         self.pool.close(sequence.draft_table)

@@ -57,7 +57,7 @@ class TextRunner:
     def _compute(
         self, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor], outcome: TextOutcome
     ) -> None:
-        """All in one call; when that fails, each text in a call of its own, to find out whose fault it was."""
+        """Compute all texts in one call; if it fails, each text in a separate call, to find the one at fault."""
         tasks = list(dict.fromkeys(piece.task for piece in pieces))
         try:
             batch = TextBatch.of(pieces, draft_probs)

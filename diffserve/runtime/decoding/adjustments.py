@@ -1,8 +1,8 @@
-"""What happens to logits before anything is chosen: bias, penalties, ``min_tokens``, the constraint, and then filters.
+"""Adjustments of logits before the choice: bias, penalties, ``min_tokens``, the constraint, and then filters.
 
-In the order of transformers: bias, repetition penalty, presence and frequency penalties (which transformers has not,
-and which come where vLLM has them), stop tokens hidden, allowed words, temperature, top-k, top-p and min-p. Each
-touches only the rows that ask for it, all at once.
+The order is that of transformers: bias, repetition penalty, presence and frequency penalties (which only vLLM has, at
+this place), masked stop tokens, allowed words, temperature, top-k, top-p and min-p. Each is applied to all rows at
+once that use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUCLEUS_TOKENS: Final = 1024
 
 
 def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
-    """Apply bias, penalties and masks to ``scores`` (B, V) float32; the same tensor when no row asks for any."""
+    """Apply bias, penalties and masks to ``scores`` (B, V) float32; returns the same tensor if no row uses any."""
     scores = _add_bias(scores, rows)
     scores = _penalise(scores, rows)
     scores = _hide_stops(scores, rows)
@@ -51,7 +51,7 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         return scores
     parts = [row.counts.tensors() for row in rows if row.counts is not None]
     tokens, counts = (torch.cat(column) for column in zip(*parts, strict=True))  # (n,) of all rows
-    in_vocabulary = tokens < scores.shape[-1]  # a model can read more tokens than it can say
+    in_vocabulary = tokens < scores.shape[-1]  # a model may have more input tokens than output tokens
     lengths = torch.tensor([len(ids) for ids, _ in parts])
     params = [rows[line].params for line in lines]
     columns = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]

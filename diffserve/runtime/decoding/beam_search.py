@@ -22,7 +22,7 @@ from diffserve.runtime.decoding.sampling import Choice, bits, entropy_of, fracti
 from diffserve.runtime.decoding.sampling_state import SamplingState
 from diffserve.runtime.transfer import fetch, send
 
-HOPELESS: Final = -1e9  # transformers' score of what must not win
+HOPELESS: Final = -1e9  # transformers' score of impossible beams
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class BeamSearch:
         return len(self._choices[0])
 
     def step(self, logits: Tensor) -> Fork:
-        """Take the logits (len(rows), V) after each beam, and say what to run next.
+        """Process the logits (len(rows), V) after each beam, and return the model's next input.
 
-        Raises NumericalError for logits that are not finite, InvalidRequest for more beams than the vocabulary
-        allows, ValueError when there are not as many lines as beams.
+        Raises NumericalError for logits that are not finite, InvalidRequest for more beams than the vocabulary allows,
+        ValueError when there are not as many lines as beams.
         """
         if logits.shape[0] != len(self.rows) or self.is_done:
             raise ValueError(f"{len(self.rows)} beams, done: {self.is_done}, take no logits {tuple(logits.shape)}.")

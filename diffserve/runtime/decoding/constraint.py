@@ -81,7 +81,7 @@ class Constraint(ABC, Generic[StateT]):
         return None
 
     def ending(self, state: StateT, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
-        """Return what of ``mask`` is left when a text of at most ``max_tokens`` tokens has ``num_left`` to end in."""
+        """Return the part of ``mask`` that lets a text of at most ``max_tokens`` tokens end within ``num_left``."""
         return mask
 
     def problem(self, state: StateT) -> str:
@@ -185,7 +185,7 @@ class TokenConstraint(Constraint[int]):
         return count
 
     def forced(self, state: int, limit: int) -> list[int]:
-        """At most ``limit`` tokens to which there is no alternative: a draft that is always accepted."""
+        """Return at most ``limit`` tokens without an alternative, as a draft that is always accepted."""
         tokens: list[int] = []
         moves = self.moves(state)
         while len(tokens) < limit and len(moves) == 1:
@@ -311,7 +311,7 @@ def _spell(tokenizer: Any, text: str) -> list[int]:
 
 
 def _spell_after(tokenizer: Any, anchors: Sequence[str], text: str) -> list[int]:
-    """How ``text`` is spelled after a word: what it adds to the first of ``anchors`` that it leaves as it was."""
+    """Return the tokens of ``text`` after a word: those added to the first of ``anchors`` that keeps its own tokens."""
     for anchor in anchors[:TRIED_ANCHORS]:
         alone, together = _token_ids(tokenizer, anchor), _token_ids(tokenizer, anchor + text)
         if together[: len(alone)] == alone and len(together) > len(alone):

@@ -27,11 +27,12 @@ LEAST_LOGPROB: Final = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One chosen token. All numbers are of the model's own distribution, before temperature, penalties and filters.
+    """Chosen token. All numbers are of the model's distribution, before temperature, penalties and filters.
 
-    logprob  natural logarithm of the token's probability
-    entropy  of the whole distribution, in nats: 0 when certain, log(V) when clueless
-    top      (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; empty unless asked for
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        entropy: Entropy of the distribution in nats: 0 when certain, log(V) when uniform.
+        top: (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; may be empty.
     """
 
     token_id: int

@@ -1,7 +1,7 @@
 """Random numbers of one sequence, and tokens drawn with them.
 
-Each sequence has a generator of its own and uses one number for each token it says, so its draws do not depend on
-neighbours, on its place in the batch, or on whether a draft was right.
+Each sequence has its own generator and uses one number for each output token, so its draws do not depend on other
+sequences, on its place in the batch, or on whether a draft was accepted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class TokenCounts:
-    """Every token of prompt and output once, with how often it stands in the output; those of the prompt alone: 0."""
+    """Distinct tokens of prompt and output, with their number in the output; 0 for tokens of the prompt only."""
 
     __slots__ = ("_counts", "_ids", "_places")
 

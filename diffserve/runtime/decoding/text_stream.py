@@ -80,7 +80,7 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop text that came; the text ends before it, and whatever is pushed later is ignored."""
+        """The stop text that ended the text; tokens pushed later are ignored."""
         return self._stops.found
 
     def push(self, token_id: int) -> str:

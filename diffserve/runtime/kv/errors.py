@@ -6,7 +6,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 
 
 class PoolBusy(QueueFull):
-    """Not enough pages can be had now. Nothing was changed: close or truncate a table, or wait, and ask again."""
+    """Error for too few free pages now. Nothing was changed: close or truncate a table, or wait, and try again."""
 
     default_code = "pool_busy"
 

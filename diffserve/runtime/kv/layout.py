@@ -145,7 +145,7 @@ class PagePlan:
 
     @property
     def used_share(self) -> float:
-        """Share of a full logical page's bytes that hold keys and values; the rest is what packing could not use."""
+        """Share of a full logical page's bytes that hold keys and values; the others are lost in packing."""
         return self.spec.bytes_per_token * self.spec.page_tokens / (self.num_groups * self.page_bytes)
 
 

@@ -27,9 +27,11 @@ KEY_BYTES = 32
 class LogicalPage:
     """Storage of ``page_tokens`` tokens of one sequence in all layers of a tenant.
 
-    num_holders: open tables whose sequence runs through this logical page.
-    key: what it is filed under; None while it is still written. A filed logical page is never written.
-    is_full: whether that key stands for all of its tokens, not only for the first ones (the end of a whole sequence).
+    Attributes:
+        num_holders: Number of open tables that contain this logical page.
+        key: Key in the index; None while it is still written. An indexed logical page is never written.
+        is_full: Whether the key stands for all of its tokens, not only for the first ones (the end of a whole
+            sequence).
     """
 
     tenant: str

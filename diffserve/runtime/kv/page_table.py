@@ -135,9 +135,9 @@ def make_writable(
 
 
 def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) -> int:
-    """File what is newly full of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
+    """Index the newly full logical pages of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
 
-    Returns how many logical pages were given back because the same was filed already.
+    Returns the number of logical pages that were freed because equal ones were indexed already.
     """
     spec = table.plan.spec
     num_full, num_rest = divmod(len(token_ids), spec.page_tokens)

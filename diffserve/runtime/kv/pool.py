@@ -26,13 +26,12 @@ from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
 class PagePool:
-    """``num_pages`` pages of ``page_bytes`` on ``device``, shared by every registered tenant. For one thread.
+    """Pool of ``num_pages`` pages of ``page_bytes`` on ``device``, shared by all registered tenants. Not thread-safe.
 
-    The life of a sequence: ``open`` finds what is there already, ``reserve`` makes room for the next tokens, a
-    ``batch`` writes and gathers them layer by layer, ``commit`` files full logical pages for others, ``close`` gives
-    everything back.
+    Life of a sequence: ``open`` finds cached pages, ``reserve`` adds pages for the next tokens, a ``batch`` writes and
+    gathers them layer by layer, ``commit`` indexes full logical pages for reuse, ``close`` releases all.
 
-    Raises ConfigError when the pages cannot be.
+    Raises ConfigError when the pages cannot be allocated.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, *, device: torch.device | str = "cpu") -> None:
@@ -205,9 +204,9 @@ class PagePool:
         self._tenant(table.tenant).merged_pages += file_tokens(self._ledger, table, token_ids)
 
     def truncate(self, table: PageTable, num_tokens: int) -> None:
-        """Drop the tokens from position ``num_tokens`` on, and the logical pages that only they touch.
+        """Drop the tokens from position ``num_tokens`` on, and the logical pages that only they use.
 
-        Raises PageTableError for more tokens than there are.
+        Raises PageTableError if the table has fewer tokens.
         """
         self._check_open(table)
         if not 0 <= num_tokens <= table.num_tokens:
@@ -318,7 +317,7 @@ class PagePool:
         return table
 
     def _unlock(self, logical_pages: Sequence[LogicalPage]) -> None:
-        for logical in reversed(logical_pages):  # the last goes first when pages are wanted: what stays is a prefix
+        for logical in reversed(logical_pages):  # evict the last page first, so that a prefix stays
             self._ledger.unlock(logical)
 
     def _tenant(self, name: str) -> Tenant:

@@ -76,9 +76,9 @@ class LanguageModel:
 
 
 def run_network(network: Any, token_ids: Tensor, positions: Tensor, keep: Tensor, **paged: LayerCall) -> Tensor:
-    """One forward of a transformers causal LM without a cache of its own, of ``token_ids`` (N,) at ``positions`` (N,).
+    """Run a transformers causal LM without a cache on ``token_ids`` (N,) at ``positions`` (N,).
 
-    Logits (len(keep), V) in the model's dtype.
+    Returns logits (len(keep), V) in the model's dtype.
     """
     output = network(
         input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, **paged
@@ -111,7 +111,7 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
         try:
             text: str = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
             return text
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates may raise anything
             refused = error
     reason = (str(refused).splitlines() or [type(refused).__name__])[0][:MOST_REASON_CHARS]
     raise InvalidRequest(

@@ -177,7 +177,7 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
-        """``source[pages]`` for source (num_pages, page_tokens, heads, head_dim), in a buffer of its own ``name``."""
+        """Return ``source[pages]`` in the buffer ``name``, for source (num_pages, page_tokens, heads, head_dim)."""
         shape = (len(pages), *source.shape[1:])
         count = len(pages) * source[0].numel()
         buffer = self._buffers.get(name)

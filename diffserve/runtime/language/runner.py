@@ -104,7 +104,7 @@ class LanguageRunner:
 
 
 def few_lengths(num_tokens: int) -> int:
-    """``num_tokens`` or up to an eighth more, so that there are eight lengths between a number and its double."""
+    """Round ``num_tokens`` up by at most an eighth, so that there are eight lengths between a number and its double."""
     step = 1 << max(0, num_tokens.bit_length() - 4)
     return -(-num_tokens // step) * step
 

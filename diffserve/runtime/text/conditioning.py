@@ -82,7 +82,7 @@ class PlainConditioner:
         return self.model.text.encode(prompt, negative or "", **size, reading=reading)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """(P,) for each of ``windows``: what the last text encoder pools of it. PoolBusy while pages are short."""
+        """Return the last text encoder's pooled output (P,) for each of ``windows``. May raise PoolBusy."""
         return [self.model.text.pooled(ids) for ids in windows]
 
     def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
@@ -222,7 +222,7 @@ def uses_pages(model: DiffusionModel, config: EngineConfig) -> bool:
 def make_conditioner(
     model: DiffusionModel, config: EngineConfig, *, is_exact: bool, pool: PagePool | None = None
 ) -> Conditioner:
-    """Return the conditioner that suits ``model`` and ``config``; one of pages has its own pool unless one is given.
+    """Return the conditioner for ``model`` and ``config``; with pages it creates a pool unless one is passed.
 
     Raises ConfigError for a pool that is too small or on another device.
     """

@@ -257,7 +257,7 @@ class TextEncoderRunner:
         return learnt.refused if learnt else {}
 
     def word_digests(self, text: str) -> dict[str, str]:
-        """SHA-256 of the files of the learnt words in ``text``, by their names."""
+        """Return the SHA-256 of the files of the learnt words in ``text``, by file name."""
         learnt = self.encoders[0].learnt
         return learnt.digests(text) if learnt else {}
 

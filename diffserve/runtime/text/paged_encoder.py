@@ -29,7 +29,7 @@ Cut = Callable[[int], Iterable[range]]
 
 
 def segments(first: int, stop: int, page_tokens: int, *, is_exact: bool) -> list[tuple[int, int]]:
-    """Cuts of tokens ``first .. stop - 1``: at every logical page boundary where ``is_exact``, else none.
+    """Split tokens ``first .. stop - 1`` at every logical page boundary if ``is_exact``, else not at all.
 
     With ``is_exact``, ``first`` must lie on a boundary.
     """
