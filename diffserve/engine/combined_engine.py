@@ -106,18 +106,18 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         model: ModelProfile,
         engine: EngineConfig,
         text: TextSettings,
-        others: Sequence[ModelProfile] = (),
+        other_models: Sequence[ModelProfile] = (),
         *,
         unload_after_s: float = 0.0,
     ) -> CombinedEngine:
         """Load an image model and, if ``text`` names one, a language model, with one page pool.
 
-        ``others`` are loaded when requests name them (see ``engine.image.engines``). Raises ModelNotFound,
+        ``other_models`` are loaded when requests name them (see ``engine.image.engines``). Raises ModelNotFound,
         ModelLoadError or ConfigError about ``model`` and the language model.
         """
         from diffserve.engine.loading import load_parts
 
-        parts = load_parts(model, engine, text, others, unload_after_s=unload_after_s)
+        parts = load_parts(model, engine, text, other_models, unload_after_s=unload_after_s)
         return cls(*parts, time_share=text.time_share)
 
     # What it is ---------------------------------------------------------------------------------------------------

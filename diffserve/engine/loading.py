@@ -53,14 +53,14 @@ def load_parts(
     profile: ModelProfile,
     config: EngineConfig,
     text: TextSettings,
-    others: Sequence[ModelProfile] = (),
+    other_models: Sequence[ModelProfile] = (),
     *,
     unload_after_s: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Parts:
     """Load an engine, a text engine if a language model is configured, and a rewriter if that model supports it.
 
-    ``others`` are models that are loaded on request. Errors in them are reported to requests that name them.
+    ``other_models`` are loaded on request. Errors in them are reported to requests that name them.
 
     Raises:
         ModelNotFound, ModelLoadError, ConfigError: The first model or the language model cannot be loaded.
@@ -72,8 +72,8 @@ def load_parts(
         text = msgspec.structs.replace(text, model="", draft_model="")
     model = load_for(profile, config, cache)
     languages = load_languages(text, str(model.device), cache, config.offload)
-    model = with_digests(model) if others and config.stage == "all" else model
-    served = [survey_or_problem(other, config, cache, clock) for other in others]
+    model = with_digests(model) if other_models and config.stage == "all" else model
+    served = [survey_or_problem(other, config, cache, clock) for other in other_models]
     surveys = [model_entry.survey for model_entry in served if model_entry.survey]
     pool = shared_pool(model, languages, config, text, surveys) if languages or surveys else None
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
@@ -176,14 +176,14 @@ def shared_pool(
     languages: Sequence[LanguageModel],
     config: EngineConfig,
     text: TextSettings,
-    others: Sequence[Survey] = (),
+    other_surveys: Sequence[Survey] = (),
 ) -> PagePool:
-    """Create one page pool for all models, with pages that also suit ``others``, which are loaded later."""
+    """Create one page pool for all models, with pages that also suit ``other_surveys``, which are loaded later."""
     names = (TENANT, draft_tenant(TENANT))
     texts = [
         language.spec(name, page_tokens=text.page_tokens) for language, name in zip(languages, names, strict=False)
     ]
-    further = [(other.specs, other.window_tokens) for other in others]
+    further = [(other.specs, other.window_tokens) for other in other_surveys]
     is_exact = is_deterministic(model, config)
     return make_pool(model, config, is_exact=is_exact, texts=texts, max_sequences=text.max_sequences, others=further)
 

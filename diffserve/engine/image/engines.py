@@ -35,7 +35,7 @@ class ImageEngines:
 
     Args:
         first: The engine of the default model.
-        others: Further models that requests may name.
+        other_entries: Further models that requests may name.
         loader: Reads the other models.
         unload_after_s: Idle seconds after which a model is unloaded; 0 to keep it.
         clock: In seconds.
@@ -47,7 +47,7 @@ class ImageEngines:
     def __init__(
         self,
         first: Engine,
-        others: Sequence[ModelEntry] = (),
+        other_entries: Sequence[ModelEntry] = (),
         *,
         loader: Loader | None = None,
         unload_after_s: float = 0.0,
@@ -60,7 +60,7 @@ class ImageEngines:
         self._clock = clock
         self._first = ModelEntry(first.model.profile, info=first.info, engine=first, used_s=clock())
         self._first.profile = msgspec.structs.replace(first.model.profile, model_id=first.info.model_id)
-        self._entries = {entry.name: entry for entry in (self._first, *others)}
+        self._entries = {entry.name: entry for entry in (self._first, *other_entries)}
         self._lock = RLock()  # guards engines, waiting requests and events
         self._events: list[Event] = []
         self._loading = ModelLoading(

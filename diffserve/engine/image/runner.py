@@ -186,10 +186,10 @@ class ImageRunner:
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.loaded_state.shape for task in in_flight if task.state is not None)
 
-    def close(self, kept: Collection[str]) -> None:
+    def close(self, kept_tenants: Collection[str]) -> None:
         """Release pages and the compiler process; see ``Engine.close``."""
         self.groups.compiled.close()
-        for tenant in set(self.conditioner.tenants) - set(kept):
+        for tenant in set(self.conditioner.tenants) - set(kept_tenants):
             assert self.conditioner.pool is not None
             self.conditioner.pool.retire(tenant)
 
