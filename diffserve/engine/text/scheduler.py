@@ -209,10 +209,9 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return left
 
     def _room_for(self, task: TextTask, reserved: int) -> int:
-        """Return the number of sequences of ``task``'s client that may join the running ones.
+        """Return the number of sequences like those of ``task`` that may start, with ``reserved`` ones kept free.
 
-        Batch work leaves part of ``max_sequences`` free. A client without running texts may exceed ``max_sequences`` by
-        a part, and may use the ``reserved`` sequences.
+        A client without running texts may exceed ``max_sequences`` by a part. Batch work leaves a part of it free.
         """
         max_sequences, running_by_line = self.config.max_sequences, Counter(other.live.line for other in self.running)
         room = max_sequences - self.num_running - reserved
