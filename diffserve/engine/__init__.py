@@ -20,7 +20,7 @@ _HOMES = ("image.task", "image.engine", "text", "rewriter", "combined_engine")  
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of ``name`` when it is first asked for."""
+    """Import the home of ``name`` on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'diffserve.engine' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""The engine on a postcard, for pictures and for texts: cancel, expire, plan, run, apply; and the counter before it."""
+"""Base class of the image and text engines: request intake and the tick loop (cancel, expire, plan, run, apply)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         self._max_waiting = max_waiting
         self._trace: deque[Any] = deque(maxlen=trace_ticks)
         self._busy_s = 0.0
-        self._owed_s = 0.0  # of those, what nobody has been charged for yet
+        self._owed_s = 0.0  # part of it not charged to requests yet
         self._inbox: dict[str, L] = {}  # both guarded by the lock of the mail
         self._cancelled: dict[str, None] = {}
 
@@ -62,7 +62,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
     @abstractmethod
     def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
 
-    def _check_deadline(self, live: L) -> None:  # nobody has to know
+    def _check_deadline(self, live: L) -> None:  # optional hook
         """Raise DeadlineUnreachable if the forecast exceeds the deadline; the default accepts all."""
 
     def _seconds_left(self) -> float:
@@ -71,12 +71,12 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     @property
     def trace(self) -> tuple[Any, ...]:
-        """What the latest ticks ran, at most ``trace_ticks`` of them."""
+        """Records of the latest ticks, at most ``trace_ticks`` of them."""
         return tuple(self._trace)
 
     @property
     def last_tick(self) -> Any:
-        """What the latest tick ran; ``None`` when it had nothing to compute."""
+        """Record of the latest tick; ``None`` if it computed nothing."""
         return self._trace[-1] if self._trace and self._trace[-1].tick == self.scheduler.num_ticks else None
 
     @property
@@ -98,7 +98,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
             return request_id in self._inbox or request_id in self.scheduler.live
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
-        """Raise what submitting ``order`` would raise, without queuing it."""
+        """Raise the errors of submitting ``order``, without queuing it."""
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)

@@ -1,15 +1,15 @@
-"""CombinedEngine: pictures, texts and rewritten prompts from one process, one page pool and one loop.
+"""CombinedEngine: images, texts and rewritten prompts from one process, one page pool and one loop.
 
-A tick is one call of the language model or one step of the images: whose turn it is, ``TimeShare`` says. ::
+A tick is one call of the language model or one step of the images, as ``TimeShare`` decides. ::
 
     texts ───────────────────────────────────► TextEngine ──┐
     embeddings ──────────────────────────────► Embedder ────┤
     rewrites ────────────────────► Rewriter ─► TextEngine   ├── tick ──► events
-    pictures ──► RewriteQueue ───► Rewriter ─► TextEngine   │
+    images ────► RewriteQueue ───► Rewriter ─► TextEngine   │
       └──────────────┴───────────────────────► ImageEngines ┘
 
-Where the stages of a picture stand apart (``config.stage``), texts of pictures end at an EncodingStage instead, and
-latents become pictures at a DecodingStage; ``stages`` says more.
+With separate stages (``config.stage``), an EncodingStage encodes the prompts of images, and a DecodingStage decodes
+latents; see ``stages``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> CombinedEngine:
-        """Load the models that ``settings`` name; raise what ``load`` raises."""
+        """Load the models that ``settings`` name; raises the errors of ``load``."""
         serve = settings.serve
         return cls.load(
             settings.model, settings.engine, settings.text, settings.models, unload_after_s=serve.unload_after_s
@@ -106,18 +106,18 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         model: ModelProfile,
         engine: EngineConfig,
         text: TextSettings,
-        others: Sequence[ModelProfile] = (),
+        other_models: Sequence[ModelProfile] = (),
         *,
         unload_after_s: float = 0.0,
     ) -> CombinedEngine:
-        """Load an image model and, where ``text`` names one, a language model, onto one page pool; ``others`` are
-        loaded when they are asked for (see ``engine.image.engines``).
+        """Load an image model and, if ``text`` names one, a language model, with one page pool.
 
-        Raises ModelNotFound, ModelLoadError or ConfigError about ``model`` and the language model.
+        ``other_models`` are loaded when requests name them (see ``engine.image.engines``). Raises ModelNotFound,
+        ModelLoadError or ConfigError about ``model`` and the language model.
         """
         from diffserve.engine.loading import load_parts
 
-        parts = load_parts(model, engine, text, others, unload_after_s=unload_after_s)
+        parts = load_parts(model, engine, text, other_models, unload_after_s=unload_after_s)
         return cls(*parts, time_share=text.time_share)
 
     # What it is ---------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
                 pass
 
     def study(self, has_arrived: Callable[[], bool] | None = None) -> bool:
-        """Use an idle moment for one UNet call, given up once ``has_arrived``; False where there is nothing to do."""
+        """Use idle time for one UNet call, interrupted once ``has_arrived``; return whether there was one to make."""
         return self.images.study(has_arrived)
 
     def check_integrity(self) -> None:
@@ -292,7 +292,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             return None if self.pool is None else page_stats(self.pool.stats())
 
     def _write(self) -> None:
-        """Run one call of the language model, a text encoder or a VAE, in turn."""
+        """Run one call of the language model, a text encoder or a VAE, whichever is next."""
         of_turn = {
             self._continue_texts: self.texts,
             self._embed: self._embedder,
@@ -306,7 +306,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             ready_turns[0]()
 
     def _embed(self) -> None:
-        """One call of a text encoder."""
+        """Run one call of a text encoder."""
         is_shared, started_s = self._wants_images, self._clock()
         events, has_moved = self._embedder.tick()
         self._post(events)

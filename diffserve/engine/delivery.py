@@ -1,9 +1,9 @@
-"""The shell of everything that takes requests and tells events: who follows what, and every event exactly once.
+r"""Base class of everything that takes requests and emits events; delivers each event exactly once.
 
 ::
 
-    submit --> (subclass) --> deliver --> mailbox of whoever follows the request --> stream, generate
-                                 \\--> outbox ---------------------------------> tick
+    submit --> (subclass) --> deliver --> mailbox of a followed request -----------> stream, generate
+                                 \--> outbox ----------------------------------> tick
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class TickLoop(ABC, Generic[Order, E]):
     terminal: ClassVar[tuple[type, ...]]
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of the mail, and of what a subclass hands over beside it
+        self._lock = threading.RLock()  # guards the mailboxes and shared fields of subclasses
         self._outbox: deque[E] = deque()
-        self._mailboxes: dict[str, deque[E]] = {}  # by request, of those that somebody follows
+        self._mailboxes: dict[str, deque[E]] = {}  # by followed request
         self._ticking = threading.Lock()  # one tick at a time
         self._is_draining = False
 
@@ -97,7 +97,7 @@ class TickLoop(ABC, Generic[Order, E]):
         return self._take_mail()
 
     def events(self) -> Iterator[E]:
-        """Tick while there is work and yield what happens."""
+        """Tick while there is work and yield the events."""
         while self.has_work:
             yield from self.tick()
 
@@ -175,7 +175,7 @@ class TickLoop(ABC, Generic[Order, E]):
 
 
 def raise_if_failed(event: RequestEvent) -> None:
-    """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
+    """Raise the error of a ``Failed`` or ``Cancelled`` event."""
     if isinstance(event, Cancelled):
         raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
     if isinstance(event, Failed):

@@ -1,10 +1,9 @@
-"""Embedder: texts as vectors, by the text encoder of an image model, a few windows between two steps of the images.
+"""Embedder: text embeddings by the text encoder of an image model, a few windows between two image steps.
 
-A text's vector is what the encoder pools of it: the state of its end mark behind the last layer, normalised, and
-projected where the encoder has a projection (CLIP; Radford et al. 2021, section 2.4), at length 1. A text of several
-windows is the mean of theirs, each counting by its tokens. Brackets weigh nothing here. Windows of all requests share
-calls, in turns, so that a request of thousands keeps none waiting; what becomes of one depends on no other. Interactive
-requests come before batch work, but for every ``EQUAL_TURN``-th call.
+The embedding is the encoder's pooled output, projected where the encoder has a projection (CLIP; Radford et al. 2021,
+section 2.4), at length 1; for several windows it is their mean, weighted by tokens. Prompt weights are ignored.
+Windows of all requests share calls in turns, so that large requests delay no others, and results do not depend on
+each other. Interactive requests come before batch work, except in every ``EQUAL_TURN``-th call.
 """
 
 from __future__ import annotations

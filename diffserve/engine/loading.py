@@ -1,4 +1,4 @@
-"""What a studio is made of: models loaded as the settings say, one page pool for all of them, everything warm."""
+"""Load the models of an engine as configured, create their shared page pool, and warm up."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from diffserve.settings.config import AUTO_STYLE, EngineConfig, TextSettings
 
 EMBEDDED: Final = "embedded"
 EMBEDDED_ID: Final = "embedded-rewriter"
-"""What the rewriter that ships inside is called; "embedded" is the image model."""
+"""Model id of the embedded rewriter; the id "embedded" is that of the image model."""
 
 TENANT: Final = "llm"
 
 WARM_TOKENS: Final = (64, 16, 1)
-"""Lengths of the prompts that teach what a call costs."""
+"""Prompt lengths of the calls that measure costs at start."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,17 @@ def load_parts(
     profile: ModelProfile,
     config: EngineConfig,
     text: TextSettings,
-    others: Sequence[ModelProfile] = (),
+    other_models: Sequence[ModelProfile] = (),
     *,
     unload_after_s: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Parts:
-    """An engine, which ``others`` may join, and a text engine and a rewriter where there is a language model that can.
+    """Load an engine, a text engine if a language model is configured, and a rewriter if that model supports it.
 
-    Raises ModelNotFound, ModelLoadError or ConfigError; what is wrong with one of ``others`` is told who asks for it.
+    ``other_models`` are loaded on request. Errors in them are reported to requests that name them.
+
+    Raises:
+        ModelNotFound, ModelLoadError, ConfigError: The first model or the language model cannot be loaded.
     """
     cache = DiskCache.at(config.cache_dir)
     if config.stage == "decode":
@@ -69,8 +72,8 @@ def load_parts(
         text = msgspec.structs.replace(text, model="", draft_model="")
     model = load_for(profile, config, cache)
     languages = load_languages(text, str(model.device), cache, config.offload)
-    model = with_digests(model) if others and config.stage == "all" else model
-    served = [survey_or_problem(other, config, cache, clock) for other in others]
+    model = with_digests(model) if other_models and config.stage == "all" else model
+    served = [survey_or_problem(other, config, cache, clock) for other in other_models]
     surveys = [model_entry.survey for model_entry in served if model_entry.survey]
     pool = shared_pool(model, languages, config, text, surveys) if languages or surveys else None
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
@@ -91,7 +94,7 @@ def load_parts(
 
 
 def load_for(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> DiffusionModel:
-    """The model of ``profile``, as much of it as this stage needs. Raises what ``load_model`` does."""
+    """Load the parts of the model of ``profile`` that this stage needs. Raises the errors of ``load_model``."""
     dtype, device, offload = profile.dtype, profile.device, config.offload
     return load_model(
         profile.path,
@@ -116,7 +119,7 @@ def make_loader(config: EngineConfig, cache: DiskCache) -> Loader:
 
 
 def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Survey:
-    """What the model of ``profile`` is like and takes, by a dry run. Raises what ``load_model`` does."""
+    """Determine info and memory needs of the model of ``profile`` by a dry run. Raises the errors of ``load_model``."""
     choice = choose_for(profile.path, profile.device, profile.dtype, config.offload, cache)
     needs = needs_of(profile.path, dtype=choice.dtype, config=config, profile=profile, rows=(LEAST_ROWS,))
     model, is_paged = needs.model, config.cross_attention == "paged"
@@ -132,7 +135,7 @@ def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Sur
 def survey_or_problem(
     profile: ModelProfile, config: EngineConfig, cache: DiskCache, clock: Callable[[], float]
 ) -> ModelEntry:
-    """A model that may be asked for; what its files cannot be read for is said, and told to who asks."""
+    """Survey a model that is loaded on request; an error is logged and stored for requests that name the model."""
     try:
         model_survey = survey(profile, config, cache)
     except DiffserveError as error:
@@ -146,8 +149,10 @@ def survey_or_problem(
 def load_languages(
     text: TextSettings, device: str, cache: DiskCache | None = None, offload: str = "none"
 ) -> list[LanguageModel]:
-    """The language model and its draft model, as far as they are named; none, with a warning, where the embedded one
-    was not shipped. Raises ModelNotFound for a directory that is not there.
+    """Load the language model and its draft model, if configured.
+
+    Returns no models, with a warning, if the embedded language model is missing. Raises ModelNotFound if a configured
+    directory does not exist.
     """
     if not text.model:
         return []
@@ -171,20 +176,20 @@ def shared_pool(
     languages: Sequence[LanguageModel],
     config: EngineConfig,
     text: TextSettings,
-    others: Sequence[Survey] = (),
+    other_surveys: Sequence[Survey] = (),
 ) -> PagePool:
-    """One pool for everybody; its pages suit those of ``others``, too, who come later."""
+    """Create one page pool for all models, with pages that also suit ``other_surveys``, which are loaded later."""
     names = (TENANT, draft_tenant(TENANT))
     texts = [
         language.spec(name, page_tokens=text.page_tokens) for language, name in zip(languages, names, strict=False)
     ]
-    further = [(other.specs, other.window_tokens) for other in others]
+    further = [(other.specs, other.window_tokens) for other in other_surveys]
     is_exact = is_deterministic(model, config)
     return make_pool(model, config, is_exact=is_exact, texts=texts, max_sequences=text.max_sequences, others=further)
 
 
 def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) -> Rewriter | None:
-    """A rewriter for ``model``; None, with a warning, where the language model was not trained on instructions."""
+    """Create a rewriter for ``model``, or warn and return ``None`` if the language model has no chat template."""
     if not texts.info.has_chat_template:
         logger.warning("%s has no chat template: it continues texts, prompts are not rewritten", texts.info.model_id)
         return None
@@ -193,12 +198,12 @@ def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) 
     try:
         window, entropy = TextWindow.of(model.text), text.rewriter_entropy
         return Rewriter(texts, style=style, window=window, max_entropy=entropy, follows=auto)
-    except DiffserveError as error:  # a style that is not there
+    except DiffserveError as error:  # an unknown style
         raise ConfigError(f"text.rewriter_style: {error.message}", param="rewriter_style") from None
 
 
 def warm_up(texts: TextEngine | None, rewriter: Rewriter | None) -> None:
-    """First calls of every length, and a rewrite. What goes wrong is logged: images may still be painted."""
+    """Make a first call of every length, and a rewrite. Errors are logged, as images may still work."""
     if texts is None:
         return
     try:

@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 COUNT_EVERY_S = 0.2
 TIDY_EVERY_S = 10.0
 QUIET_S = 3.0
-"""An engine begins to measure shapes after so many seconds without work."""
+"""Seconds without work after which an engine begins to measure shapes."""
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
-"""Codes of failures that a device which is gone may be behind."""
+"""Error codes that a lost device may cause."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,10 +79,10 @@ class EngineProcess:
         self._num_changes = 0
 
     def run(self) -> int:
-        """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded.
+        """Load the model, generate a trial image, report Ready and serve; returns 1 if the model cannot be loaded.
 
-        A device that is lost while it serves ends the process here, past an interpreter's orderly end: with the device
-        gone that may take for ever.
+        If the device is lost while serving, the process exits here without the interpreter's shutdown, which could
+        hang.
         """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         import_libraries()
@@ -108,7 +108,7 @@ class EngineProcess:
             os._exit(EXIT_DEVICE_LOST)
 
     def _serve(self, engine: CombinedEngine, probe: DeviceProbe) -> NoReturn:
-        """Tick for ever. After a failure that nobody expected nothing is told before the device has been tried."""
+        """Tick forever. After an unexpected failure the device is checked before any event is sent."""
         while True:
             if not engine.has_work:
                 engine.check_integrity()
@@ -124,7 +124,7 @@ class EngineProcess:
                 probe = self._tell_models(engine, probe)
 
     def _listen(self) -> None:
-        """Read commands until the other side is gone, then leave without a word: nobody is there to hear it."""
+        """Read commands until the other side closes the socket, then exit without a message."""
         try:
             for command in self._end.commands():
                 match command:
@@ -152,9 +152,7 @@ class EngineProcess:
         )
 
     def _count(self, engine: CombinedEngine) -> None:
-        """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
-        from growing by its gaps.
-        """
+        """Refresh the statistics that are served during ticks, and return unused heap memory to the system."""
         now_s = time.monotonic()
         if now_s - self._counted_s >= COUNT_EVERY_S or not engine.has_work:
             self._stats, self._counted_s = engine.stats(), now_s
@@ -165,13 +163,13 @@ class EngineProcess:
             self._tidied_s = now_s
 
     def _tell_models(self, engine: CombinedEngine, probe: DeviceProbe) -> DeviceProbe:
-        """Say that models have come or gone; what tells whether the device still computes, by one that is there."""
+        """Report loaded and unloaded models, and return a device probe that uses a loaded model."""
         self._num_changes = engine.images.num_changes
         self._end.send(ipc.NewModels(models=engine.images.served))
         return type(probe)(engine.images.loaded[0].model) if probe.is_gone and engine.images.loaded else probe
 
     def _take_commands(self, engine: CombinedEngine) -> None:
-        """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
+        """Run all commands that have arrived; without work, measure shapes or wait for the next command."""
         active_s = time.monotonic()
         is_studied = False
         while not engine.has_work or not self._inbox.empty():
@@ -204,7 +202,7 @@ class EngineProcess:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
     def _study(self, engine: CombinedEngine) -> bool:
-        """Use an idle moment for a measurement, which ends when a command arrives; False where there is nothing."""
+        """Use idle time for one measurement, which the next command interrupts; return whether one was made."""
         with self._pulse.ticking():
             return engine.study(lambda: not self._inbox.empty())
 
@@ -214,7 +212,7 @@ class EngineProcess:
         except Exception as error:
             refusal = error
             self._num_taken += 1
-            if not isinstance(refusal, DiffserveError):  # a mistake of ours costs this request, not everybody's engine
+            if not isinstance(refusal, DiffserveError):  # a bug fails this request, not the engine
                 logger.exception("taking a request failed", extra={"request_id": request.request_id})
                 refusal = DiffserveError(f"taking this request raised {type(error).__name__}: {error}")
             self._end.send(
@@ -234,15 +232,15 @@ class EngineProcess:
 
 
 def import_libraries() -> None:
-    """What takes longest and is the same for every model; a spare engine has done it before it is told what to load."""
+    """Import all libraries of the engine; a spare engine does so before it gets a model."""
     from diffserve.runtime.loading.library_imports import import_lean
 
-    import_lean()  # the process is the engine's own
+    import_lean()  # only in a process that runs nothing else
     import diffserve.engine.loading  # noqa: F401  # with all that it stands on
 
 
 def open_engine(load: ipc.Load, pulse: Pulse) -> CombinedEngine:
-    """The engine that ``load`` describes, warm, and proven by a trial picture of one step, which ``pulse`` times."""
+    """Create the engine that ``load`` describes, warm it up, and time a trial image of one step with ``pulse``."""
     from diffserve.engine.combined_engine import CombinedEngine
 
     engine = CombinedEngine.load(load.model, load.engine, load.text, load.models, unload_after_s=load.unload_after_s)
@@ -253,7 +251,7 @@ def open_engine(load: ipc.Load, pulse: Pulse) -> CombinedEngine:
 
 
 def open_probe(engine: CombinedEngine) -> DeviceProbe:
-    """What tells whether the device still computes; the faults of tests come after it has been seen to."""
+    """Create the device check, and then install the faults of tests."""
     from diffserve.runtime.device_health import DeviceProbe
 
     probe = DeviceProbe(engine.engine.model)
@@ -262,8 +260,9 @@ def open_probe(engine: CombinedEngine) -> DeviceProbe:
 
 
 def scale_of(engine: CombinedEngine) -> float:
-    """How much longer a tick may take than one of the first model at its native size: attention grows with the square
-    of the pixels, and a call with the network.
+    """Return how much longer a tick may take than one of the first model at its native size.
+
+    Attention grows with the square of the pixels, and a call with the parameters of the network.
     """
     first = engine.info
     width_px, height_px = first.good_sizes[0]
@@ -279,7 +278,7 @@ def scale_of(engine: CombinedEngine) -> float:
 
 
 def trial(info: ModelInfo) -> GenerationRequest:
-    """One step at the model's native size; a grey picture to repaint where the model knows nothing else."""
+    """Return a request of one step at the model's native size, with a gray init image for inpainting models."""
     width_px, height_px = info.good_sizes[0]
     grey = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
     return GenerationRequest(
@@ -306,10 +305,13 @@ USUAL_SHARE: Final = 0.99
 
 
 class Pulse:
-    """How the main thread gets on.
+    """Progress of the main thread.
 
-    num_ticks     ticks that ended
-    least_s       a tick is never thought to hang before so many seconds
+    Args:
+        least_s: Shortest time after which a tick may count as hanging.
+
+    Attributes:
+        num_ticks: Number of finished ticks.
     """
 
     def __init__(self, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -328,8 +330,10 @@ class Pulse:
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which the running tick counts as hanging: ``least_s``, or ten times what 99 of 100 ticks took,
-        or ten times the trial picture; for work of a larger scale as much more.
+        """Return the seconds after which the running tick counts as hanging.
+
+        This is the largest of ``least_s``, ten times the 99th percentile of ticks, and ten times the trial image. The
+        latter two grow with the scale of the tick.
         """
         running = self._running
         scale = 1.0 if running is None else running[1]
@@ -339,7 +343,7 @@ class Pulse:
 
     @contextmanager
     def ticking(self, scale: float = 1.0) -> Iterator[None]:
-        """For the length of a tick; ``scale``: how much more it may take than one at the model's own size."""
+        """Time a tick; ``scale`` is how much longer it may take than one at the model's native size."""
         started_s = self._clock()
         self._running = started_s, max(1.0, scale)
         try:
@@ -351,7 +355,7 @@ class Pulse:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """For the length of the trial picture, which is not forgotten as ticks are."""
+        """Time the trial image, which counts for all later ticks."""
         started_s = self._clock()
         yield
         self._trial_s = self._clock() - started_s

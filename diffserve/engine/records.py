@@ -1,4 +1,4 @@
-"""What both sides keep: why something fails, where it stands, who is live, what a tick may take. No torch."""
+"""Records of image and text engines: failure reasons, stages, live requests, tick limits. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diffserve.api.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):
-    """Cause of a failure: a stable ``code``, a message, and the request field at fault if there is one."""
+    """Cause of a failure: a stable ``code``, a message, and the request field at fault, if any."""
 
     code: str
     message: str
@@ -24,17 +24,16 @@ class FailureReason(NamedTuple):
 
 
 class Stage(enum.Enum):
-    """Where an image or a text stands; every stage may jump to ``DONE``.
+    """Stage of an image or a text; every stage may change to ``DONE``.
 
     ::
 
         image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE; of a best-of SCORING -> DONE at the end
-        text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it gives its pages away
+        text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it is preempted
 
-    WAITING    has no lane, or no pages
-    FOLLOWING  waits for the first text of its request to compute the prompt that they share; for the image that
-               paints the same picture
-    SCORING    is painted, holds nothing, and waits for what the scorer says
+    WAITING    has no slot, or no pages
+    FOLLOWING  waits for the first text of its request, which computes the shared prompt, or for an equal image
+    SCORING    is finished, holds no memory, and waits for the scorer
     """
 
     WAITING = "waiting"
@@ -76,9 +75,10 @@ class Live:
 class TickBudget:
     """Limits of one tick; None means only the engine's own limits apply.
 
-    max_tokens  tokens in the call of the network
-    time_s      seconds that the call should take, by what earlier calls took; see ``TextEngine.max_tokens``
-    admits      whether texts that have no pages may be given some; not while others wait for pages longer already
+    Attributes:
+        max_tokens: Number of tokens in the call of the network.
+        time_s: Estimated seconds of the call; see ``TextEngine.max_tokens``.
+        admits: Whether texts without pages may get some; false while other requests have waited longer for pages.
     """
 
     max_tokens: int | None = None
@@ -104,9 +104,10 @@ def shares(seconds: float, weights: Mapping[T, float]) -> dict[T, float]:
 class Scheduler(ABC, Generic[L, E]):
     """Base class of the request schedulers; single-threaded, called by the tick.
 
-    live       requests accepted and not yet over, by id
-    num_ticks  plans made
-    product    what is waited for, in words
+    Attributes:
+        live: Accepted requests that are not over, by id.
+        num_ticks: Number of plans made.
+        product: Name of the results, for messages.
     """
 
     product: ClassVar[str]

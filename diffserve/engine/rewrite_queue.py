@@ -1,9 +1,9 @@
-"""RewriteQueue: images whose prompt is being rewritten. Whatever happens to the rewriting, the image is painted.
+"""RewriteQueue: image requests whose prompt is being rewritten. If that fails, the original prompt is used.
 
 ::
 
     submit --> rewriter --> ready --> engine          a failing, a busy or a missing rewriter: straight to ready,
-                                                      with the prompt as it is and a warning
+                                                      with the original prompt and a warning
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
 
 
 class Note(NamedTuple):
-    """What the events of a rewritten request say beside the engine's own words.
+    """Additions to the events of a rewritten request.
 
-    ``rewriting_s``: of the device, for which the first picture is charged.
+    Attributes:
+        rewriting_s: Device seconds of the rewriting, which are charged to the first image.
     """
 
     waited_s: float
@@ -61,7 +62,7 @@ class PendingImage:
 
 
 class RewriteQueue:
-    """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
+    """Queue before ``engine``; ``rewriter`` is None without a language model. Thread-safe."""
 
     def __init__(
         self, engine: ImageEngines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]
@@ -88,9 +89,9 @@ class RewriteQueue:
             return self._find(request_id) is not None
 
     def submit(self, request: GenerationRequest) -> None:
-        """Have the prompt rewritten; ``release`` hands it to the engine.
+        """Queue a request for rewriting; ``release`` passes it to the engine.
 
-        Raises at once what the engine would raise, and InvalidRequest for a style that is not there.
+        Raises the errors of the engine at once, and InvalidRequest for an unknown style.
         """
         with self._lock:
             self._engine.check(request, num_ahead=len(self))
@@ -228,7 +229,7 @@ class RewriteQueue:
         self._ready.append(image)
 
     def _hand_over(self, image: PendingImage) -> None:
-        """Submit with the new prompt, or with the image where the engine does not take that. Raises what it raises."""
+        """Submit with the new prompt, or with the original one if that is refused. Raises the engine's errors."""
         try:
             self._submit(image)
         except InvalidRequest:

@@ -69,7 +69,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self.style = self._load_style(style)
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
-        self._job_of_text: dict[str, RewriteJob | None] = {}  # None: nobody waits for it any more
+        self._job_of_text: dict[str, RewriteJob | None] = {}  # None: abandoned
         self._others: list[TextEvent] = []
 
     def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
@@ -105,14 +105,14 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     # Convenient ways ----------------------------------------------------------------------------------------------
 
     def rewrite(self, wish: str, num_prompts: int = 1, options: RewriteOptions | None = None) -> tuple[Rewrite, ...]:
-        """Rewrite one wish and wait. Raises what ``answer`` raises."""
+        """Rewrite one prompt and wait. Raises the errors of ``answer``."""
         request = RewriteRequest(wish=wish, num_prompts=num_prompts, options=options or RewriteOptions())
         return self.answer([request])[0].rewrites
 
     def answer(self, requests: Sequence[RewriteRequest]) -> list[RewriteFinished]:
-        """Rewrite wishes side by side and wait: one answer for each, in order; more than may wait at once, too.
+        """Rewrite prompts concurrently, even more than may be queued, and return their answers in order.
 
-        Raises what ``submit`` raises (but QueueFull), and for one that failed DeadlineExceeded, NumericalError,
+        Raises the errors of ``submit`` except QueueFull, and for a failed prompt DeadlineExceeded, NumericalError,
         InvalidRequest or DiffserveError.
         """
         ends = [history[-1] for history in self._answer(requests)]
@@ -127,7 +127,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     # Jobs ---------------------------------------------------------------------------------------------------------
 
     def _constraint_of(self, style: Style) -> TokenConstraint | None:
-        """What may be said in ``style``, which takes a while to find out; None for anything."""
+        """Return the token constraint of ``style``, which takes a while to build; ``None`` without a constraint."""
         return self._captions if style.answer.language == "captions" else None
 
     @cached_property
@@ -163,7 +163,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         return request.request_id
 
     def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
-        """Forget ``job``: its texts are cancelled, and what they still say is dropped."""
+        """Drop ``job``: its texts are canceled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
             for question in unasked:
@@ -174,7 +174,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
                     self.texts.cancel(text_id)
 
     def _tick_once(self) -> None:
-        """A tick of the texts; what is for others waits for ``feed``."""
+        """Run a tick of the text engine; events of other requests are stored for ``feed``."""
         events = self.texts.tick()
         with self._lock:
             self._sort(events)

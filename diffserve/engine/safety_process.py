@@ -20,7 +20,7 @@ from diffserve.processes.child_signals import leave_stopping_to_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer until the other side closes the socket."""
+    """Answer requests until the other side closes the socket."""
     parser = argparse.ArgumentParser(prog="diffserve-safety", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
     parser.add_argument("--filter", required=True, help="model, or MODULE:FACTORY")
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             if connection.fileno() >= 0 and not isinstance(error, ConnectionError):
                 send(connection, Trouble(f"{type(error).__name__}: {error}"))
-        except Exception as error:  # it is somebody else's code
+        except Exception as error:  # user code may raise anything
             send(connection, Trouble(f"{type(error).__name__}: {error}"))
             return 1
     return 0
 
 
 def load_filter(name: str, model: str) -> Any:
-    """The filter called ``name``, of the model in the directory ``model``. Raises ConfigError, and what it raises."""
+    """Load the filter ``name`` with the model in directory ``model``. Raises ConfigError, and the filter's errors."""
     if name == OF_MODEL:
         from diffserve.runtime.safety_checker import SafetyChecker
 

@@ -1,7 +1,7 @@
-"""Stages of a picture that stand apart: encoding texts, and decoding latents, in processes that paint nothing.
+"""Separate stages of image generation: processes that only encode texts or only decode latents.
 
-Who denoises is an ``Engine`` as ever; it is told the texts by ``GenerationRequest.encodings``, and tells latents. What
-travels in between are values (``diffserve.api.stage_types``), so that any process of a stage may go on with them.
+The denoising stage is an ``Engine`` that reads ``GenerationRequest.encodings`` and returns latents. Encodings and
+latents travel as values (``diffserve.api.stage_types``), so that any process of a stage can continue with them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class StageRequest(Generic[R]):
 
 
 class StageQueue(ABC, Generic[R]):
-    """Requests of one stage, done one after the other. ``submit`` and ``cancel`` from any thread.
+    """Queue of one stage, processed one by one. ``submit`` and ``cancel`` are thread-safe.
 
-    doing  what it does, in words
+    Attributes:
+        doing: Description of the work, for messages.
     """
 
     doing: str
@@ -81,7 +82,7 @@ class StageQueue(ABC, Generic[R]):
         return any(queued.until_s <= now_s or not self._images.is_loading(queued.request.model) for queued in waiting)
 
     def submit(self, request: R) -> None:
-        """Queue it, and have its model loaded. Raises QueueFull, and what :meth:`check` raises."""
+        """Queue a request and start loading its model. Raises QueueFull, and the errors of :meth:`check`."""
         self.check(request)
         with self._lock:
             if len(self._waiting) >= self._most:
@@ -124,10 +125,10 @@ class StageQueue(ABC, Generic[R]):
         return events
 
     def check(self, request: R, *, num_ahead: int = 0) -> None:
-        """Raise what is known to be wrong with ``request``."""
+        """Raise the known errors of ``request``."""
         self._images.want(request.model)
 
-    def _begin(self, queued: StageRequest[R]) -> None:  # nobody has to
+    def _begin(self, queued: StageRequest[R]) -> None:  # optional hook
         """Start background loading for a request; the default loads nothing."""
 
     @abstractmethod
@@ -139,22 +140,22 @@ class StageQueue(ABC, Generic[R]):
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
-    """Encodes the texts of requests; what an ``ImageEngines`` is to a ``RewriteQueue``, whose requests end here."""
+    """Encodes the texts of requests; takes the place of ``ImageEngines`` behind a ``RewriteQueue``."""
 
     doing = "encoding texts"
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
-        """See ``ImageEngines``: all that painting would refuse is refused here."""
+        """Raise the errors that generating the image would raise; as in ``ImageEngines``."""
         engine = self._images.want(request.model)
         if engine is not None:
             engine.admitted(request)
 
     def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
-        """See ``ImageEngines``."""
+        """Return the text window of the request's model, as ``ImageEngines.window_of`` does."""
         return self._images.window_of(request, first)
 
     def family_of(self, request: GenerationRequest) -> str:
-        """See ``ImageEngines``."""
+        """Return the family of the request's model, as ``ImageEngines.family_of`` does."""
         return self._images.family_of(request)
 
     def _begin(self, queued: StageRequest[GenerationRequest]) -> None:
@@ -178,12 +179,12 @@ class EncodingStage(StageQueue[GenerationRequest]):
 
 
 def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
-    """Everything that painting ``request`` asks of text encoders. Raises PoolBusy, and InvalidRequest."""
+    """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
     settings, runner = engine.admitted(request).settings, engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.hand_over(*texts, reading)
     prompts = [text or "" for text in texts]
-    if settings.controlnets:  # which are told embeddings
+    if settings.controlnets:  # they take embeddings
         base |= engine.model.text.hand_over(prompts, reading)
     if settings.similarity_threshold is not None:
         base |= engine.model.text.hand_over(prompts[:1], AS_TRAINED)
@@ -195,7 +196,7 @@ def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> 
 
 
 class DecodingStage(StageQueue[DecodeRequest]):
-    """Decodes finished latents, each picture in a call of its own, as an engine that promises bytes does."""
+    """Decodes finished latents, each image in a separate call, as deterministic engines do."""
 
     doing = "decoding this picture"
 
@@ -215,7 +216,7 @@ class DecodingStage(StageQueue[DecodeRequest]):
 
 
 def trial_latents(engine: Engine) -> DecodeRequest:
-    """A grey picture of the model's native size, to be decoded once before the first request."""
+    """Return a request to decode a gray image of the model's native size, for a test before the first request."""
     width_px, height_px = engine.info.good_sizes[0]
     factor = engine.info.vae_factor
     shape = (engine.info.latent_channels, height_px // factor, width_px // factor)

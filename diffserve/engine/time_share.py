@@ -1,4 +1,4 @@
-"""TimeShare: whose turn it is while images are painted and texts are written. No torch.
+"""TimeShare: divides the device time between image steps and language-model calls. No torch.
 
 Deficit round robin (Shreedhar and Varghese 1995) between two sides, counted in seconds. Every step of the images earns
 the texts ``share / (1 - share)`` times what it took. They save that up for a burst of calls, worth ``BURST_STEPS``
@@ -7,10 +7,9 @@ steps, and go on until it is spent; what the last call took too much is taken of
     share 1/4     two steps of the images, 90 ms each     a burst of calls, 12 ms each      two steps
     credit      0 -------------> +30 -------------> +60 -> 48 -> 36 -> 24 -> 12 -> 0 --> ...
 
-Newcomers are let in during the first half of a burst: of those that run, most are then finished when it ends, and wait
-for no step of the images between two tokens. Short texts, which rewritten prompts are, come back as soon as if all
-shared every burst, and longer ones go on in the next. (Processor sharing makes everybody late: the same reason for
-which images run shortest first.)
+New texts start during the first half of a burst, so that most texts finish within one burst, without image steps
+between their tokens. Short texts, such as rewritten prompts, are as fast as if all texts shared every burst; longer
+ones continue in the next. (Processor sharing delays all requests; images run shortest first for the same reason.)
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from typing import Final
 from diffserve.api.engine_stats import ShareStats
 
 BURST_STEPS: Final = 2.0
-"""Calls of a burst take what so many steps of the images earn: less, and texts lie about unfinished; more, and images
-stand still for longer."""
+"""Length of a burst in image steps: shorter bursts leave texts unfinished, longer ones delay images."""
 FULL: Final = 0.9
-"""A burst begins when so much of that is saved, for steps differ a little."""
+"""Share of a burst's credit at which it begins, as steps differ a little."""
 LET_IN: Final = 0.5
-"""Newcomers are let in while at least so much of a burst is left."""
+"""Share of a burst that must be left for a new text to start."""
 
 MEMORY: Final = 0.8
 """Weight of what was known of a turn's time, for each new turn."""
@@ -37,9 +35,11 @@ MOST_DEBT_S: Final = 5.0
 
 
 class TimeShare:
-    """``share``: between 0 and 1, of the time that both sides take together, what the texts get when both want it.
+    """Divides device time; ``share``, between 0 and 1, is the part of the texts when both sides have work.
 
-    image_s, text_s   seconds that each side had since birth while the other wanted some too
+    Attributes:
+        image_s: Seconds of image steps while texts waited.
+        text_s: Seconds of text calls while images waited.
     """
 
     def __init__(self, share: float) -> None:
@@ -66,7 +66,7 @@ class TimeShare:
 
     @property
     def call_s(self) -> float | None:
-        """Seconds that one call of the language model should take at most: what a step earns; None when not known."""
+        """Longest time of a language-model call in seconds, the credit of one image step; None when unknown."""
         return None if self._step_s is None else self._rate * self._step_s
 
     def stats(self) -> ShareStats:
@@ -76,15 +76,18 @@ class TimeShare:
     def painted(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
         """Record an image step of ``wall_s`` seconds.
 
-        has_moved  whether any image got on; those that wait for pages get on when texts do, which is then their turn
-        is_shared  whether texts were waiting for their turn
+        Args:
+            wall_s: Seconds of the step.
+            has_moved: Whether any image advanced; images that wait for pages advance when texts do, which are then
+                next.
+            is_shared: Whether texts were waiting for their turn.
         """
         if not has_moved:
             self._credit_s = max(self._credit_s, 0.0)
             self._is_saving = False
             return
         counted_s, self._step_s = _learn(self._step_s, wall_s, LONGEST_STEP)
-        most_s = self._burst_s * (1.0 + 1.0 / BURST_STEPS)  # who asks for nothing saves no more than that
+        most_s = self._burst_s * (1.0 + 1.0 / BURST_STEPS)  # limit of unused credit
         self._credit_s = min(self._credit_s + self._rate * counted_s, most_s)
         self._is_saving = self._is_saving and self._credit_s < FULL * self._burst_s
         if is_shared:
@@ -93,7 +96,9 @@ class TimeShare:
     def wrote(self, wall_s: float, *, has_moved: bool) -> None:
         """Record a language-model call of ``wall_s`` seconds while images waited.
 
-        has_moved  whether any text got on; those that wait for pages, or to be let in, get on when images do
+        Args:
+            wall_s: Seconds of the call.
+            has_moved: Whether any text advanced; texts that wait for pages or admission advance when images do.
         """
         if not has_moved:
             self._is_saving = True
@@ -108,9 +113,9 @@ class TimeShare:
         return BURST_STEPS * (self.call_s or 0.0)
 
 
-def _learn(known_s: float | None, wall_s: float, longest: float) -> tuple[float, float]:
-    """What a turn of ``wall_s`` counts as, and what is known after it."""
-    if known_s is None:
+def _learn(average_s: float | None, wall_s: float, longest: float) -> tuple[float, float]:
+    """Return the seconds a turn of ``wall_s`` counts as, and the new average."""
+    if average_s is None:
         return wall_s, wall_s
-    counted_s = min(wall_s, longest * known_s)
-    return counted_s, MEMORY * known_s + (1.0 - MEMORY) * counted_s
+    counted_s = min(wall_s, longest * average_s)
+    return counted_s, MEMORY * average_s + (1.0 - MEMORY) * counted_s

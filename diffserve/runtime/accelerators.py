@@ -31,7 +31,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that was queued on ``device``. Do nothing on a CPU, where none is queued."""
+    """Wait for all work that is queued on ``device``; does nothing on a CPU."""
     if device.type in ACCELERATORS:
         torch.accelerator.synchronize(device)
 

@@ -175,7 +175,7 @@ class ControlNetStore:
         return hashlib.sha256("\n".join(digests).encode()).digest()
 
     def begin(self, controls: Sequence[Control], pictures: Sequence[Picture]) -> Future[list[ReadControl]]:
-        """Load ``controls`` and make the control maps of ``pictures`` in a background thread, one after the other."""
+        """Load ``controls`` and compute the control maps of ``pictures`` in a background thread, one by one."""
         return self._reader.submit(
             lambda: [
                 ReadControl(self._find(control.name), preprocess(control, picture.array))

@@ -88,7 +88,7 @@ class DryRun(TorchDispatchMode):
         self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, or what it is composed of, and count it."""
+        """Run one operator, or the operators it consists of, and count it."""
         kwargs = kwargs or {}
         packet = func.overloadpacket
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -53,7 +53,7 @@ class Header(NamedTuple):
 
 
 class LoRAStore:
-    """The adapters of ``model``'s folders. Those in use are kept, and of others up to ``max_bytes``."""
+    """Adapters of ``model``'s folders. Used ones stay loaded, and others up to ``max_bytes``."""
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
         self.folder = LoraFolders(model.lora_dirs)
@@ -72,7 +72,7 @@ class LoRAStore:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the kept sets in bytes."""
+        """Size of the loaded adapters in bytes."""
         return sum(lora_set.num_bytes for lora_set in self._kept.values())
 
     def check(self, loras: Sequence[Lora]) -> CheckedLoras:

@@ -56,7 +56,7 @@ class WholeChange(NamedTuple):
     bias: Tensor | None
 
     def apply(self, layer: nn.Module, input: Tensor) -> Tensor:
-        """Return what is added to the output of ``layer`` for its ``input`` (N, ...), the rows of one set."""
+        """Return the addition to the output of ``layer`` for its ``input`` (N, ...), the rows of one set."""
         weight, bias = (None if tensor is None else tensor.to(input.device) for tensor in self)
         if weight is None:
             assert bias is not None

@@ -89,7 +89,7 @@ def schemes(network: nn.Module, target: str) -> dict[str, str]:
 
 
 def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None:
-    """Make the named layers, which hold int8 weights, multiply in int8 within ``ranges``, one after the other."""
+    """Convert the named layers with int8 weights to int8 products with inputs in ``ranges``, one by one."""
     for name, input_range in ranges.items():
         become_static(network.get_submodule(name), input_range)
 

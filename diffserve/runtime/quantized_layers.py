@@ -93,7 +93,7 @@ class InputRange(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Size of one of 255 steps."""
+        """Size of each of the 255 steps."""
         return max(self.high - self.low, LEAST) / 255
 
     @property
@@ -204,7 +204,7 @@ def hold_int8_weight(layer: nn.Module) -> None:
 
 
 def become_static(layer: nn.Module, input_range: InputRange) -> None:
-    """Turn ``layer``, made by ``hold_int8_weight``, into one that multiplies in int8 with inputs in ``input_range``."""
+    """Convert ``layer`` from ``hold_int8_weight`` to int8 products with inputs in ``input_range``."""
     values, scales = layer.get_parameter("weight").detach(), layer.get_buffer("weight_scales")
     bias = layer._parameters.get("bias")
     layer.__dict__["range"] = input_range

@@ -1,3 +1,4 @@
-"""Pictures by continuous batching at every denoising step. Policy in ``scheduler``, ``policy``, ``queues``,
-``admission`` and ``buckets``, which need no torch; tensors in the rest.
+"""Image generation with continuous batching at every denoising step.
+
+``scheduler``, ``policy``, ``queues``, ``admission`` and ``buckets`` hold the policy and need no torch.
 """

@@ -1,7 +1,6 @@
-"""At the door: a request is checked against the model, defaults are filled in, its sampler is compiled. No torch.
+"""Admission of image requests: check them against the model, fill in defaults, compile the sampler. No torch.
 
-Everything that can be known to be wrong is refused here, with the value and the way out; what is merely unwise is let
-through with a warning that travels with the result.
+Invalid values are refused here, with the value and a fix; questionable ones produce a warning in the result.
 """
 
 from __future__ import annotations
@@ -64,13 +63,15 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
 class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
 
-    ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
-    brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
-    ``noise_source``: of requests that give none. ``check_room``: raises InvalidRequest for a width and a height that no
-    memory is there for, told whether an init image of that size is to be encoded, whether ControlNets are at work, and
-    whether the refiner is.
-    ``check_loras``: what is known of adapters; InvalidRequest for those that the model cannot take;
-    ``check_controlnets``: a digest of ControlNets. ``check_scores``: see ``ImageScores.check``.
+    Args:
+        defaults: The profile's sigma schedule and eta, which belong to its sampler; another sampler does not use them.
+        keeps_latents: Whether images may start from those of similar prompts.
+        noise_source: Noise source of requests without one.
+        check_room: Raises InvalidRequest for a width and a height that can never fit into memory. Further arguments are
+            whether an init image is encoded, whether ControlNets are active, and whether the refiner is.
+        check_loras: Returns the facts of adapters, or raises InvalidRequest for those that do not fit the model.
+        check_controlnets: Returns a digest of ControlNets.
+        check_scores: See ``ImageScores.check``.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class ImageAdmission:
         strength = 1.0 if request.init_image is None else params.strength
         num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
         scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-        most = f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}."
-        check(num_steps <= info.train_timesteps, most, "num_inference_steps")
+        too_many_steps = f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}."
+        check(num_steps <= info.train_timesteps, too_many_steps, "num_inference_steps")
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
             scale = 1.0
@@ -157,8 +158,8 @@ class ImageAdmission:
         most_skip = f"the text encoders of {info.model_id} take 1 to {info.most_clip_skip}."
         too_far = f"clip_skip is {params.clip_skip}; {most_skip}"
         check(params.clip_skip <= info.most_clip_skip, too_far, "clip_skip")
-        told_none = f"{info.model_id} is told no sizes; micro_conditioning is SDXL's: leave it out."
-        check(params.micro_conditioning is None or info.has_size_conditioning, told_none, "micro_conditioning")
+        no_sizes = f"{info.model_id} is told no sizes; micro_conditioning is SDXL's: leave it out."
+        check(params.micro_conditioning is None or info.has_size_conditioning, no_sizes, "micro_conditioning")
         if params.similarity_threshold is not None:
             self._check_may_begin_from_similar(params.similarity_threshold, kind)
         if params.variation_seed is not None and not params.variation_strength:
@@ -210,20 +211,20 @@ class ImageAdmission:
         return settings, warnings + table.warnings + self._few_steps(table, strength)
 
     def _row_scale(self, scale: float) -> float:
-        """The guidance that an image's unconditional row is there for: none where the UNet reads it itself."""
+        """Return the scale that decides about unconditional rows: 1 (none) where the UNet takes it as input."""
         return 1.0 if self.info.embeds_guidance else scale
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
-        said = f"similarity_threshold is {threshold:g}; "
+        prefix = f"similarity_threshold is {threshold:g}; "
         none_kept = "no latents are kept here: leave it out, or have engine.latent_cache_bytes set."
-        check(self._keeps_latents, said + none_kept, "similarity_threshold")
+        check(self._keeps_latents, prefix + none_kept, "similarity_threshold")
         from_text = "it is for pictures from text alone: leave it out, or the init image and an inpainting model."
-        check(kind == "text", said + from_text, "similarity_threshold")
+        check(kind == "text", prefix + from_text, "similarity_threshold")
 
     def _without_first(
         self, settings: GenerationSettings, params: DiffusionParams, num_skipped: int
     ) -> GenerationSettings:
-        """``settings`` without the first ``num_skipped`` steps."""
+        """Return ``settings`` without the first ``num_skipped`` steps."""
         num_steps = settings.num_steps
         if num_skipped == 0:
             return settings
@@ -234,13 +235,14 @@ class ImageAdmission:
             table, switch = self._restarted(table, switch, params, strength)
         guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
         full = full_rows(guided, settings.cache_interval, switch)
-        own: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
-        own["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
-        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **own)
+        fields: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
+        fields["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
+        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **fields)
 
     def _switch_row(self, table: StepTable, switch_at: float | None) -> int | None:
-        """The first row of the first step below the noise level of ``switch_at``, as diffusers' denoising_start has it;
-        ``None`` where there is none.
+        """Return the first row of the first step below the noise level of ``switch_at``, or ``None``.
+
+        The rule is that of diffusers' ``denoising_start``.
         """
         if switch_at is None:
             return None
@@ -263,8 +265,9 @@ class ImageAdmission:
         return table, int(np.flatnonzero(table.step_of_row == step)[0])
 
     def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
-        """A warning for each of the two prompts that has words which a model of a closed world was never taught, nor
-        its adapters, which teach those ``learnt``.
+        """Warn of words in each of the two prompts that a model of a closed vocabulary was not trained on.
+
+        ``learnt`` are words that the request's adapters add.
         """
         world, model_id = self.info.world, self.info.model_id
         if world is None:
@@ -277,22 +280,22 @@ class ImageAdmission:
         )
 
     def _few_steps(self, table: StepTable, strength: float) -> tuple[str, ...]:
-        """A warning where the model's own measurements say that these steps are too few to begin from noise with."""
+        """Warn if the model's own measurements say that these steps are too few to start from noise."""
         measured = self.info.fewest_steps if strength == 1.0 else None
-        told_of = measured and measured.warning(table.sampler, table.sigma_schedule, table.requested_steps)
-        return (told_of,) if told_of else ()
+        warning = measured and measured.warning(table.sampler, table.sigma_schedule, table.requested_steps)
+        return (warning,) if warning else ()
 
     def _table(
         self, params: DiffusionParams, num_steps: int, strength: float, *, restart: int | None = None
     ) -> StepTable:
-        own = self.defaults if params.sampler is None else DiffusionParams()
+        defaults = self.defaults if params.sampler is None else DiffusionParams()
         try:
             return self._compile(
                 params.sampler or self.info.default_sampler,
                 num_steps,
                 params.spacing or (None if self.info.default_spacing == AUTO_SPACING else self.info.default_spacing),
-                params.sigma_schedule or own.sigma_schedule,
-                own.eta if params.eta is None else params.eta,
+                params.sigma_schedule or defaults.sigma_schedule,
+                defaults.eta if params.eta is None else params.eta,
                 (params.sigma_min, params.sigma_max),
                 strength,
                 restart,
@@ -342,11 +345,11 @@ class ImageAdmission:
         return width_px, height_px
 
     def _check_side(self, name: str, side_px: int) -> None:
-        multiple, most = self.info.size_multiple_px, self.info.max_side_px
-        too_long = f"{name} is {side_px} px; this model paints at most {most} px a side."
-        check(side_px <= most, too_long, "size", "invalid_size")
+        multiple, max_side = self.info.size_multiple_px, self.info.max_side_px
+        too_long = f"{name} is {side_px} px; this model paints at most {max_side} px a side."
+        check(side_px <= max_side, too_long, "size", "invalid_size")
         below = side_px // multiple * multiple
-        tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= most)
+        tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= max_side)
         off_grid = f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}."
         check(side_px == below, off_grid, "size", "invalid_size")
 
@@ -380,9 +383,9 @@ def guided_rows(
 def controlled_rows(
     table: StepTable, controls: Sequence[Control], num_skipped: int = 0, switch: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """For each row the places of ``controls`` that are at work in it, of the base alone; empty where there are none.
+    """Return the indices of ``controls`` that are active in each row of the base model; empty without ControlNets.
 
-    ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner paints.
+    ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner runs.
     """
     if not controls:
         return ()
@@ -391,14 +394,14 @@ def controlled_rows(
         tuple(place for place, control in enumerate(controls) if control.active(step + num_skipped, num_steps))
         for step in table.step_of_row.tolist()
     ]
-    return tuple(own if switch is None or row < switch else () for row, own in enumerate(active))
+    return tuple(places if switch is None or row < switch else () for row, places in enumerate(active))
 
 
 def full_rows(guided: NDArray[np.bool_], interval: int, switch: int | None = None) -> NDArray[np.bool_]:
-    """Bool (num_rows,): rows that run the whole UNet.
+    """Return which rows run the whole UNet, bool (num_rows,).
 
-    Every ``interval``-th row of the image's own table, the first included, and the first that is guided after a full
-    one that was not: of its unconditional row there are no features yet. At row ``switch`` another UNet begins anew.
+    These are every ``interval``-th row of the table from the first on, and the first guided row after an unguided full
+    row, as its unconditional row has no features yet. From row ``switch`` on another UNet runs and counting restarts.
     """
     if switch:
         parts = (full_rows(part, interval) for part in (guided[:switch], guided[switch:]))
@@ -431,8 +434,9 @@ def _unserved(request: GenerationRequest) -> tuple[str, ...]:
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:
-    """That of its first picture; ``None`` where nothing is varied. One that is not named follows from the request's id,
-    so that whoever begins the same request anew elsewhere paints the same pictures.
+    """Return the variation seed of the request's first image, or ``None`` without a variation.
+
+    A seed that is not given is derived from the request's id, so that a retry on another replica gives the same images.
     """
     params = request.diffusion
     if not params.variation_strength or params.variation_seed is not None:

@@ -43,15 +43,15 @@ class ImageBatch:
 
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
-        """Copy the latents and histories of ``tasks`` out of their slots; two transfers bring all that says how."""
+        """Copy the latents and histories of ``tasks`` out of their slots, with two transfers for all indices."""
         guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
         sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
-        whole = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]
+        indices = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]
         packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
         for row, task in zip(packed, tasks, strict=True):
             row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
-        slots, owners, places = send(torch.tensor(whole), pool.device).split(sizes)
+        slots, owners, places = send(torch.tensor(indices), pool.device).split(sizes)
         rows = send(torch.from_numpy(packed), pool.device)
         x, history = pool.gather(tasks[0].loaded_state.shape, slots)
         return cls(tuple(tasks), slots, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided, owners, places)
@@ -63,25 +63,25 @@ class ImageBatch:
 
     @cached_property
     def image_of_row(self) -> tuple[int, ...]:
-        """Which image each row belongs to."""
+        """Index of each row's image."""
         return (*range(len(self.tasks)), *self.guided)
 
     @cached_property
     def scaled(self) -> Tensor:
-        """(B, C, h, w) what the UNet sees."""
+        """Inputs of the UNet, (B, C, h, w)."""
         return scale_input(self.x, self.rows)
 
     @cached_property
     def noise(self) -> Tensor:
         """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
-        held = [task.loaded_state for task in self.tasks if task.draws_now]
-        if not held:
+        states = [task.loaded_state for task in self.tasks if task.draws_now]
+        if not states:
             return torch.zeros_like(self.x)
-        drawn = draw_noise(held, self.x.device)
+        drawn = draw_noise(states, self.x.device)
         return torch.zeros_like(self.x).index_copy_(0, self.drawing, drawn)
 
     def is_uncond(self, row: int) -> bool:
-        """Whether ``row`` is an unconditional one."""
+        """Whether ``row`` is an unconditional row."""
         return row >= len(self.tasks)
 
     def label(self, row: int) -> RowLabel:
@@ -108,16 +108,16 @@ class LatentPool:
         self._history: dict[LatentShape, torch.Tensor] = {}
 
     def reserve(self, shape: LatentShape, num_lanes: int) -> None:
-        """Have room for ``num_lanes`` latents of ``shape``, at least eight."""
-        held = self._latents[shape].shape[0] if shape in self._latents else 0
-        if held >= num_lanes:
+        """Allocate space for ``num_lanes`` latents of ``shape``, at least eight."""
+        old_size = self._latents[shape].shape[0] if shape in self._latents else 0
+        if old_size >= num_lanes:
             return
         size = max(8, 1 << (num_lanes - 1).bit_length())
         latents = torch.zeros((size, *shape), device=self.device)  # (slots, C, h, w)
         history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (slots, HISTORY, C, h, w)
-        if held:
-            latents[:held] = self._latents[shape]
-            history[:held] = self._history[shape]
+        if old_size:
+            latents[:old_size] = self._latents[shape]
+            history[:old_size] = self._history[shape]
         self._latents[shape], self._history[shape] = latents, history
 
     def open(self, slot: int, start: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class LatentPool:
         self._history[shape][slot] = 0.0
 
     def gather(self, shape: LatentShape, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of (latents (B, C, h, w), history (B, HISTORY, C, h, w)) of ``slots`` (B,) int64."""
+        """Copy latents (B, C, h, w) and histories (B, HISTORY, C, h, w) of ``slots`` (B,) int64."""
         return self._latents[shape].index_select(0, slots), self._history[shape].index_select(0, slots)
 
     def scatter(self, slots: torch.Tensor, latents: torch.Tensor, history: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class LatentPool:
         self._history[shape].index_copy_(0, slots, history)
 
     def latent(self, shape: LatentShape, slot: int) -> torch.Tensor:
-        """A view (C, h, w) of one slot's latent."""
+        """Return a view (C, h, w) of one slot's latent."""
         return self._latents[shape][slot]
 
     @property

@@ -18,19 +18,19 @@ from diffserve.runtime.unet.batch_invariance import GroupFacts
 KNEE_GAIN = 1.05
 PROBE_EVERY = 16
 RETRY_EVERY = 64
-"""Ticks after which a size that is thought dear is called again: what made it slow may be over."""
+"""Ticks after which a size with a high estimate is called again, as the cause may be over."""
 FALL, RISE = 0.5, 0.05
 CALL_SHARE: Final = 0.03
-"""Of the smallest call, what each call takes beside the UNet: rows are laid into few calls where all cost the same."""
+"""Overhead of each call as a share of the smallest call's time, so that fewer calls win where UNet times are equal."""
 NO_LIMIT = 1 << 16
 
 
 class CostCurve:
-    """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since, as soon
-    as it is known what that took.
+    """Estimated seconds of a UNet call of each bucket size, from a first measurement and all later calls.
 
-    is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
-    is_alone: every row has a call of the smallest bucket to itself, for nothing is known yet of rows side by side.
+    Args:
+        is_exact: Calls must have a bucket's size and are padded to it; otherwise n rows are one call of n.
+        is_alone: Every row has a call of the smallest bucket to itself, as larger calls are not measured yet.
     """
 
     def __init__(self, buckets: Sequence[int], *, is_exact: bool = True, is_alone: bool = False) -> None:
@@ -43,12 +43,12 @@ class CostCurve:
 
     @classmethod
     def of(cls, facts: GroupFacts, *, is_exact: bool) -> CostCurve:
-        """A curve that starts from ``facts``."""
-        made = cls(facts.buckets, is_exact=is_exact, is_alone=facts.is_alone)
+        """Return a curve that starts from ``facts``."""
+        curve = cls(facts.buckets, is_exact=is_exact, is_alone=facts.is_alone)
         for size, wall_s in facts.seconds.items():
             if size in facts.buckets:
-                made.observe(size, wall_s)
-        return made
+                curve.observe(size, wall_s)
+        return curve
 
     def observe(self, num_rows: int, wall_s: float) -> None:
         """Record that a call of ``num_rows`` rows took ``wall_s``."""
@@ -58,7 +58,7 @@ class CostCurve:
             self._covers.clear()
 
     def seconds(self, num_rows: int) -> float:
-        """The estimate for a call of ``num_rows``; a size never seen is extended from the nearest seen."""
+        """Return the estimated seconds of a call of ``num_rows`` rows, extrapolated from the nearest measured size."""
         if num_rows in self._seconds:
             return self._seconds[num_rows]
         if not self._seconds:
@@ -67,9 +67,9 @@ class CostCurve:
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
     def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
-        """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows).
+        """Return the bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programming).
 
-        most: rows for which a call has memory; the smallest bucket is taken in any case.
+        ``most`` is the number of rows for which a call has memory; the smallest bucket is used in any case.
         """
         if self.is_alone:
             return self.buckets[:1] * num_rows
@@ -80,11 +80,10 @@ class CostCurve:
         return self._covers[num_rows, most]
 
     def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
-        """``num_rows`` rows laid into their cover: (start, stop, bucket) for each call.
+        """Assign ``num_rows`` rows to calls and return (start, stop, bucket) of each; for calls that will be made.
 
-        To be made, and not only to be counted: a bucket that the rows would fill and that was passed over
-        ``RETRY_EVERY`` times is in it whatever it is thought to cost. Else a size that was first measured beside busy
-        neighbours would never be called again, and nothing would mend that.
+        The calls are those of ``cover``, but a bucket that was passed over ``RETRY_EVERY`` times is included whatever
+        its estimate. Otherwise a size that was first measured on a busy machine would never be measured again.
         """
         if self.is_alone:
             return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
@@ -99,25 +98,26 @@ class CostCurve:
                 del self._passed_over[size]
         return split(num_rows, cover)
 
-    def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
-        sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]
-        beside_s = CALL_SHARE * self.seconds(sizes[0])
+    def _cheapest_cover(self, num_rows: int, max_rows: int) -> tuple[int, ...]:
+        sizes = [bucket for bucket in self.buckets if bucket <= max_rows] or self.buckets[:1]
+        overhead_s = CALL_SHARE * self.seconds(sizes[0])
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for rows in range(1, num_rows + 1):
             options = []
             for bucket in sizes:
                 cost, parts = best[max(rows - bucket, 0)]
-                options.append((cost + self.seconds(bucket) + beside_s, (*parts, bucket)))
+                options.append((cost + self.seconds(bucket) + overhead_s, (*parts, bucket)))
             best.append(min(options))
         return tuple(sorted(best[num_rows][1], reverse=True))
 
     def total_s(self, num_rows: int) -> float:
-        """The estimate for ``num_rows`` rows in the calls that hold them."""
+        """Return the estimated seconds of ``num_rows`` rows, in the calls that hold them."""
         return sum(self.seconds(bucket) for bucket in self.cover(num_rows))
 
     def knee(self, limit: int, gain: float = KNEE_GAIN, beside_s: float = 0.0) -> int:
-        """The fewest rows whose cost per row is within 5 % of the best seen (``gain`` 1: the best itself), never above
-        ``limit``, at least 2. ``beside_s``: what each tick takes beside its call.
+        """Return the smallest number of rows whose cost per row is within ``gain`` of the best, from 2 to ``limit``.
+
+        ``beside_s`` is the time of a tick outside its call, which is shared by its rows.
         """
         if self.is_alone:
             return 2
@@ -130,10 +130,10 @@ class CostCurve:
 
 
 def followed(old_s: float | None, wall_s: float) -> float:
-    """The estimate ``old_s`` of something after it took ``wall_s``.
+    """Return the estimate of a duration, ``old_s`` before, after a measurement of ``wall_s``.
 
-    A faster reading is believed by half at once, for nothing is fast by accident; a slower one by a twentieth, and
-    never beyond twice the estimate.
+    A faster measurement moves the estimate by half the difference, as nothing is fast by accident. A slower one moves
+    it by a twentieth, and counts as at most twice the estimate.
     """
     return wall_s if old_s is None else old_s + (FALL if wall_s < old_s else RISE) * (min(wall_s, 2.0 * old_s) - old_s)
 
@@ -149,11 +149,13 @@ def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class KneeCap:
-    """Rows of a tick that has no configured number: the knee of its curve; under "throughput" what costs least a row.
+    """Limit of rows in a tick without a configured number: the knee of its cost curve, or the best under "throughput".
 
-    Every ``PROBE_EVERY``-th time twice as many are let in, so that a knee found on a busy machine does not stick.
+    Every ``PROBE_EVERY``-th time twice as many rows are allowed, so that a knee measured on a busy machine is
+    corrected.
 
-    beside_s  what a tick takes beside its calls, as far as that is known; half as many rows are twice as many ticks
+    Attributes:
+        beside_s: Seconds of a tick outside its calls, as far as known; half as many rows need twice as many ticks.
     """
 
     def __init__(self, most_rows: int, policy: str) -> None:
@@ -204,7 +206,7 @@ class RowCaps:
         return min(learnt, self._room(group))
 
     def ran_out(self, group: GroupKey, num_rows: int) -> None:
-        """There was no memory for a call of ``num_rows``."""
+        """Record that a call of ``num_rows`` ran out of memory."""
         pause_s = FIRST_PAUSE_S
         cap = self._caps.pop(group, None)
         if cap is not None:
@@ -214,7 +216,7 @@ class RowCaps:
             self._caps.popitem(last=False)
 
     def ran(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
-        """A call of ``num_rows`` ran; nothing is capped any more where that is ``most_rows``."""
+        """Record that a call of ``num_rows`` rows succeeded; the limit ends if that is ``most_rows``."""
         cap = self._caps.get(group)
         if cap is None or num_rows <= cap.num_rows:
             return

@@ -1,4 +1,4 @@
-"""Which groups are painted by compiled calls: those for which there are packages, once they are proven and faster."""
+"""Groups with compiled calls: those with packages that are proven to be correct and faster."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class LatePackages(NamedTuple):
 
 
 class CompiledGroups:
-    """The compiled counterparts of groups, as ``[engine] compile`` allows them.
+    """Compiled counterparts of groups, as ``[engine] compile`` allows.
 
-    packages     where compiled calls are kept, ``None`` where they are not wanted
-    graphs       recordings of calls, compiled or not, ``None`` where calls are made one by one
-    is_measured  whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
-                 path is chosen once (see ``unet_paths``)
+    Attributes:
+        packages: Stored compiled calls, ``None`` if compilation is off.
+        graphs: Recordings of calls, compiled or not; ``None`` if calls are not recorded.
+        is_measured: Whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
+            path is chosen once (see ``unet_paths``).
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
@@ -75,34 +76,34 @@ class CompiledGroups:
         self._doubted: dict[GroupKey, float] = {}
 
     def of(self, group: GroupKey) -> Compiled | None:
-        """Return what makes compiled calls of ``group``; ``None`` where the network makes all calls."""
+        """Return the function for compiled calls of ``group``; ``None`` if the network makes its calls."""
         return self._compiled.run if self._compiled is not None and group.is_compiled else None
 
     def recorder(self, group: GroupKey) -> Recorder | None:
-        """Return what replays recordings of the calls of ``group``, or ``None`` where calls are not recorded."""
+        """Return the recorder of the calls of ``group``, or ``None`` if calls are not recorded."""
         # a compiled call has the size of its package already
         return None if self.graphs is None else self.graphs.recorder(group, is_padded=not group.is_compiled)
 
     @property
     def has_own_threads(self) -> bool:
-        """Whether compiled calls run on the same threads whatever torch is told."""
+        """Whether compiled calls ignore the number of threads that torch is set to."""
         return self.packages is not None and self.packages.is_by_openvino
 
     @property
     def compiler(self) -> str:
-        """Who makes packages here, and which version of it."""
+        """Name and version of the compiler that makes packages."""
         return self.packages.compiler if self.packages else ""
 
     def is_proven(self, group: GroupKey) -> bool:
-        """Whether newcomers are painted in ``group``, which is compiled."""
+        """Whether new images use ``group``, which is compiled."""
         return group in self._proven
 
     def is_doubted(self, group: GroupKey) -> bool:
-        """Whether it was not clear who is faster; that is looked at again."""
+        """Whether the last comparison was inconclusive and will be repeated."""
         return group in self._doubted
 
     def is_new(self, group: GroupKey, now_s: float) -> bool:
-        """Whether packages for ``group`` are to be looked for, again where some were made meanwhile, or are doubted."""
+        """Whether to look for packages of ``group``: at first, after new ones were made, or to compare again."""
         if self.packages is None:
             return False
         if self._compiler is not None and (done := self._compiler.poll()) is not None:
@@ -111,28 +112,28 @@ class CompiledGroups:
         return group not in self._looked_for or self._doubted.get(group, math.inf) <= now_s
 
     def load(self, group: GroupKey, kind: Callable[[], Kind | None], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Of ``sizes`` those for which there are packages, taken into use; the others are wanted to be compiled."""
+        """Load the packages of ``group`` and return their sizes; missing ones are queued for compilation."""
         if len(self._looked_for) >= LOOKED_KEPT:
             self._looked_for = set(self._proven)
             self._done.clear()
         self._looked_for.add(group)
         self._doubted.pop(group, None)
-        found: tuple[int, ...] = ()
+        loaded: tuple[int, ...] = ()
         if self._compiled is not None and not self._compiled.packages.is_empty:
-            found = self._compiled.load(kind(), sizes)
-        if self._compiler is not None and len(found) < len(sizes) and group not in self._done:
-            self._compiler.want(group, sizes)  # once: what does not load then would not the next time
-        return found
+            loaded = self._compiled.load(kind(), sizes)
+        if self._compiler is not None and len(loaded) < len(sizes) and group not in self._done:
+            self._compiler.want(group, sizes)  # only once, as a package that fails to load will fail again
+        return loaded
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:
-        """Let ``late_cover`` open packages of ``kind`` at their first call; ``curve`` has their sizes and costs."""
+        """Schedule packages of ``kind`` for loading at their first call; ``curve`` holds their sizes and costs."""
         self._late[group] = LatePackages(kind, curve, set(curve.buckets))
 
     def is_late(self, group: GroupKey) -> bool:
         """Return whether packages of ``group`` are opened by ``late_cover``."""
         return group in self._late
 
-    def late_cover(self, group: GroupKey, num_rows: int, most: int) -> tuple[int, ...]:
+    def late_cover(self, group: GroupKey, num_rows: int, max_rows: int) -> tuple[int, ...]:
         """Return the sizes of calls for ``num_rows`` rows, with their packages open.
 
         Stored costs choose the sizes: measured ones change with the load, and then more packages would be opened.
@@ -141,7 +142,7 @@ class CompiledGroups:
             An empty tuple where one does not load; packages of ``group`` are not opened late any more.
         """
         late = self._late[group]
-        cover = late.curve.cover(num_rows, most)
+        cover = late.curve.cover(num_rows, max_rows)
         needed = sorted(late.unopened.intersection(cover))
         late.unopened.difference_update(needed)
         if self._compiled is None or len(self._compiled.load(late.kind, needed)) < len(needed):
@@ -150,12 +151,12 @@ class CompiledGroups:
         return cover
 
     def doubt(self, group: GroupKey, now_s: float) -> None:
-        """It is not clear whether ``group`` is faster."""
+        """Record that it is unclear whether ``group`` is faster."""
         logger.info("beside other work it was not clear whether compiled calls are faster, so it is looked at again")
         self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:
-        """Newcomers are painted in ``group`` from now on."""
+        """Use ``group`` for new images from now on."""
         self._proven.add(group)
 
     def remove(self, kind: Kind | None, sizes: Sequence[int]) -> None:
@@ -164,12 +165,12 @@ class CompiledGroups:
             self.packages.remove(kind, sizes)
 
     def close(self) -> None:
-        """Compile nothing any more."""
+        """Stop compiling."""
         if self._compiler is not None:
             self._compiler.close()
 
     def forget(self, group: GroupKey) -> None:
-        """Look for ``group`` anew when it comes again."""
+        """Search for ``group`` again when it is next used."""
         self._proven.discard(group)
         self._late.pop(group, None)
         self._looked_for.discard(group)
@@ -193,34 +194,39 @@ def compiles_in_background(model: DiffusionModel, config: EngineConfig) -> bool:
 def check(
     network: Try, compiled: Try, sizes: Sequence[int], *, counts: Sequence[int], closeness: float, is_exact: bool
 ) -> Study:
-    """Compare compiled calls of ``sizes`` rows with the ``network``'s and return which sizes may be used.
+    """Compare compiled calls with the ``network``'s and return which sizes may be used.
 
     Args:
-        counts: numbers of threads, the one to compare with first.
-        closeness: largest norm of the difference, relative to the norm of the network's output.
-        is_exact: whether a row must have the same bytes in every size and place; sizes that differ are left out.
+        network: Makes calls by the network.
+        compiled: Makes compiled calls.
+        sizes: Numbers of rows of the packages.
+        counts: Numbers of threads, the one to compare with first.
+        closeness: Largest norm of the difference, relative to the norm of the network's output.
+        is_exact: Whether a row must have the same bytes in every size and place; sizes that differ are left out.
 
     Raises:
-        ArithmeticError: a compiled call is further than ``closeness`` from the network's, or no package has a number
-            of rows that can decide the bytes of a row.
+        ArithmeticError: A compiled call differs by more than ``closeness``, or no package has a number of rows that can
+            define the bytes of a row.
     """
     for size in sizes:
-        wanted = network(range(size), counts[0]).output
+        expected = network(range(size), counts[0]).output
         yield
         got = compiled(range(size), counts[0]).output
         yield
-        error = float((got - wanted).norm() / wanted.norm())
+        error = float((got - expected).norm() / expected.norm())
         if not error <= closeness:
             raise ArithmeticError(f"the compiled call of {size} rows is {error:.2g} off")
-    found: list[GroupFacts] = []
+    facts_of_references: list[GroupFacts] = []
     references = [size for size in (SOLO, SHARED) if size in sizes]
     if is_exact and not references:
         raise ArithmeticError(f"there is no package of {SOLO} or of {SHARED} rows, which decides the bytes of a row")
     for reference in references if is_exact else [None]:
-        found.append((yield from study(compiled, sizes, reference=reference, counts=counts, is_patient=is_exact)))
-        if len(found[-1].buckets) == len(sizes):
+        facts_of_references.append(
+            (yield from study(compiled, sizes, reference=reference, counts=counts, is_patient=is_exact))
+        )
+        if len(facts_of_references[-1].buckets) == len(sizes):
             break
-    return max(found, key=lambda facts: (not facts.is_alone, len(facts.buckets)))
+    return max(facts_of_references, key=lambda facts: (not facts.is_alone, len(facts.buckets)))
 
 
 def prove(
@@ -251,7 +257,7 @@ def prove(
         curve.observe(size, wanted_s)
         ratios[size].append(got_s / wanted_s)
         network_s, compiled_s = least_s.get(size, (wanted_s, got_s))
-        for _ in range(REPEATS if len(sizes) > 1 else 0):  # as between two steps, its weights at hand
+        for _ in range(REPEATS if len(sizes) > 1 else 0):  # warm, as between two steps
             compiled_s = min(compiled_s, compiled(range(size), counts[0]).wall_s)
             yield
         least_s[size] = min(network_s, wanted_s), compiled_s
@@ -260,7 +266,7 @@ def prove(
         yield from pair(size)
 
     def at(share: float) -> GroupFacts:
-        """With the ratio that ``share`` of the pairs are below."""
+        """Return the facts with the quantile ``share`` of each size's ratios."""
         ranked = {size: sorted(ratios[size])[round(share * (len(ratios[size]) - 1))] for size in sizes}
         return replace(facts, seconds={size: curve.seconds(size) * ratio for size, ratio in ranked.items()})
 
@@ -275,7 +281,7 @@ def prove(
 
 
 def _saved(facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> float:
-    """The share of the ``network``'s seconds that compiled calls save, all ``sizes`` taken together."""
+    """Return the share of the ``network``'s seconds that compiled calls save, over all ``sizes``."""
     compiled = CostCurve.of(facts, is_exact=True)
     return 1.0 - sum(compiled.total_s(size) / network.total_s(size) for size in sizes) / len(sizes)
 

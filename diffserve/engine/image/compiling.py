@@ -1,4 +1,4 @@
-"""Compile UNet calls for shapes: here and now (``diffserve warm``), or beside an engine that serves on meanwhile."""
+"""Compile UNet calls for shapes: in this process (``diffserve warm``), or in a child process of a serving engine."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def compile_group(
     packages: Packages,
     group: GroupKey,
     sizes: Sequence[int],
-    told: Callable[[int], None] = lambda num_rows: None,
+    on_package: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Have a package of every one of ``sizes`` of ``group`` on disk; ``told`` of each once it is there.
+    """Compile and store a package of each of ``sizes`` of ``group``; ``on_package`` is called with each finished size.
 
-    Raises ConfigError where none can be made, and what the compiler raises.
+    Raises ConfigError if no package can be made, and the compiler's errors.
     """
     for num_rows in sizes:
         packages.compile(random_call(model, group.shape, num_rows, conditioner, group.lora_rank))
-        told(num_rows)
+        on_package(num_rows)
     packages.finish()
 
 
@@ -63,7 +63,7 @@ class CompilerProcess:
     """A process that compiles one group and ends; it is killed when this process ends."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        """Start it with ``order`` (see ``order_for``). Raises OSError where no process or file is to be had."""
+        """Start the process with ``order`` (see ``order_for``). Raises OSError if it cannot be started."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process is over
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -75,7 +75,7 @@ class CompilerProcess:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()  # and stays open: its end tells the child that this process is gone
+        self._process.stdin.flush()  # stays open: the child exits when it closes
 
     def exit_code(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code, after waiting up to ``timeout_s``; ``None`` while the process runs."""
@@ -102,9 +102,9 @@ class CompilerProcess:
 def order_for(
     model: DiffusionModel, config: EngineConfig, group: GroupKey, sizes: Sequence[int], *, in_background: bool
 ) -> dict[str, Any]:
-    """Return what a compiler's process is told: compile calls of ``group`` of ``sizes`` rows.
+    """Return the job of a compiler process: compile calls of ``group`` of ``sizes`` rows.
 
-    Beside an engine on a GPU the process builds the UNet without its weights, which packages do not hold there.
+    For an engine on a GPU the process builds the UNet without its weights, which packages do not contain there.
     """
     return {
         "path": model.profile.path,
@@ -144,7 +144,7 @@ def compile_in_child(
 
 
 class BackgroundCompiler:
-    """Compiles one group after the other in a process of the lowest priority, which ends with this one."""
+    """Compiles groups one by one in a process of the lowest priority, which ends with this one."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class BackgroundCompiler:
             self._wanted.popitem(last=False)
 
     def poll(self) -> GroupKey | None:
-        """Go on with the next group where one is done, which is returned. Returns at once."""
+        """Return a finished group, if any, and start the next one; does not wait."""
         done = None
         if self._process is not None:
             code = self._process.exit_code()
@@ -176,13 +176,13 @@ class BackgroundCompiler:
         if self._wanted and not self._is_broken:
             try:
                 self._begin(*self._wanted.popitem(last=False))
-            except OSError as error:  # a full disk, no more processes: no picture fails because of that
+            except OSError as error:  # a full disk or no more processes must not fail images
                 self._is_broken = True
                 logger.warning("nothing can be compiled, so the UNet stays as it is: %s", error)
         return done
 
     def close(self) -> None:
-        """End what is going on."""
+        """Stop the running compilation."""
         self._is_broken = True
         if self._process is not None:
             self._end()
@@ -198,7 +198,7 @@ class BackgroundCompiler:
 
 
 def main() -> None:
-    """Compile what one line of standard input says; end, with all compilers, as soon as standard input does."""
+    """Compile the job on standard input; stop all compilers when standard input closes."""
     order = json.loads(sys.stdin.readline())
     if order["in_background"]:
         if hasattr(os, "nice"):

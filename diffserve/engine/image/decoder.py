@@ -112,7 +112,7 @@ class ImageDecoder:
         self._collect(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
-        """Drop decodings of images that are gone."""
+        """Drop decoded data of images that have left."""
         self._decoding = {task: decoding for task, decoding in self._decoding.items() if task.state is not None}
         self._previews = {task: preview for task, preview in self._previews.items() if task.state is not None}
 
@@ -179,7 +179,7 @@ class ImageDecoder:
         outcome.decode_s[task] = self.clock() - decoding.started_s
 
     def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
-        """Fetch the finished latents for the request or for the latent cache, if either wants them."""
+        """Fetch the finished latents if the request or the latent cache needs them."""
         is_wanted = task.live.request.return_latents or task.loaded_state.embedding is not None
         return self._caller.with_room(lambda: fetch(latents[index])) if is_wanted else None
 

@@ -223,10 +223,10 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         live = (*self._inbox.copy().values(), *self.scheduler.live.copy().values())
         return max((each.settings.width_px * each.settings.height_px for each in live), default=0)
 
-    def close(self, kept: Collection[str] = ()) -> None:
-        """Release the pages of the engine's tenants, except for those in ``kept``, and end its compiler process."""
+    def close(self, kept_tenants: Collection[str] = ()) -> None:
+        """Release the pages of the engine's tenants except ``kept_tenants``, and end its compiler process."""
         with self._ticking:
-            self.runners.close(kept)
+            self.runners.close(kept_tenants)
 
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
         """Generate images and return them in the order of requests and image indices.

@@ -35,7 +35,7 @@ class ImageEngines:
 
     Args:
         first: The engine of the default model.
-        others: Further models that requests may name.
+        other_entries: Further models that requests may name.
         loader: Reads the other models.
         unload_after_s: Idle seconds after which a model is unloaded; 0 to keep it.
         clock: In seconds.
@@ -47,7 +47,7 @@ class ImageEngines:
     def __init__(
         self,
         first: Engine,
-        others: Sequence[ModelEntry] = (),
+        other_entries: Sequence[ModelEntry] = (),
         *,
         loader: Loader | None = None,
         unload_after_s: float = 0.0,
@@ -60,7 +60,7 @@ class ImageEngines:
         self._clock = clock
         self._first = ModelEntry(first.model.profile, info=first.info, engine=first, used_s=clock())
         self._first.profile = msgspec.structs.replace(first.model.profile, model_id=first.info.model_id)
-        self._entries = {entry.name: entry for entry in (self._first, *others)}
+        self._entries = {entry.name: entry for entry in (self._first, *other_entries)}
         self._lock = RLock()  # guards engines, waiting requests and events
         self._events: list[Event] = []
         self._loading = ModelLoading(
@@ -73,7 +73,7 @@ class ImageEngines:
 
     @property
     def num_changes(self) -> int:
-        """How often what :attr:`served` says has changed."""
+        """Number of changes of :attr:`served` so far."""
         return self._num_path_changes + self._loading.num_changes
 
     @property
@@ -166,7 +166,7 @@ class ImageEngines:
             engine.check_integrity()
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
-        """Raise what ``submit`` would raise, as far as that is known while the model is not loaded."""
+        """Raise the errors of ``submit`` that are known while the model is not loaded."""
         entry = self._of(request.model)
         if entry.engine is None:
             self._check_waiting(entry, num_ahead)
@@ -176,7 +176,7 @@ class ImageEngines:
     def submit(self, request: GenerationRequest) -> None:
         """Submit ``request`` to the engine of its model, or queue it until the model is loaded.
 
-        Raises what ``Engine.submit`` raises, ``ModelNotFound``, and for 30 seconds the error of a failed load.
+        Raises the errors of ``Engine.submit``, ``ModelNotFound``, and for 30 seconds the error of a failed load.
         """
         entry = self._of(request.model)
         with self._lock:
@@ -247,14 +247,16 @@ class ImageEngines:
     def fail_active(self, failure: FailureReason, request_ids: Iterable[str]) -> list[str]:
         """Fail all requests of the engine whose tick raised, and return which of ``request_ids`` they are."""
         with self._lock:
-            lost = None if self._turn is None else self._turn.engine
-            others = [engine for engine in self.loaded if engine is not lost]
+            failed = None if self._turn is None else self._turn.engine
+            other_engines = [engine for engine in self.loaded if engine is not failed]
             waiting = {name for entry in self._entries.values() for name in entry.waiting}
             ids = [
-                name for name in request_ids if name not in waiting and not any(entry.holds(name) for entry in others)
+                name
+                for name in request_ids
+                if name not in waiting and not any(entry.holds(name) for entry in other_engines)
             ]
-        if lost is not None:
-            lost.fail_all(failure)
+        if failed is not None:
+            failed.fail_all(failure)
         return ids
 
     def _next(self) -> ModelEntry | None:

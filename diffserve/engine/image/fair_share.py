@@ -72,7 +72,7 @@ class FairShare:
         self._num_live[client] += 1
 
     def leave(self, client: str) -> None:
-        """Remove a request of ``client``; its clock is forgotten once it is not ahead of the others."""
+        """Remove a request of ``client``; its clock is dropped once it is not ahead of other clients."""
         self._num_live[client] -= 1
         if self._num_live[client]:
             return
@@ -190,7 +190,7 @@ class PriorityShare:
 
     def limit_saturating_clients(
         self,
-        chosen: Sequence[ImageTask],
+        tasks: Sequence[ImageTask],
         ready: Iterable[ImageTask],
         costs: TickCosts,
         num_waiting: Callable[[], Mapping[Line, int]],
@@ -198,17 +198,17 @@ class PriorityShare:
         """Drop images of saturating lines that would slow the tick more than ``MAX_SLOWDOWN``.
 
         Args:
-            chosen: The images of the tick, all of one group.
+            tasks: The images of the tick, all of one group.
             ready: All images that could run, in any order.
             costs: The measured costs of UNet calls.
             num_waiting: Returns the number of images without a slot, by line.
         """
-        group, first = chosen[0].group, chosen[0].live.line
+        group, first = tasks[0].group, tasks[0].live.line
         same_group = [task for task in ready if task.group == group]
         self._saturating = set()
         if first[1] == "batch" or all(task.live.line == first for task in same_group):
-            return list(chosen)
-        max_rows, rows = sum(task.rows_now for task in chosen), Counter[Line]()
+            return list(tasks)
+        max_rows, rows = sum(task.rows_now for task in tasks), Counter[Line]()
         for task in same_group:
             rows[task.live.line] += task.rows_now
         waiting = num_waiting()
@@ -216,7 +216,7 @@ class PriorityShare:
             line for line, num_rows in rows.items() if num_rows + waiting.get(line, 0) >= max_rows or line[1] == "batch"
         }
         if not saturating or saturating == rows.keys():
-            return list(chosen)
+            return list(tasks)
         self._saturating = saturating
         load, selected, num_rows = TickLoad(costs), list[ImageTask](), 0
         for task in same_group:
@@ -225,7 +225,7 @@ class PriorityShare:
                 load.add(task)
                 num_rows += task.rows_now
         limit_s = MAX_SLOWDOWN * load.seconds()
-        for index, task in enumerate(chosen):
+        for index, task in enumerate(tasks):
             fits = task.live.line in saturating and num_rows + task.rows_now <= max_rows
             if fits and (index == 0 or load.seconds(task) <= limit_s):
                 selected.append(task)
@@ -238,16 +238,16 @@ class PriorityShare:
         parts = zip(self._shares.values(), self._split(tasks), strict=True)
         return [task for share, part in parts for task in share.in_turn(part)]
 
-    def start_tick(self, chosen: Sequence[ImageTask]) -> None:
+    def start_tick(self, tasks: Sequence[ImageTask]) -> None:
         """Record the images of a tick: the leading client of each priority, and the work owed to batch images."""
-        parts = self._split(chosen)
+        parts = self._split(tasks)
         for share, part in zip(self._shares.values(), parts, strict=True):
             if part:
                 share.set_leader(part[0].live.client)
-        work, batch_work = (sum(task.cost_now for task in part) for part in (chosen, parts[1]))
-        owed = self._owed + BATCH_SHARE * work - batch_work
+        work, batch_work = (sum(task.cost_now for task in part) for part in (tasks, parts[1]))
+        owed_work = self._owed + BATCH_SHARE * work - batch_work
         # batch work that used idle capacity is paid back by at most one tick
-        self._owed = max(owed, -work) if self.is_contested else 0.0
+        self._owed = max(owed_work, -work) if self.is_contested else 0.0
 
     def charge(self, task: ImageTask, cost: float) -> None:
         """Charge ``cost`` of work to the client of ``task``."""

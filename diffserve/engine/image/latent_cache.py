@@ -47,15 +47,15 @@ class Similar(NamedTuple):
 
 
 class LatentCache:
-    """A least-recently-used cache of latents and embeddings of at most ``max_bytes``.
+    """Least-recently-used cache of latents and embeddings of at most ``max_bytes``.
 
-    Entries are keyed by ``kin``, everything that must be equal besides the prompt, and by the prompt; texts are stored
-    as digests. The first image of a prompt stays until it is evicted.
+    The key is ``kin``, everything except the prompt that must be equal, and the prompt; texts are stored as digests.
+    The first image of a prompt stays until it is evicted.
 
     Attributes:
-        num_hits: Requests for which similar latents were cached.
-        num_misses: Requests that did not.
-        num_evicted: Latents that were dropped.
+        num_hits: Number of requests with similar latents in the cache.
+        num_misses: Number of requests without.
+        num_evicted: Number of latents that were dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -122,8 +122,9 @@ class LatentCache:
 
 
 class _Embeddings:
-    """Embeddings of length 1 of one kin as one matrix (places, D), the oldest first; who has gone leaves zeros, which
-    are like nothing, until the matrix is full or mostly empty.
+    """Matrix (places, D) of unit-length embeddings of one kin, oldest first.
+
+    Removed embeddings become zero rows, which match nothing, until the matrix is full or mostly empty.
     """
 
     def __init__(self, num_dimensions: int) -> None:
@@ -167,8 +168,9 @@ def _digest(what: Hashable) -> bytes:
 
 
 def skip_of(similarity: float, threshold: float) -> int:
-    """Which of ``SKIPS`` a ``similarity`` of ``threshold`` or more earns: the least at the threshold, then one more
-    with every fifth of the way from there to 1.
+    """Return the index into ``SKIPS`` for a ``similarity`` of at least ``threshold``.
+
+    It is the least at the threshold, and grows by one with every fifth of the way from there to 1.
     """
     if similarity >= 1.0:
         return len(SKIPS) - 1

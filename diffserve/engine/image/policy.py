@@ -152,10 +152,10 @@ class Throughput(Latency):
 
 
 class Goodput(Latency):
-    """As many requests within their deadlines as possible: the shortest first among images that can still meet theirs.
+    """Policy that meets as many deadlines as possible, with the shortest images first.
 
     More rows make a tick cheaper per row and slower for each image, so a tick is filled only while its images still
-    meet their deadlines at that pace. Images that cannot meet theirs even alone yield to others, until they age.
+    meet their deadlines. Images that cannot meet their deadline even alone wait, until they age.
     """
 
     def key(self, task: ImageTask, moment: TickTime) -> float:

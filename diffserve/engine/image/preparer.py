@@ -1,4 +1,4 @@
-"""From a newcomer to a state and a start latent: text, seed, init image and mask, in diffusers' order of draws."""
+"""Preparation of new images: encode text, init image and mask, and draw the start latent in diffusers' order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class Preparer:
-    """Encodes what a request brings and opens its slot.
+    """Encodes the inputs of a request and opens its slot.
 
-    Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
+    Draws from the image's generator in the order of diffusers' pipelines. Text-to-image: the start latent.
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
-    9-channel ones below full strength), the noise, then the posterior of the masked image. Where the ``noise_source``
-    is the device, noise is counted off there, and the posterior alone is drawn from the generator.
+    9-channel ones below full strength), the noise, then the posterior of the masked image. If ``noise_source`` is the
+    device, noise is computed there by a counter, and only the posterior is drawn from the generator.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Preparer:
         model: DiffusionModel,
         conditioner: Conditioner,
         pool: LatentPool,
-        kept: LatentCache,
+        latent_cache: LatentCache,
         loras: LoRAStore,
         controlnets: ControlNetStore,
         refiner: Conditioner | None = None,
@@ -55,14 +55,16 @@ class Preparer:
         self.conditioner = conditioner
         self.refiner = refiner
         self.pool = pool
-        self.kept = kept
+        self.kept = latent_cache
         self.loras = loras
         self.controlnets = controlnets
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
-        """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not.
-        Texts of images with adapters, which may change the encoders, or of a ``clip_skip`` are encoded one by one.
+        """Encode the texts of ``tasks`` in few calls for the duration of the context.
+
+        Texts of images with adapters, which may change the encoders, or with ``clip_skip`` are encoded one by one, and
+        so are all texts if the shared calls fail.
         """
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
@@ -79,10 +81,12 @@ class Preparer:
             self._take_over([])
 
     def _take_over(self, encodings: Iterable[Encodings | None]) -> None:
-        """Have at hand what other processes made of texts, where the encoders are elsewhere."""
-        ours = [one for one in encodings if one is not None]
-        refiner = [] if self.refiner is None else [(self.refiner.model.text, [one.refiner for one in ours])]
-        for text, tables in [(self.model.text, [one.base for one in ours]), *refiner]:
+        """Provide text encodings of other processes to text encoders that run elsewhere."""
+        present = [encoding for encoding in encodings if encoding is not None]
+        refiner = (
+            [] if self.refiner is None else [(self.refiner.model.text, [encoding.refiner for encoding in present])]
+        )
+        for text, tables in [(self.model.text, [encoding.base for encoding in present]), *refiner]:
             if text.handed is not None:
                 values = {name: value for table in tables for name, value in table.items()}
                 text.handed = {name: to_tensor(value, text.device) for name, value in values.items()}
@@ -126,30 +130,30 @@ class Preparer:
         return GroupKey(settings.height_px, settings.width_px, num_tokens)
 
     def _refined(self, task: ImageTask) -> Refined:
-        """What the refiner will be told. Raises PoolBusy."""
+        """Return the conditioning of the refiner. Raises PoolBusy."""
         assert self.refiner is not None
         settings, model = task.settings, self.refiner.model
-        told = self.refiner.condition(
+        conditioning = self.refiner.condition(
             *self._texts(task),
             width_px=settings.width_px,
             height_px=settings.height_px,
             reading=TextReading(clip_skip=settings.clip_skip),
         )
-        task.refined_group = self._group(task, self.refiner, told)._replace(is_refined=True)
-        return Refined(told, self._time_ids(task, model))
+        task.refined_group = self._group(task, self.refiner, conditioning)._replace(is_refined=True)
+        return Refined(conditioning, self._time_ids(task, model))
 
     @staticmethod
     def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
-        """(2, n) for the two rows of ``task``; ``None`` where both are told what ``TextEncoderRunner.time_ids`` is."""
-        own, has_score = task.settings.micro_conditioning, model.text.has_score
-        if own is None and not has_score:
+        """Return time ids (2, n) of both rows of ``task``, or ``None`` if both use the defaults of the text encoder."""
+        micro, has_score = task.settings.micro_conditioning, model.text.has_score
+        if micro is None and not has_score:
             return None
         size = task.settings.width_px, task.settings.height_px
-        rows = [(own or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
+        rows = [(micro or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
         return send(torch.tensor(rows, dtype=torch.float32), model.device)
 
     def _controls(self, task: ImageTask) -> Iterator[HeldControl]:
-        """The ControlNets of ``task``, each with what it makes of its control map, which is computed alone."""
+        """Yield the ControlNets of ``task``, each with its encoded control map."""
         controls = task.settings.controlnets
         if not controls:
             return
@@ -160,7 +164,7 @@ class Preparer:
             yield HeldControl(network, hint, control.scale)
 
     def _embeddings(self, task: ImageTask, conditioning: AnyConditioning, loras: LoRASet | None) -> Conditioning:
-        """What ControlNets are told of the texts, where the UNet is told pages of them."""
+        """Return text embeddings for ControlNets, encoded again where the UNet reads pages."""
         if isinstance(conditioning, Conditioning):
             return conditioning
         prompt, negative = self._texts(task)
@@ -175,7 +179,7 @@ class Preparer:
         return request.prompt, request.negative_prompt if task.settings.guided.any() else None
 
     def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
-        """The state, its start latent drawn and in its slot."""
+        """Create the image state and write its start latent to its slot."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
@@ -203,8 +207,9 @@ class Preparer:
         return state
 
     def _similar(self, task: ImageTask, state: ImageState) -> Tensor | None:
-        """(C, h, w) latents of a similar prompt that ``task`` begins from, its settings the shorter ones for it;
-        ``None`` where it begins from noise, and then its own latents will be kept.
+        """Return latents (C, h, w) of a similar prompt to start from, and shorten the settings of ``task`` accordingly.
+
+        Returns ``None`` if the image starts from noise; its own latents are then cached.
         """
         threshold = task.live.settings.similarity_threshold
         if threshold is None:
@@ -254,13 +259,15 @@ class Preparer:
 
 
 def _reads_as_all(task: ImageTask) -> bool:
-    """Whether its texts are what they are for most."""
+    """Whether the texts of ``task`` are read without adapters and with the default ``clip_skip``."""
     return not task.settings.loras and task.settings.clip_skip == 1
 
 
 def kin_of(task: ImageTask) -> Hashable:
-    """What pictures have in common of which one may begin from another's latents: their size, what they avoid, and all
-    that a picture may turn out badly by, its steps, guidance, savings and adapters. Not sampler, seed and noise.
+    """Return the key of images that may start from each other's latents.
+
+    It holds size, negative prompt, and everything that affects image quality: steps, guidance, step savings and
+    adapters. Sampler, seed and noise are left out.
     """
     settings, negative = task.live.settings, task.live.request.negative_prompt
     avoided = negative.strip() if settings.guided.any() else ""
@@ -271,7 +278,7 @@ def kin_of(task: ImageTask) -> Hashable:
 
 
 def cells_of(mask: Picture) -> Tensor:
-    """(height, width) float32, 1 where to repaint, else 0."""
+    """Return a mask (height, width) float32, 1 where to repaint, else 0."""
     return torch.tensor(mask.array >= PAINT_FROM, dtype=torch.float32)
 
 

@@ -143,7 +143,7 @@ class SharedImages:
 
     @property
     def followers(self) -> set[ImageTask]:
-        """Images that wait for an equal one."""
+        """Images that wait for an equal image."""
         return {task for leader in self._leaders.values() for task in leader.followers}
 
     def join(self, task: ImageTask) -> bool:
@@ -202,10 +202,10 @@ class SharedImages:
             del self._leaders[task.key]
 
     def detach(self, task: ImageTask) -> tuple[ImageTask, ImageTask | None]:
-        """Let ``task`` leave without its followers.
+        """Remove ``task`` without its followers.
 
-        The first follower takes over a running computation as it stands, slot and state included: the two tasks change
-        places in their requests. If the computation has not begun, the follower is queued instead.
+        The first follower takes over a running computation with its slot and state: the two tasks change places in
+        their requests. If the computation has not begun, the follower is queued instead.
 
         Returns:
             The task to release, and the follower to queue, if any.
@@ -216,7 +216,7 @@ class SharedImages:
             return task, None
         if not task.followers:
             return task, None
-        heir, *others = self.take_followers(task)
+        heir, *other_followers = self.take_followers(task)
         if task.slot is None:
             heir.stage, heir.key = Stage.WAITING, task.key
             task.key = None
@@ -228,7 +228,7 @@ class SharedImages:
             leader, leaver, queued = task, heir, None
         assert leader.key is not None
         self._leaders[leader.key] = leader
-        leader.followers = others
-        for follower in others:
+        leader.followers = other_followers
+        for follower in other_followers:
             follower.leader = leader
         return leaver, queued

@@ -1,8 +1,8 @@
-"""Room: how many rows of a shape the memory holds, before they are run; and a picture that never fits, at the door.
+"""Room: limits rows of UNet calls by available memory, and refuses images that can never fit.
 
-A call beyond the memory is worse than one that is not made: on a GPU it costs the call and every cached block, on a CPU
-the process. So rows are capped by what their call will hold, as a dry run tells, and by what is free. What runs out all
-the same, because others took the memory meanwhile, is halved by ``unet_calls``.
+Running out of memory costs the call and all cached blocks on a GPU, and the process on a CPU. So rows are limited by
+the memory of their call, which a dry run determines, and by what is free. If memory still runs out, because other
+processes took it, ``unet_calls`` halves the call.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ LOOK_EVERY_S: Final = 1.0
 
 
 class Room:
-    """What is free for the calls of ``model``'s networks; made once all is loaded that stays. Safe from any thread.
+    """Memory available for the calls of ``model``'s networks, created after all resident weights are loaded.
 
-    A picture is refused, and decoded in one piece or in tiles, by what is free at first or configured: neither depends
-    on who is painted beside it. Rows are capped by what is free now, which changes no byte. Where nobody says what is
-    free, nothing is capped.
+    Whether an image is refused, and whether it is decoded in one piece or in tiles, depends on the memory that is free
+    at first or configured, never on other images. The number of rows is limited by what is free now, which changes no
+    bytes. Without a known amount of free memory nothing is limited. Thread-safe.
 
-    most_rows  that a call ever has
-    planned_bytes  that are free at first and will not be: of the weights of ControlNets
-    recorded_bytes  memory of recorded calls: the part that the device reports as free, and all of it
+    Args:
+        most_rows: The largest number of rows of a call.
+        planned_bytes: Memory that is free at first and will be used later, by the weights of ControlNets.
+        recorded_bytes: Returns the memory of recorded calls: the part that the device reports as free, and the total.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class Room:
 
     @cached_property
     def activations(self) -> Activations:
-        """By a dry run, seconds at the first start of a model; only looked at where there is not plenty of room."""
+        """Activation sizes from a dry run of the networks, which takes seconds at a model's first start."""
         return Activations.of(self.model, self._config, DiskCache.at(self._config.cache_dir))
 
     def know(self) -> None:
-        """Work out now what the first large request would have to wait for."""
+        """Run the dry run now if a large request would need it."""
         side_px = self.model.info.max_side_px
         self._picture_cells(self._cells(side_px, side_px))
         self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)
 
     def rows(self, group: GroupKey) -> int:
-        """Rows that a call of ``group`` may have by what is free now, at least one."""
+        """Return the number of rows that fit into a call of ``group`` now, at least one."""
         if self._clock() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = self._clock()
             self._now_bytes = self._look()
@@ -83,22 +84,22 @@ class Room:
     def check(
         self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False, is_controlled: bool = False
     ) -> None:
-        """InvalidRequest for a picture that never fits: a call of ``least_rows`` rows, or its smallest tile, or, where
-        it begins with a picture, that one, which is encoded in one piece; a control map takes less.
+        """Raise InvalidRequest for an image that can never fit, with the bytes it needs and a size that fits.
 
-        Said with the bytes that there would have to be, and with a size of this aspect that fits.
+        Checked are a UNet call of ``least_rows`` rows, the smallest decoder tile and, with ``is_encoded``, the encoder
+        pass of the init image, which is not tiled. A control map takes less memory than an init image.
         """
         free = self._first_bytes
-        asked = (width_px, height_px, least_rows, is_encoded or is_controlled, is_controlled)
-        if free is None or self._least(self._bound, *asked) <= free:
+        arguments = (width_px, height_px, least_rows, is_encoded or is_controlled, is_controlled)
+        if free is None or self._min_bytes(self._bound, *arguments) <= free:
             return
-        need = self._least(self.activations, *asked)
+        need = self._min_bytes(self.activations, *arguments)
         share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
         width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
         smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
-        said = f"{width_px}x{height_px} px takes {said_bytes(need)} of memory beside the weights, "
-        said += f"there are {said_bytes(free)}"
-        check(need <= free, f"{said}: {smaller}{self._further_ways()}.", "size", "invalid_size")
+        problem = f"{width_px}x{height_px} px takes {said_bytes(need)} of memory beside the weights, "
+        problem += f"there are {said_bytes(free)}"
+        check(need <= free, f"{problem}: {smaller}{self._further_ways()}.", "size", "invalid_size")
 
     @cached_property
     def _adaptable(self) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +107,7 @@ class Room:
         return tuple(shape_of(layer) for layer in adaptable(self.model.unet.network).values())
 
     def _further_ways(self) -> str:
-        """What else helps than a smaller picture, as a clause."""
+        """Return alternatives to a smaller image, as a clause of the error message."""
         if self._config.activation_bytes == self._first_bytes:
             return ", or raise engine.activation_bytes"
         if self._config.offload != "none" or self.model.choice.unet_scheme is not None:
@@ -118,8 +119,8 @@ class Room:
         rank = max(group.lora_rank, 0)  # whole changes are not stacked for a call
         factors = rank and factor_bytes(self._adaptable, rank, self.model.dtype.itemsize)
 
-        def fitting(known: Activations) -> int:
-            row = known.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)
+        def fitting(activations: Activations) -> int:
+            row = activations.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)
             if group.is_controlled or group.control:
                 row += self._residual_bytes(group.width_px, group.height_px)
             return int((free or 0) / (self._margin * row + factors))
@@ -128,29 +129,36 @@ class Room:
             return NO_LIMIT
         return fitting(self.activations)
 
-    def _least(
-        self, known: Activations, width_px: int, height_px: int, num_rows: int, is_encoded: bool, is_controlled: bool
+    def _min_bytes(
+        self,
+        activations: Activations,
+        width_px: int,
+        height_px: int,
+        num_rows: int,
+        is_encoded: bool,
+        is_controlled: bool,
     ) -> float:
-        """Bytes without which this picture cannot be painted."""
+        """Return the bytes without which an image of this size cannot be generated."""
         factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
-        row = known.of_row(cells, self.model.text.window_tokens)
+        row = activations.of_row(cells, self.model.text.window_tokens)
         step = num_rows * (row + is_controlled * self._residual_bytes(width_px, height_px))
-        tile = known.picture_cell_bytes * tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
-        return self._margin * max(step, tile, is_encoded * cells * known.encoded_cell_bytes)
+        tile = activations.picture_cell_bytes * tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
+        return self._margin * max(step, tile, is_encoded * cells * activations.encoded_cell_bytes)
 
     def _residual_bytes(self, width_px: int, height_px: int) -> float:
-        """Of a row: what its ControlNets add, what the last of them said, and the skips that it is added to, new and
-        old. Beside them a ControlNet holds less than its UNet, which is deeper.
+        """Return the bytes of a row's residuals: the sum, the last ControlNet's, and the skips before and after.
+
+        A ControlNet itself holds less than its UNet, which is deeper.
         """
         factor = self.model.vae.factor
         shapes = residual_shapes(self.model.unet.network, height_px // factor, width_px // factor)
         return 3.0 * self.model.dtype.itemsize * sum(map(math.prod, shapes))
 
-    def _picture_cells(self, wanted: int) -> int:
-        """Cells that may be decoded at once; any number that is ``wanted`` or more says that so many may."""
+    def _picture_cells(self, num_cells: int) -> int:
+        """Return the number of cells that may be decoded at once; ``num_cells`` if all of them may."""
         free = self._first_bytes
-        if free is None or self._margin * wanted * self._bound.picture_cell_bytes <= free:
-            return wanted
+        if free is None or self._margin * num_cells * self._bound.picture_cell_bytes <= free:
+            return num_cells
         return int(free / (self._margin * self.activations.picture_cell_bytes))
 
     def _cells(self, width_px: int, height_px: int) -> int:
@@ -158,7 +166,8 @@ class Room:
 
     def _look(self, planned_bytes: int = 0) -> int | None:
         every = [free_bytes(device) for device in self.model.choice.painting_devices]
-        free = min((one for one in every if one is not None), default=None)  # where there is least
+        # the device with least memory decides
+        free = min((num_bytes for num_bytes in every if num_bytes is not None), default=None)
         configured = self._config.activation_bytes
         hidden, recorded = self.recorded_bytes()
         limits = (
@@ -170,5 +179,5 @@ class Room:
 
 
 def said_bytes(num_bytes: float) -> str:
-    """In GiB from one on, else in MiB."""
+    """Format a number of bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -91,7 +91,7 @@ class ImageRunner:
         clock: Callable[[], float],
         pages: PagePool | None = None,
     ) -> None:
-        threads = make_threads(config, model.device)  # what is found out from here on holds for that number
+        threads = make_threads(config, model.device)  # later measurements hold for this number
         for each in (model, *filter(None, [model.refiner])):
             _store_weights(each, config)
         self.model = model
@@ -168,7 +168,7 @@ class ImageRunner:
             return expert.groups.study(group)
         if not self._paints:
             return False
-        return any(one.groups.study(has_arrived=has_arrived) for one in self._experts) or self._study_texts()
+        return any(expert.groups.study(has_arrived=has_arrived) for expert in self._experts) or self._study_texts()
 
     def _study_texts(self) -> bool:
         try:
@@ -186,20 +186,20 @@ class ImageRunner:
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.loaded_state.shape for task in in_flight if task.state is not None)
 
-    def close(self, kept: Collection[str]) -> None:
+    def close(self, kept_tenants: Collection[str]) -> None:
         """Release pages and the compiler process; see ``Engine.close``."""
         self.groups.compiled.close()
-        for tenant in set(self.conditioner.tenants) - set(kept):
+        for tenant in set(self.conditioner.tenants) - set(kept_tenants):
             assert self.conditioner.pool is not None
             self.conditioner.pool.retire(tenant)
 
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
-        """Raise if a page is lost, or held for other images than those ``in_flight``."""
-        held = [task for task in in_flight if task.state is not None]
-        num_switched = sum(task.group is not None and task.group.is_refined for task in held)
-        self.conditioner.check_integrity(len(held) - num_switched)
+        """Raise if a page is lost, or held for images that are not ``in_flight``."""
+        active = [task for task in in_flight if task.state is not None]
+        num_switched = sum(task.group is not None and task.group.is_refined for task in active)
+        self.conditioner.check_integrity(len(active) - num_switched)
         if self.refiner is not None:
-            num_ready = sum(task.loaded_state.refined is not None for task in held)
+            num_ready = sum(task.loaded_state.refined is not None for task in active)
             self.refiner.conditioner.check_integrity(num_switched + num_ready)
 
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
@@ -241,14 +241,14 @@ class ImageRunner:
     def _know_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
         for expert in self._experts:
             expert.room.know()
-        native, *others = (self.group_of_short_prompts(*size) for size in sizes)
+        native, *other_groups = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.prepare_paths(native)
         best = self.groups.best(native)
         self.groups.learn(best)
         self.groups.choose_threads(best)
         if self.refiner is not None:
             self.refiner.groups.learn(native)
-        for group in others:
+        for group in other_groups:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
@@ -285,9 +285,9 @@ class ImageRunner:
             if is_own and task.settings.full.all():
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
-            for one in filter(None, (group, task.refined_group, *control_groups(task, group))):
-                expert, own = self._expert(one)
-                expert.groups.known(own)  # else it is measured when there is time
+            for row_group in filter(None, (group, task.refined_group, *control_groups(task, group))):
+                expert, expert_group = self._expert(row_group)
+                expert.groups.known(expert_group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)
@@ -327,10 +327,10 @@ class ImageRunner:
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
         for index, task in enumerate(tasks):
             latest = Health(finite, index, task.step_index)
-            known = latest if finite.is_here else task.loaded_state.health
+            previous = latest if finite.is_here else task.loaded_state.health
             task.loaded_state.health = latest
-            if known is not None and not known.is_finite:
-                outcome.failures.setdefault(task, not_finite(task, known.step_index))
+            if previous is not None and not previous.is_finite:
+                outcome.failures.setdefault(task, not_finite(task, previous.step_index))
         self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
 
     def _step(
@@ -407,10 +407,10 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
     repaint = task.loaded_state.repaint
     assert repaint is not None
     if task.is_last_row:
-        known = repaint.latents / task.table.out_scale
+        original = repaint.latents / task.table.out_scale
     else:
-        known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
-    blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
+        original = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
+    blended: Tensor = (1.0 - repaint.mask) * original + repaint.mask * x
     return blended
 
 
@@ -427,8 +427,8 @@ def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
     if texts is None:
         return []
     digests = dict.fromkeys(control.network.digest for control in task.loaded_state.controls)
-    own = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
-    return [group._replace(is_controlled=True), *own]
+    control_calls = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
+    return [group._replace(is_controlled=True), *control_calls]
 
 
 def not_finite(task: ImageTask, step_index: int) -> FailureReason:

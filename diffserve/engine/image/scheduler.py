@@ -74,7 +74,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     @property
     def waits(self) -> bool:
-        """Whether there are images for which the current tick may have nothing to do."""
+        """Whether images hold slots or wait for scores, even if the current tick has nothing to compute."""
         return bool(self._queue.holders or self._scores.pending)
 
     @property
@@ -166,22 +166,22 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events += self.give_up(live, FailureReason("deadline_exceeded", message, "deadline_s"))
         return events
 
-    def seconds_left(self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float) -> float | None:
-        """Return the seconds until a new request has all of its images; the queue stays as it is.
+    def seconds_left(self, live: LiveRequest, earlier: Iterable[LiveRequest], now_s: float) -> float | None:
+        """Return the seconds until a new request has all of its images, without changing the queue.
 
         ``None`` while no pace is known, and for requests without a deadline while forecasts take too much of the time.
 
         Args:
             live: A request that is not in the queue yet.
-            others: Requests before it that are not in the queue yet.
+            earlier: Requests before it that are not in the queue yet.
             now_s: A reading of the engine's clock.
         """
         self._rate(live)
         if live.request.deadline_s is None and now_s < self.estimates.next_forecast_s:
             return None
-        for other in others:
+        for other in earlier:
             self._rate(other)
-        left_s = self.estimates.seconds_left(now_s, (*others, live))
+        left_s = self.estimates.seconds_left(now_s, (*earlier, live))
         return max(left_s[task] for task in live.tasks) if left_s else None
 
     def least_s(self, live: LiveRequest) -> float:
@@ -218,7 +218,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return self.estimates.position_events(self.in_flight, now_s)
 
     def fail(self, task: ImageTask, failure: FailureReason) -> list[Event]:
-        """Give up one image; the other images of its request and of the tick go on."""
+        """Fail one image; other images of its request and of the tick continue."""
         if task.stage is Stage.DONE:
             return []
         live = task.live
@@ -254,14 +254,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _choose_rows(self) -> tuple[ImageTask, ...]:
         ready = [task for task in self.in_flight if task.stage is Stage.DENOISING]
-        chosen = self.policy.choose(self._share.in_order(ready, self._key), self._tick_time) if ready else ()
-        if not chosen:
+        tasks = self.policy.choose(self._share.in_order(ready, self._key), self._tick_time) if ready else ()
+        if not tasks:
             return ()
-        chosen = self._share.limit_saturating_clients(
-            chosen, ready, self.costs, lambda: Counter(task.live.line for task in self._queue.waiting)
+        tasks = self._share.limit_saturating_clients(
+            tasks, ready, self.costs, lambda: Counter(task.live.line for task in self._queue.waiting)
         )
-        self._share.start_tick(chosen)
-        return tuple(sorted(chosen, key=lambda task: task.slot or 0))  # the same rows keep the same order
+        self._share.start_tick(tasks)
+        return tuple(sorted(tasks, key=lambda task: task.slot or 0))  # the same rows keep the same order
 
     @staticmethod
     def _wants_preview(task: ImageTask) -> bool:

@@ -1,4 +1,4 @@
-"""Best-of: scores images in a thread of their own, and selects the best ones of a request (no torch)."""
+"""Best-of: scores images in a background thread, and selects the best ones of a request (no torch)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
 
 class CheckerScorer:
-    """The exact checker of the embedded model: 1 if an image shows what its prompt asks for, else less."""
+    """Exact checker of the embedded model: 1 if an image shows what its prompt describes, else less."""
 
     def begin(self) -> None:
         """Do nothing: the checker needs no preparation."""
@@ -83,7 +83,7 @@ class ImageScores:
 
     @property
     def pending(self) -> set[ImageTask]:
-        """Images whose scores are not known yet."""
+        """Images without a score yet."""
         return set(self._pending)
 
     def start(self, task: ImageTask, result: ImageResult) -> None:

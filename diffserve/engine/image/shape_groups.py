@@ -1,4 +1,4 @@
-"""What is known of each group of rows that may share a call: exact batch sizes, their costs, and the knee."""
+"""Facts of each group of rows that may share a call: exact batch sizes, their costs, and the knee."""
 
 from __future__ import annotations
 
@@ -76,14 +76,12 @@ logger = logging.getLogger(__name__)
 
 
 def most_rows(model: DiffusionModel, config: EngineConfig) -> int:
-    """Rows that a call ever has."""
+    """Return the largest number of rows of a call."""
     return config.max_rows or (MOST_ROWS_CPU if model.device.type == "cpu" else MOST_ROWS_DEVICE)
 
 
 class Known(NamedTuple):
-    """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes, the
-    reference first.
-    """
+    """Facts for calls of a group: its cost curve, and thread counts that give the same bytes, the reference first."""
 
     curve: CostCurve
     counts: tuple[int, ...]
@@ -130,7 +128,7 @@ class Groups:
         self._first: GroupFacts | None = None
 
     def learn(self, group: GroupKey) -> None:
-        """Measure all of ``group`` now, unless it is known."""
+        """Measure ``group`` now, unless it is measured already."""
         self.known(group)
         while group in self._wanted:
             self.study(group)
@@ -140,9 +138,14 @@ class Groups:
         return group in self._wanted
 
     def study(self, group: GroupKey | None = None, has_arrived: Callable[[], bool] | None = None) -> bool:
-        """Make one UNet call for what is to be measured, of ``group`` or the oldest; False where there is nothing.
+        """Make one UNet call to measure ``group``, or the shape that has waited longest.
 
-        ``has_arrived``: the call is given up as soon as this returns true, and ``group`` is measured anew later.
+        Args:
+            group: The group to measure, ``None`` for the oldest.
+            has_arrived: Interrupts the call as soon as it returns true; the measurement is then repeated later.
+
+        Returns:
+            Whether there was something to measure.
         """
         if group is None:
             group = next(iter(self._wanted), None)
@@ -162,16 +165,16 @@ class Groups:
             self._settle(group, end.value)
         except InterruptedCallError:
             self._wanted[group] = None
-        except Exception as error:  # pictures say what is wrong with the model; here it only stays unmeasured
+        except Exception as error:  # image requests report errors of the model; here the shape only stays unmeasured
             raise_if_sticky(error)
             logger.warning("a shape could not be measured: %s", type(error).__name__, exc_info=error)
             del self._wanted[group]
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Return ``group``, or its compiled counterpart where its calls are compiled.
+        """Return ``group``, or its compiled counterpart if its calls are compiled.
 
-        Calls with whole changes are never compiled.
+        Calls with adapters of no rank are never compiled.
         """
         if group.lora_rank == WHOLE:
             return group
@@ -182,17 +185,17 @@ class Groups:
 
     def _is_measured_as_faster(self, compiled: GroupKey) -> bool:
         if self.compiled.is_new(compiled, self._clock()):
-            found = self.load_packages(compiled)
-            facts = self._facts(self._name_of_packages(compiled, found)) if found else None
+            sizes = self.load_packages(compiled)
+            facts = self._facts(self._name_of_packages(compiled, sizes)) if sizes else None
             if facts is not None:
                 self.take(compiled, facts)
-            elif found:
+            elif sizes:
                 self._wanted[compiled] = None
         return self.compiled.is_proven(compiled)
 
     @property
     def unet_paths(self) -> tuple[UNetPath, ...]:
-        """The paths chosen so far; none where compiled calls are used once measured as faster."""
+        """Paths chosen so far; none if compiled calls are used once measured as faster."""
         return () if self.paths is None or self.compiled.is_measured else self.paths.chosen
 
     def prepare_paths(self, native: GroupKey) -> None:
@@ -203,13 +206,13 @@ class Groups:
             self._reference_of(native)  # a few calls now, and none in the first request of another shape
 
     def least_rows(self, width_px: int, height_px: int) -> int:
-        """Rows of the smallest call that a picture of this size may be painted with, as far as is known."""
+        """Return the rows of the smallest call for an image of this size, as far as known."""
         is_free = not self.is_deterministic or self._first is None
         group = GroupKey(height_px, width_px, self.model.text.window_tokens)
         return SOLO if is_free or self._is_large(group) else self._reference_of(group)
 
     def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
-        """Numbers of rows for which a package is worth its while."""
+        """Numbers of rows for which a package is useful."""
         return (SOLO,) if self._is_large(group) else sizes_to_check(self.most_rows)
 
     def choose_threads(self, group: GroupKey) -> None:
@@ -227,7 +230,7 @@ class Groups:
                 return
 
     def beside_calls(self, group: GroupKey) -> AbstractContextManager[None]:
-        """What is done between calls of ``group``: on one thread where these have their own."""
+        """Return a context for work between calls of ``group``: one thread, if the calls have their own threads."""
         has_own = group.is_compiled and self.compiled.has_own_threads
         return computing_on(1) if has_own else nullcontext()
 
@@ -238,46 +241,47 @@ class Groups:
         return self._knee_cap.of(self.known(group).curve, may_probe=may_probe and not self.is_wanted(group))
 
     def learn_beside(self, seconds: float) -> None:
-        """A tick took so much beside its calls: where these are waited for, which they are on a CPU."""
+        """Record the seconds that a tick takes outside its UNet calls; only on a CPU, where calls are synchronous."""
         if self.on_cpu:
             self._knee_cap.beside_s = followed(self._knee_cap.beside_s, max(seconds, 0.0))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
-        """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.
+        """Return the estimated seconds of ``num_rows`` rows of ``group``, without measuring anything.
 
-        Of a group that is not known one of its size tells, else one of the native size and its pixels; 0 where even
-        that is not known. Those of a group that is controlled are counted with those of a ControlNet.
+        For an unknown group the estimate comes from a known group of its size, else from one of the native size, scaled
+        by pixels; it is 0 where neither is known. For controlled groups the calls of a ControlNet are included.
         """
         network = group._replace(is_controlled=False)
-        teller = next((known for known in (group, network) if known in self._known), None)
-        teller = teller or self._akin(group, group) or self._akin(self._native, group)
-        if teller is None:
+        similar = next((candidate for candidate in (group, network) if candidate in self._known), None)
+        similar = similar or self._akin(group, group) or self._akin(self._native, group)
+        if similar is None:
             return 0.0
-        pixels = group.height_px * group.width_px / (teller.height_px * teller.width_px)
+        pixels = group.height_px * group.width_px / (similar.height_px * similar.width_px)
         share = 1.0 + WORK_SHARE * group.is_controlled
-        return share * pixels * self._known[teller].curve.total_s(num_rows)
+        return share * pixels * self._known[similar].curve.total_s(num_rows)
 
     def _akin(self, size: GroupKey, group: GroupKey) -> GroupKey | None:
-        """The known group of the canvas of ``size`` that pictures like those of ``group`` are most likely painted in:
-        by compiled calls where these are used, without adapters where they have none, as the last ones were.
+        """Return the known group with the canvas of ``size`` that is most similar to ``group``.
+
+        Preferred are groups with the same depth, then with the same adapter rank, then compiled ones, then the latest.
         """
 
         def rank(other: GroupKey) -> tuple[bool, bool, bool]:
             return other.is_shallow == group.is_shallow, other.lora_rank == group.lora_rank, other.is_compiled
 
-        there = [
+        candidates = [
             other
             for other in self._known
             if other[:2] == size[:2] and not other.control and (self.compiled.is_proven(other) or not other.is_compiled)
         ]
-        return max(reversed(there), key=rank, default=None)
+        return max(reversed(candidates), key=rank, default=None)
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""
-        return {group: known.curve.buckets for group, known in tuple(self._known.items())}
+        return {group: facts.curve.buckets for group, facts in tuple(self._known.items())}
 
     def known(self, group: GroupKey) -> Known:
-        """What is known of ``group``; a new one is measured when there is time."""
+        """Return the facts of ``group``; a new group is scheduled for measurement."""
         if group not in self._known:
             self._known[group] = self._read(group) or self._guess(group)
             if len(self._known) > GROUPS_KEPT:
@@ -314,23 +318,23 @@ class Groups:
         self.take(group, facts)
         return True
 
-    def calls(self, group: GroupKey, num_rows: int, most: int) -> list[tuple[int, int, int]]:
+    def calls(self, group: GroupKey, num_rows: int, max_rows: int) -> list[tuple[int, int, int]]:
         """Return (start, stop, bucket) of each call for ``num_rows`` rows of ``group``, with its package open.
 
         Args:
             group: the group of all rows.
             num_rows: the number of rows.
-            most: rows for which a call has memory.
+            max_rows: rows for which a call has memory.
         """
         if self.compiled.is_late(group):
-            if cover := self.compiled.late_cover(group, num_rows, most):
+            if cover := self.compiled.late_cover(group, num_rows, max_rows):
                 return split(num_rows, cover)
             with suppress(ArithmeticError):  # the network then makes the calls of a size without a package
                 self._known[group] = self._read(group) or self._known[group]
-        return self.known(group).curve.calls(num_rows, most)
+        return self.known(group).curve.calls(num_rows, max_rows)
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
-        """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""
+        """Return the name on disk of the facts of ``group`` computed by packages of ``sizes`` rows."""
         return f"{tuple(group)} of {tuple(sizes)} by {self.compiled.compiler}"
 
     def checked(self, group: GroupKey, sizes: Sequence[int]) -> GroupFacts:
@@ -398,7 +402,7 @@ class Groups:
         self.compiled.take(group)
 
     def _read(self, group: GroupKey) -> Known | None:
-        """What the disk says, or what is settled without measuring."""
+        """Return the facts from disk, or those that need no measurement."""
         if group.is_compiled:
             checked = self.checked(group, self.load_packages(group))
             return Known(CostCurve.of(checked, is_exact=True), checked.counts)
@@ -413,18 +417,18 @@ class Groups:
         return self._known_by(group, facts)
 
     def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
-        """Return what is known of ``group`` by ``facts``, which were measured without whole changes."""
+        """Return the facts of ``group`` from ``facts``, which were measured without rankless adapters."""
         # whether the products of whole changes have the same bytes on other numbers of threads was not measured
         counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
         return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
 
     def _facts(self, name: str) -> GroupFacts | None:
-        """What is on disk, as far as it can be used with the numbers of threads there are."""
+        """Return the facts stored on disk under ``name``, if they fit the thread counts of this machine."""
         facts = self._disk.read(name)
         return facts if facts is not None and set(facts.counts) <= set(self.threads.counts) else None
 
     def _guess(self, group: GroupKey) -> Known:
-        """What holds whatever a study may find; and a study is wanted."""
+        """Return facts that hold before any measurement, and schedule one."""
         self._wanted[group] = None
         if not self.is_deterministic:
             sizes = sizes_to_check(min(UNKNOWN_ROWS, self.most_rows))
@@ -435,7 +439,7 @@ class Groups:
         return Known(CostCurve((reference,), is_alone=True), self._free_counts())
 
     def _free_counts(self) -> tuple[int, ...]:
-        """Numbers of threads that may be used before any was seen to give the same bytes as another."""
+        """Return the thread counts that may be used before any are known to give the same bytes."""
         return self.threads.counts[:1] if self.is_deterministic else self.threads.counts
 
     def _begin(self, group: GroupKey) -> Study:
@@ -460,9 +464,11 @@ class Groups:
             self._disk.write(_name(group), facts)
 
     def _try(self, group: GroupKey, *, is_strict: bool = False) -> Try:
-        """A real call on random rows of ``group``; nothing is held between two of them.
+        """Return a function that makes a UNet call on random rows of ``group``; no memory is held between calls.
 
-        ``is_strict``: in 16 bits the output is that of a second call with the sums of its layers, for comparison.
+        Args:
+            group: The group to call.
+            is_strict: In 16 bits, return the output of a second call that includes sums of its layers, for comparison.
         """
         num_rows = max(self.most_rows, SHARED)
         has_sums = is_strict and self.is_deterministic and self.model.dtype.itemsize == 2
@@ -502,7 +508,7 @@ class Groups:
         )
 
     def _reference_of(self, group: GroupKey) -> int:
-        """The size of call that decides a row's bytes: one for all groups but those of a single row."""
+        """Return the number of rows of the calls that define a row's bytes: one number for all multi-row groups."""
         if self._is_large(group) or self._is_large(self._native):
             return SOLO
         if self._first is None:
@@ -510,19 +516,17 @@ class Groups:
         return reference_in(self._first.buckets)
 
     def _look(self) -> GroupFacts:
-        """A first look at the native size, kept on disk. Where memory runs out twice, rows are as well alone."""
+        """Measure the native size for the first time and store the result. If memory runs out twice, rows run alone."""
         for _ in range(2):
-            found = first_look(self._try(self._native, is_strict=True), self.threads.counts)
-            if found.seconds:
-                self._disk.write(FIRST_LOOK, found)
+            facts = first_look(self._try(self._native, is_strict=True), self.threads.counts)
+            if facts.seconds:
+                self._disk.write(FIRST_LOOK, facts)
                 break
             give_memory_back(self.model.device)
-        return found
+        return facts
 
     def _pair(self, group: GroupKey) -> GroupFacts | None:
-        """Whether calls of ``group`` have two rows each, found out with two calls and kept on disk; ``None`` where they
-        have one.
-        """
+        """Return facts of ``group`` if calls of two rows are exact, by two stored measurements, else ``None``."""
         facts = self._facts(_name(group))
         if facts is None:
             counts = self._free_counts()
@@ -537,12 +541,12 @@ class Groups:
         return self._work(group) > (CHECK_LIMIT_CPU if self.on_cpu else CHECK_LIMIT_DEVICE)
 
     def _work(self, group: GroupKey) -> float:
-        """Parameters times latent cells."""
+        """Return a measure of a row's work: parameters times latent cells."""
         factor = self.model.info.vae_factor
         return self.model.info.num_parameters * (group.height_px // factor) * (group.width_px // factor)
 
     def _circumstances(self, config: EngineConfig) -> str:
-        """All that costs and agreement depend on, but the shape."""
+        """Return all that costs and exactness depend on except the shape, as the key of stored facts."""
         model = self.model
         kind = "exact" if self.is_deterministic else "free"
         machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
@@ -550,7 +554,7 @@ class Groups:
 
 
 def _name(group: GroupKey) -> str:
-    """Return the name of the facts of ``group`` on disk; whole changes are left out of it, as of the calls studied."""
+    """Return the name of the facts of ``group`` on disk, without adapters that have no rank."""
     lora = f" lora {group.lora_rank}" if group.lora_rank > 0 else ""
     control = f" control {group.control}" if group.control else " controlled" * group.is_controlled
     shape = group.height_px, group.width_px, group.num_tokens

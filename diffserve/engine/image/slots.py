@@ -107,8 +107,8 @@ class SlotTable:
         free, used = set(self._free), set(self._owners)
         assert len(free) == len(self._free), f"a slot is twice in the free list: {sorted(self._free)}"
         assert not free & used, f"slots {sorted(free & used)} are both free and held"
-        lost = set(range(self.num_slots + self.num_reserved)) - free - used
-        assert not lost, f"slots lost: {sorted(lost)}"
+        missing = set(range(self.num_slots + self.num_reserved)) - free - used
+        assert not missing, f"slots lost: {sorted(missing)}"
 
 
 class SlotQueue:
@@ -171,7 +171,7 @@ class SlotQueue:
         self.waiting.add(task, key, self._holders.pop(task))
 
     def release(self, task: ImageTask) -> None:
-        """Free the slot of ``task``, if it holds one."""
+        """Free the slot of ``task``, if it has one."""
         if task.slot is not None:
             self.table.free(task.slot)
             self._holders.pop(task)

@@ -1,4 +1,4 @@
-"""What the runner keeps for one image in flight: its conditioning, its generator, and what inpainting needs."""
+"""State of one image in flight: conditioning, noise generators, and inputs of inpainting and ControlNets."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from diffserve.runtime.transfer import Fetched, send
 from diffserve.runtime.unet.controlnet import ControlNetRunner
 
 LEAST_ARC: Final = 1e-4
-"""Sine of the angle below which two noises are taken to point the same way."""
+"""Sine of the angle below which two noise vectors count as parallel."""
 
 
 @dataclass(frozen=True)
 class Repaint:
-    """Inpainting with a 4-channel UNet: outside the mask the init image, at the noise level of the moment, is put back.
+    """Inpainting with a 4-channel UNet: each step restores the init image outside the mask, with that step's noise.
 
-    mask             (1, h, w) float32, 1 = repaint
-    latents, noise   (C, h, w) float32: the encoded init image and the starting noise
+    Attributes:
+        mask: (1, h, w) float32, 1 = repaint.
+        latents: (C, h, w) float32, the encoded init image.
+        noise: (C, h, w) float32, the starting noise.
     """
 
     mask: Tensor
@@ -40,7 +42,7 @@ class Repaint:
 
 @dataclass(frozen=True)
 class HeldControl:
-    """A ControlNet of one image: what it makes of its picture (C, h, w), and how much of what it adds is taken."""
+    """ControlNet of one image, with its encoded control map (C, h, w) and the scale of its residuals."""
 
     network: ControlNetRunner
     hint: Tensor
@@ -49,7 +51,13 @@ class HeldControl:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether an image's latent was finite after a step (0-based): its place among a tick's answers."""
+    """Whether an image's latent was finite after a step.
+
+    Attributes:
+        answers: Results of a whole tick, possibly still on the device.
+        place: Index of the image in ``answers``.
+        step_index: The step, from 0.
+    """
 
     answers: Fetched
     place: int
@@ -57,13 +65,13 @@ class Health:
 
     @property
     def is_finite(self) -> bool:
-        """Waits for the answer."""
+        """Whether the latent was finite; waits for the device."""
         return bool(self.answers.read()[self.place])
 
 
 @dataclass(frozen=True)
 class Refined:
-    """What an image takes up when the refiner's UNet goes on with it: what that is told."""
+    """Conditioning and time ids for the refiner's UNet."""
 
     conditioning: AnyConditioning
     time_ids: Tensor | None
@@ -71,11 +79,11 @@ class Refined:
 
 @dataclass
 class NoiseStream:
-    """The draws of a seed, one after the other: for the start latent first, then for each drawing row, in diffusers'
-    order.
+    """Sequence of noise draws of one seed: first the start latent, then each drawing row, in the order of diffusers.
 
-    rng        a CPU generator of its own
-    next_draw  where noise is counted off on the device instead (``runtime.philox``), the number of the next draw
+    Attributes:
+        rng: A CPU generator for this stream only.
+        next_draw: Index of the next draw where noise is counter-based (``runtime.philox``), else ``None``.
     """
 
     rng: torch.Generator
@@ -83,12 +91,12 @@ class NoiseStream:
 
     @classmethod
     def of(cls, seed: int, source: NoiseSource) -> NoiseStream:
-        """That of ``seed``, from its beginning."""
+        """Return the stream of ``seed`` at its first draw."""
         return cls(torch.Generator("cpu").manual_seed(seed), 0 if source == "device" else None)
 
 
 class Variation(NamedTuple):
-    """Draws of another seed, towards which an image's own are turned, by ``strength`` of the way."""
+    """Noise of another seed, toward which the image's noise is rotated by the share ``strength``."""
 
     stream: NoiseStream
     strength: float
@@ -96,21 +104,25 @@ class Variation(NamedTuple):
 
 @dataclass
 class ImageState:
-    """What one image holds, given back when it leaves.
+    """State of one image while it has a slot.
 
-    stream  the draws of its seed
-    shape   (C, h, w) of its latent
-    variation  what these are turned towards, ``None`` where they are left as they are
-    extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
-    health  of its last step, once it made one
-    embedding  (D,) of the prompt, where the finished latents are to be kept for similar ones
-    loras   what changes the model for its rows, ``None`` where nothing does
-    time_ids  (2, 6) sizes that its conditional and its unconditional row are told instead of the picture's own; (2, 5)
-              for SDXL's refiner
-    controls  the ControlNets of its recipe, in their order
-    texts   what they are told of its prompts, embeddings; ``None`` where there are none
-    features  by whether they are of the unconditional row: what the last full call left (F, h, w) for shallow ones
-    refined   what is ready for the refiner, until it goes on
+    Attributes:
+        conditioning: Conditioning of the UNet that evaluates the image now.
+        stream: Noise of the image's seed.
+        shape: (C, h, w) of the latent.
+        variation: Noise to rotate toward, or ``None``.
+        repaint: Inputs of inpainting with a 4-channel UNet.
+        extra: (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets.
+        health: Result of the latest step, ``None`` before the first.
+        embedding: (D,) prompt embedding, where the finished latents are cached for similar prompts.
+        loras: Adapters of the image's rows, or ``None``.
+        time_ids: (2, 6) sizes for the conditional and the unconditional row that replace the image's size; (2, 5) for
+            SDXL's refiner.
+        controls: ControlNets of the request, in its order.
+        texts: Prompt embeddings for ControlNets, ``None`` without ControlNets.
+        features: Features (F, h, w) of the latest full call for shallow calls; the key is whether the row is
+            unconditional.
+        refined: Inputs of the refiner, until the image switches to it.
     """
 
     conditioning: AnyConditioning
@@ -130,21 +142,21 @@ class ImageState:
 
     @property
     def streams(self) -> tuple[NoiseStream, ...]:
-        """From which it draws: its own, and that of its variation."""
+        """Streams the image draws from: that of its seed and that of its variation."""
         return (self.stream,) if self.variation is None else (self.stream, self.variation.stream)
 
     def mark(self) -> tuple[tuple[Tensor, int | None], ...]:
-        """What has been drawn so far, for ``go_back``."""
+        """Return the positions of all noise streams, for ``go_back``."""
         return tuple((stream.rng.get_state(), stream.next_draw) for stream in self.streams)
 
     def go_back(self, mark: tuple[tuple[Tensor, int | None], ...]) -> None:
-        """As if nothing had been drawn since ``mark``."""
+        """Reset all noise streams to ``mark``."""
         for stream, (drawn, next_draw) in zip(self.streams, mark, strict=True):
             stream.rng.set_state(drawn)
             stream.next_draw = next_draw
 
     def switch(self) -> None:
-        """From now on the refiner's UNet evaluates it; what only the base was told is given back, adapters among it."""
+        """Switch to the refiner's UNet, and release the base model's conditioning and adapters."""
         assert self.refined is not None
         self.conditioning.close()
         self.features.clear()
@@ -152,16 +164,20 @@ class ImageState:
         self.loras = self.refined = None
 
     def close(self) -> None:
-        """Give the conditioning's pages back."""
+        """Release the pages of the conditioning."""
         self.conditioning.close()
         if self.refined is not None:
             self.refined.conditioning.close()
 
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
-    """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer for
-    each source; where there are both, one more brings each to its place. Those that are varied are turned one by one,
-    so that nobody's bytes depend on who else is.
+    """Draw the next noise of each state, all of one latent shape.
+
+    Each noise source needs one transfer; with both sources one more restores the order. Variations are computed one by
+    one, so that the bytes of an image do not depend on the other images.
+
+    Returns:
+        (len(states), C, h, w) float32 on ``device``.
     """
     varied = [(place, state.variation) for place, state in enumerate(states) if state.variation is not None]
     streams = [*(state.stream for state in states), *(variation.stream for _, variation in varied)]
@@ -172,12 +188,12 @@ def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
 
 
 def _draws(streams: Sequence[NoiseStream], shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """(len(streams), C, h, w) float32 on ``device``: the next draw of each."""
-    places: tuple[list[int], list[int]] = ([], [])  # of those counted off, and of those from generators
+    """Draw the next noise of each stream, (len(streams), C, h, w) float32 on ``device``."""
+    places: tuple[list[int], list[int]] = ([], [])  # counter-based streams, then generator streams
     draws, drawn = [], []
     for place, stream in enumerate(streams):
         if stream.next_draw is not None:
-            draws.append(Draw(stream.rng.initial_seed() & WORD, stream.next_draw))  # what the CPU's generator takes
+            draws.append(Draw(stream.rng.initial_seed() & WORD, stream.next_draw))  # as the CPU generator truncates it
             stream.next_draw += 1
         else:
             drawn.append(torch.randn((1, *shape), generator=stream.rng))
@@ -191,16 +207,16 @@ def _draws(streams: Sequence[NoiseStream], shape: tuple[int, int, int], device: 
 
 
 def slerp(share: float, start: Tensor, end: Tensor) -> Tensor:
-    """(C, h, w) that lies ``share`` of the way from ``start`` to ``end`` on the arc between them (Shoemake, "Animating
-    Rotation with Quaternion Curves", 1985), each column of a channel a vector by itself, as A1111 does it.
+    """Return the point (C, h, w) at ``share`` of the arc from ``start`` to ``end``.
 
-    Columns that point the same way stay what they are.
+    Each column of a channel is a vector of its own, as in A1111. Parallel columns are interpolated linearly. See
+    Shoemake, "Animating Rotation with Quaternion Curves", 1985.
     """
     cosine = (F.normalize(start, dim=1) * F.normalize(end, dim=1)).sum(1, keepdim=True).clamp(-1.0, 1.0)
     angle = torch.acos(cosine)
-    whole = torch.sin(angle)
-    is_arc = whole > LEAST_ARC
-    whole = torch.where(is_arc, whole, 1.0)
-    first = torch.where(is_arc, torch.sin((1.0 - share) * angle) / whole, 1.0 - share)
-    second = torch.where(is_arc, torch.sin(share * angle) / whole, share)
+    sine = torch.sin(angle)
+    is_arc = sine > LEAST_ARC
+    sine = torch.where(is_arc, sine, 1.0)
+    first = torch.where(is_arc, torch.sin((1.0 - share) * angle) / sine, 1.0 - share)
+    second = torch.where(is_arc, torch.sin(share * angle) / sine, share)
     return first * start + second * end

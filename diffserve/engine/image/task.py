@@ -365,7 +365,7 @@ class TickPlan:
 
     @property
     def tasks(self) -> tuple[ImageTask, ...]:
-        """All images of the tick, each once."""
+        """All images of the tick, without duplicates."""
         return tuple(dict.fromkeys((*self.prepare, *self.rows, *self.decode)))
 
 
@@ -394,7 +394,7 @@ class UNetCall:
 
 @dataclass(frozen=True)
 class TickTrace:
-    """What tick number ``tick`` ran, for tests and inspection."""
+    """Record of tick number ``tick``, for tests and inspection."""
 
     tick: int
     calls: tuple[UNetCall, ...]

@@ -1,8 +1,8 @@
-"""UNet calls for the rows of a mixed batch: laid into buckets, padded, timed, and taken apart when one fails.
+"""UNet calls for the rows of a mixed batch: assign rows to buckets, pad, time, and split calls that fail.
 
-Rows that ControlNets add to make UNet calls of their own, behind a call of each ControlNet for those that it adds to.
-Both have sizes that were seen to give a row the same bytes, and what is added is summed row by row in the order of the
-ControlNets' digests: so a row knows nothing of its neighbours' ControlNets.
+Rows with ControlNets are evaluated in separate UNet calls, after one call of each ControlNet for its rows. Both use
+sizes that were measured to give a row the same bytes. Residuals are added row by row in the order of the ControlNets'
+digests, so that the bytes of a row do not depend on the ControlNets of other rows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from schedulers import COLUMNS
 
 STACKS_KEPT = 16
 STACK_BYTES_KEPT = 1 << 29
-"""Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
+"""Limit of all cached stacks; the newest stays in any case. SDXL's keys and values take 26 MB a row in 16 bits."""
 SPARE_BYTES = 1 << 26
-"""Of stacked adapters whose images have left, for those of the next: new pages take longer than what is copied into
-them. Beside the calls of a network with larger ones that is little."""
+"""Largest buffer of stacked adapters that is kept for the next images: allocating one takes longer than filling it."""
 
 Result = TypeVar("Result")
 
@@ -47,9 +46,15 @@ TIMESTEP = COLUMNS.index("timestep")
 
 
 class Stack(NamedTuple):
-    """What the rows of one call are told: their texts, and where the UNet reads it pooled (R, P), time_ids (R, 6) and
-    extra (R, 1 + C, h, w); ``guidance`` (R,), which few UNets are told; ``loras``: what changes the network for each of
-    them, where anything does.
+    """Conditioning of the rows of one UNet call.
+
+    Attributes:
+        contexts: Text states, or keys and values, of each row.
+        pooled: (R, P) pooled text embeddings, for UNets that use them.
+        time_ids: (R, 6) size conditioning, for UNets that use it.
+        extra: (R, 1 + C, h, w) additional input channels of inpainting UNets.
+        guidance: (R,) guidance scales, for UNets that take them as input.
+        loras: Adapter weights of each row, ``None`` if no row has any.
     """
 
     contexts: Contexts
@@ -61,23 +66,26 @@ class Stack(NamedTuple):
 
     @property
     def conditions(self) -> dict[str, Tensor | None]:
-        """What a UNet is told beside contexts and adapters, by its names in ``UNetRunner``."""
-        told = {"pooled": self.pooled, "time_ids": self.time_ids, "extra": self.extra}
-        return {**told, "guidance": self.guidance}
+        """Conditioning other than contexts and adapters, by parameter name of ``UNetRunner``."""
+        conditions = {"pooled": self.pooled, "time_ids": self.time_ids, "extra": self.extra}
+        return {**conditions, "guidance": self.guidance}
 
     @property
     def num_bytes(self) -> int:
-        """Memory that contexts and adapters take; the rest is small."""
+        """Bytes of contexts and adapters; the other tensors are small."""
         contexts = self.contexts.num_bytes if isinstance(self.contexts, KeysValues) else self.contexts.nbytes
         return contexts + (self.loras.num_bytes if self.loras else 0)
 
 
 class UNetCaller:
-    """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows.
+    """Runs rows through the model's UNet, in call sizes from ``groups`` and within the limits of ``caps``.
 
-    clock      in seconds
-    stopwatch  what the costs of calls are learnt by; its readings may come some calls later
-    beside     another one on the same device, which gives back what it keeps as well
+    Args:
+        clock: Returns seconds.
+        beside: Another caller on the same device, whose caches ``ease`` frees as well.
+
+    Attributes:
+        stopwatch: Times calls on the device; a reading may become available some calls later.
     """
 
     def __init__(
@@ -101,10 +109,18 @@ class UNetCaller:
         self._spare: Tensor | None = None
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
-        """(output (rows, C, h, w) float32, what went wrong by row). ``calls`` gets an entry for each call made.
+        """Run the UNet on all rows of ``batch``.
 
-        A call that raises is halved until the guilty rows stand alone; the others get their result all the same. One
-        for which there is no memory is made again when memory was given back, and then halved.
+        A call that raises is halved until the failing rows are alone; all other rows get their results. After an
+        out-of-memory error caches are freed and the call is tried once more before it is halved.
+
+        Args:
+            batch: The rows.
+            group: The shape group of all rows.
+            calls: Gets an entry for each call that was made.
+
+        Returns:
+            Output (rows, C, h, w) float32, and exceptions by row.
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
@@ -116,7 +132,7 @@ class UNetCaller:
         return output, self._make(range(batch.num_rows), group, call) | failed
 
     def _make(self, rows: range, group: GroupKey, call: Callable[[range, int], None]) -> dict[int, Exception]:
-        """Have ``call`` make the calls for ``rows``, each with its bucket; what went wrong by row."""
+        """Run ``call`` for all ``rows``, in bucket-sized parts, and return exceptions by row."""
         failed: dict[int, Exception] = {}
         pending = self._layout(rows, group)
         has_eased = False
@@ -145,7 +161,11 @@ class UNetCaller:
     def _residuals(
         self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
     ) -> Residuals:
-        """What ControlNets add to all rows of ``batch``, (num_rows, C, h, w) each; ``failed`` gets what went wrong."""
+        """Compute the ControlNet residuals of all rows of ``batch``, and add exceptions by row to ``failed``.
+
+        Returns:
+            Tensors (num_rows, C, h, w), one for each skip connection and the middle block.
+        """
         height, width = batch.x.shape[-2:]
         shapes = residual_shapes(self.model.unet.network, height, width)
         residuals = tuple(
@@ -153,55 +173,57 @@ class UNetCaller:
         )
         for rows in told_rows(batch):
             num_tokens = rows[0].contexts.shape[0]
-            own = GroupKey(group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest)
-            found = tuple(tensor.new_zeros((len(rows), *tensor.shape[1:])) for tensor in residuals)
-            wrong = self._make(range(len(rows)), own, partial(self._call_control, batch, rows, found, own, calls))
-            failed |= {rows[place].row: error for place, error in wrong.items()}
-            numbers = send(torch.tensor([one.row for one in rows]), batch.x.device)
-            for total, more in zip(residuals, found, strict=True):
-                total.index_add_(0, numbers, more)
+            control_group = GroupKey(
+                group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest
+            )
+            added = tuple(tensor.new_zeros((len(rows), *tensor.shape[1:])) for tensor in residuals)
+            errors = self._make(
+                range(len(rows)), control_group, partial(self._call_control, batch, rows, added, control_group, calls)
+            )
+            failed |= {rows[place].row: error for place, error in errors.items()}
+            numbers = send(torch.tensor([row.row for row in rows]), batch.x.device)
+            for total, residual in zip(residuals, added, strict=True):
+                total.index_add_(0, numbers, residual)
         return residuals
 
     def _call_control(
         self,
         batch: ImageBatch,
         rows: Sequence[ControlledRow],
-        found: Residuals,
+        outputs: Residuals,
         group: GroupKey,
         calls: list[UNetCall],
         places: range,
         bucket: int,
     ) -> None:
-        """One call of the ControlNet of ``rows`` of exactly ``bucket`` rows; ``found`` gets what it adds to those at
-        ``places``.
-        """
-        chosen = [rows[place] for place in places]
-        padded = [*chosen, *chosen[-1:] * (bucket - len(chosen))]
-        network, device = chosen[0].control.network, batch.x.device
+        """Make one ControlNet call of exactly ``bucket`` rows; write the residuals of ``places`` to ``outputs``."""
+        real_rows = [rows[place] for place in places]
+        padded = [*real_rows, *real_rows[-1:] * (bucket - len(real_rows))]
+        network, device = real_rows[0].control.network, batch.x.device
         started_s, stop = self._clock(), self.stopwatch.start()
-        owners = send(torch.tensor([one.image for one in padded]), device)
+        owners = send(torch.tensor([row.image for row in padded]), device)
         with self._measured(group, bucket, stop):
             residuals = network.predict(
                 batch.scaled.index_select(0, owners),
                 batch.rows.index_select(0, owners)[:, TIMESTEP],
-                torch.stack([one.contexts for one in padded]),
-                torch.stack([one.control.hint for one in padded]),
-                send(torch.tensor([one.control.scale for one in padded]), device),
-                pooled=stack_all([one.pooled for one in padded]),
-                time_ids=stack_all([one.time_ids for one in padded]),
+                torch.stack([row.contexts for row in padded]),
+                torch.stack([row.control.hint for row in padded]),
+                send(torch.tensor([row.control.scale for row in padded]), device),
+                pooled=stack_all([row.pooled for row in padded]),
+                time_ids=stack_all([row.time_ids for row in padded]),
             )
-        for kept, more in zip(found, residuals, strict=True):
-            kept[places.start : places.stop] = more[: len(chosen)]
-        labels = tuple(batch.label(one.row) for one in chosen)
-        calls.append(UNetCall(labels, bucket - len(chosen), self._clock() - started_s, control=network.name))
+        for output, residual in zip(outputs, residuals, strict=True):
+            output[places.start : places.stop] = residual[: len(real_rows)]
+        labels = tuple(batch.label(row.row) for row in real_rows)
+        calls.append(UNetCall(labels, bucket - len(real_rows), self._clock() - started_s, control=network.name))
 
     def _layout(self, rows: range, group: GroupKey) -> list[tuple[range, int]]:
-        """``rows`` in the calls that are to be made for them, each with its bucket."""
+        """Split ``rows`` into calls, each with its bucket size."""
         calls = self.groups.calls(group, len(rows), self.caps.cap(group))
         return [(rows[start:stop], bucket) for start, stop, bucket in calls]
 
     def ease(self) -> None:
-        """Give back all memory that is only kept to save time."""
+        """Free all memory that is only kept to save time."""
         self._stacks.clear()
         self._spare = None
         if self.beside is not None:
@@ -211,7 +233,7 @@ class UNetCaller:
         give_memory_back(self.model.device)
 
     def with_room(self, run: Callable[[], Result]) -> Result:
-        """``run``, once more where memory ran out and some could be given back."""
+        """Return the result of ``run``, tried once more with caches freed if memory ran out."""
         try:
             return run()
         except torch.OutOfMemoryError as error:
@@ -228,14 +250,16 @@ class UNetCaller:
         calls: list[UNetCall],
         residuals: Residuals | None,
     ) -> Tensor:
-        """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
+        """Make one UNet call of exactly ``bucket`` rows; the last row is repeated as padding."""
         started_s, stop = self._clock(), self.stopwatch.start()
-        owners, told = self._told(batch, rows, bucket)
+        owners, stack = self._conditioning_of(batch, rows, bucket)
         images = [batch.tasks[batch.image_of_row[row]] for row in rows]
         features = None
         if group.is_shallow:
-            kept = [task.loaded_state.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
-            features = torch.stack([*kept, *kept[-1:] * (bucket - len(rows))])
+            row_features = [
+                task.loaded_state.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)
+            ]
+            features = torch.stack([*row_features, *row_features[-1:] * (bucket - len(rows))])
         added = None
         if residuals is not None:
             numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
@@ -247,12 +271,12 @@ class UNetCaller:
             output = self.model.unet.predict(
                 scaled,
                 timesteps,
-                told.contexts,
-                **told.conditions,
+                stack.contexts,
+                **stack.conditions,
                 features=features,
                 compiled=self.groups.compiled.of(group),
                 recorder=self.groups.compiled.recorder(group),
-                loras=told.loras,
+                loras=stack.loras,
                 residuals=added,
                 kept_features=features_of_call,
             )
@@ -264,8 +288,8 @@ class UNetCaller:
         calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s, group.is_shallow))
         return output[: len(rows)]
 
-    def _told(self, batch: ImageBatch, rows: range, bucket: int) -> tuple[Tensor, Stack]:
-        """Of each row of a call of ``bucket`` rows, the image that it is of (bucket,) and what it is told."""
+    def _conditioning_of(self, batch: ImageBatch, rows: range, bucket: int) -> tuple[Tensor, Stack]:
+        """Return the image index (bucket,) and the conditioning of each row of a padded call."""
         padded = _padded(rows, bucket)
         owners = batch.owners[rows.start : rows.stop]
         if len(padded) > len(rows):
@@ -276,7 +300,7 @@ class UNetCaller:
 
     @contextmanager
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
-        """A call of ``group``, on as many threads as are worth it; what it took since ``stop`` was given is learnt."""
+        """Run a call of ``group`` on the best number of threads, and record the time since ``stop`` was created."""
         threads = self.groups.threads
         curve, counts = self.groups.known(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
@@ -291,13 +315,13 @@ class UNetCaller:
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
 
     def _learn(self) -> None:
-        """Tell the curves what calls took, in their order, as far as that is known by now."""
+        """Add the available times of calls to their cost curves, in order."""
         while self._timed and self._timed[0][2].is_here:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
-        """What the rows are told, gathered once for as long as the same rows run together."""
+        """Return the conditioning of the rows, cached while the same rows run together."""
         if key not in self._stacks:
             self._stacks[key] = stack_conditioning(key, self.conditioner, self._spare)
             if self._stacks[key].loras is not None:
@@ -314,7 +338,7 @@ class UNetCaller:
             self._drop(key)
 
     def _drop(self, key: tuple[tuple[ImageTask, bool], ...]) -> int:
-        """Drop a stack, and say how many bytes it took; what adapters were stacked in may serve for others."""
+        """Drop a stack and return its size in bytes; its adapter buffer may be reused."""
         stack = self._stacks.pop(key)
         memory = None if stack.loras is None else stack.loras.memory
         if memory is not None and memory.nbytes <= SPARE_BYTES:
@@ -330,14 +354,15 @@ def _padded(rows: range, bucket: int) -> list[int]:
 def stack_conditioning(
     rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner, spare: Tensor | None = None
 ) -> Stack:
-    """Stack what each row, an image and whether it is its unconditional one, is told; ``spare`` as ``RowLoRAs`` has
-    it.
+    """Stack the conditioning of rows, each an image and whether it is the unconditional row.
+
+    ``spare`` is a buffer that ``RowLoRAs`` may reuse.
     """
-    told = [ConditioningRow(task.loaded_state.conditioning, is_uncond) for task, is_uncond in rows]
+    texts = [ConditioningRow(task.loaded_state.conditioning, is_uncond) for task, is_uncond in rows]
     loras = [task.loaded_state.loras for task, _ in rows if task.loaded_state.loras is not None]
     return Stack(
-        conditioner.contexts(told),
-        stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in told]),
+        conditioner.contexts(texts),
+        stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in texts]),
         stack_all([_time_ids(task, is_uncond) for task, is_uncond in rows]),
         stack_all([task.loaded_state.extra for task, _ in rows]),
         _guidance(rows, conditioner.model),
@@ -346,7 +371,7 @@ def stack_conditioning(
 
 
 class ControlledRow(NamedTuple):
-    """A row that a ControlNet adds to: its number, its image's number, and what the ControlNet is told of it."""
+    """Row with a ControlNet: row index, image index, and the inputs of the ControlNet."""
 
     row: int
     image: int
@@ -357,10 +382,12 @@ class ControlledRow(NamedTuple):
 
 
 def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
-    """The rows of each call of a ControlNet, which share it and the length of their texts, in the order in which what
-    they add is summed: that of the ControlNets' digests. One that an image has twice is called twice.
+    """Group the rows with ControlNets into calls of one ControlNet and one text length.
+
+    The calls come in the order in which their residuals are summed, which is that of the ControlNets' digests. An image
+    that has a ControlNet twice gets two calls.
     """
-    found: dict[tuple[str, int, int], list[ControlledRow]] = {}
+    rows_of_call: dict[tuple[str, int, int], list[ControlledRow]] = {}
     for row, image in enumerate(batch.image_of_row):
         task = batch.tasks[image]
         texts = task.loaded_state.texts
@@ -370,25 +397,25 @@ def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
         for place in task.controls_now:
             control = task.loaded_state.controls[place]
             digest = control.network.digest
-            told = ControlledRow(row, image, control, contexts, pooled, _time_ids(task, is_uncond))
-            found.setdefault((digest, times[digest], len(contexts)), []).append(told)
+            controlled = ControlledRow(row, image, control, contexts, pooled, _time_ids(task, is_uncond))
+            rows_of_call.setdefault((digest, times[digest], len(contexts)), []).append(controlled)
             times[digest] += 1
-    return [found[key] for key in sorted(found)]
+    return [rows_of_call[key] for key in sorted(rows_of_call)]
 
 
 def _time_ids(task: ImageTask, is_uncond: bool) -> Tensor | None:
-    own = task.loaded_state.time_ids
-    return task.loaded_state.conditioning.time_ids if own is None else own[int(is_uncond)]
+    time_ids = task.loaded_state.time_ids
+    return task.loaded_state.conditioning.time_ids if time_ids is None else time_ids[int(is_uncond)]
 
 
 def _guidance(rows: Sequence[tuple[ImageTask, bool]], model: DiffusionModel) -> Tensor | None:
-    """The scales (R,) of a UNet that is told them."""
+    """Return the guidance scales (R,) for a UNet that takes them as input."""
     if not model.unet.guidance_dim:
         return None
     return send(torch.tensor([task.settings.guidance_scale for task, _ in rows]), model.device)
 
 
 def stack_all(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """(R, ...) from one tensor for each row, or ``None`` for a model whose rows have none."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(found) if len(found) == len(tensors) else None
+    """Stack one tensor for each row to (R, ...), or return ``None`` for a model whose rows have none."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if len(present) == len(tensors) else None

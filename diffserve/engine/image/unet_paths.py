@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class CompiledCalls(Protocol):
-    """What the chooser needs of the engine's shape groups. Groups are given with ``is_compiled`` set."""
+    """Interface of the shape groups that the path chooser uses. Groups are passed with ``is_compiled`` set."""
 
     def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
         """Return the numbers of rows that packages of ``group`` are made for."""
@@ -78,7 +78,7 @@ def path_of(key: str, group: GroupKey, outcome: Outcome) -> UNetPath:
 
 
 class PathChooser:
-    """The paths of one model's UNet calls."""
+    """Chooses the path of each shape's UNet calls for one model."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig, packages: Packages, calls: CompiledCalls) -> None:
         self._model = model
@@ -125,15 +125,15 @@ class PathChooser:
         if self._packages.reason:
             return Outcome(PLAIN, self._packages.reason)
         compiled = group._replace(is_compiled=True)
-        wanted, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
+        sizes_to_compile, origin = self._calls.sizes_to_compile(compiled), "found in the cache folder"
         if self._config.served_paths is None and self._calls.take_unopened(compiled):
             return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
         sizes = self._calls.load_packages(compiled)
-        if builds and len(sizes) < len(wanted):
+        if builds and len(sizes) < len(sizes_to_compile):
             origin = "built at start"
-            failure = self._build(group, wanted)
+            failure = self._build(group, sizes_to_compile)
             sizes = self._calls.load_packages(compiled)
-            if len(sizes) < len(wanted):
+            if len(sizes) < len(sizes_to_compile):
                 return Outcome(PLAIN, failure or "a package that was just built cannot be loaded")
         if not sizes:
             return Outcome(PLAIN, f"it has no packages; diffserve warm --size {_shape(group)} makes them")
@@ -147,7 +147,7 @@ class PathChooser:
         return Outcome(COMPILED, f"packages by {self._packages.compiler_name}, {origin}")
 
     def _build(self, group: GroupKey, sizes: Sequence[int]) -> str:
-        """Build packages in a child process; return what went wrong, or an empty string."""
+        """Build packages in a child process; return the error message, or an empty string."""
         needed = sorted({size // self._packages.num_streams(size) for size in sizes})
         logger.info("compiling the UNet for %s, once; this takes about 20 s for a small model", _shape(group))
         for announce in on_build:

@@ -1,8 +1,7 @@
-"""At the door: a text request is tokenised (a conversation by the model's chat template), checked against the model and
-the pool, and given a seed.
+"""Admission of text requests: tokenize them, check them against the model and the pool, and draw a seed.
 
-What can be known to be wrong is refused here, with the value and the way out. An answer longer than the context is
-not wrong: it ends where the context does, with ``finish_reason`` "length".
+Invalid values are refused here, with the value and a fix. An answer longer than the context is valid: it ends where
+the context does, with ``finish_reason`` "length".
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class TextAdmission:
         return ids
 
     def _tokenise(self, request: TextRequest) -> list[int]:
-        """The prompt's tokens. Of a conversation its template has written the special ones already."""
+        """Return the prompt's tokens; the chat template of a conversation adds the special tokens itself."""
         tokenizer, text, adds_marks = self.model.tokenizer, request.prompt, request.add_special_tokens
         with self._lock:
             if request.messages:
@@ -76,7 +75,7 @@ class TextAdmission:
         return ids
 
     def _params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
-        """Those asked for, with at most as many tokens as the context has room for."""
+        """Return the request's parameters, with ``max_tokens`` limited to the room in the context."""
         params = request.params
         room = self.model.info.context_tokens - num_prompt_tokens
         if params.max_tokens <= room:
@@ -95,7 +94,7 @@ class TextAdmission:
             f"num_beams is {width}; a call of this engine takes at most {self.config.max_batch_tokens} tokens.",
             "num_beams",
         )
-        num_tokens = num_prompt_tokens + params.max_tokens - 1  # the last one is said and never computed
+        num_tokens = num_prompt_tokens + params.max_tokens - 1  # the last token is returned and never computed
         need, has = self.pages.most_pages(num_prompt_tokens, num_tokens, params.num_beams), self.pages.pool.num_pages
         if need > has:
             raise PoolTooSmall(
@@ -120,13 +119,13 @@ class TextAdmission:
         return task
 
     def _has_any(self, stop: tuple[str, ...], token_ids: Tokens[int]) -> bool:
-        """Whether one of the texts ``stop`` is in what some tokens say."""
+        """Whether one of the texts ``stop`` occurs in the text of some tokens."""
         text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return any(stop_text in text for stop_text in stop)
 
 
 def too_long(what: str, context_tokens: int, param: str = "prompt") -> InvalidRequest:
-    """The error for a prompt that leaves no room for an answer."""
+    """Return the error for a prompt that leaves no room for an answer."""
     return InvalidRequest(
         f"the prompt has {what}; with at least one token of answer the model's context of {context_tokens} tokens "
         f"takes at most {context_tokens - 1}.",

@@ -1,4 +1,4 @@
-"""Which drafts a tick checks: how long, from where, and what is learnt from those that were wrong."""
+"""Policy for drafts: their source and length, adapted to how many were accepted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DraftPolicy:
         ]
 
     def check(self, request: TextRequest) -> None:
-        """Raises InvalidRequest when the request asks for a kind of speculation that is not there."""
+        """Raise InvalidRequest if the request names a kind of speculation that is not available."""
         check(
             request.speculation != "draft" or self.pages.draft_tenant is not None,
             'speculation is "draft", and this engine has no draft model; choose "auto", "prompt_lookup" or "off".',
@@ -43,7 +43,7 @@ class DraftPolicy:
         )
 
     def kind(self, request: TextRequest) -> Speculation:
-        """What ``request`` gets: "draft", "prompt_lookup" or "off"."""
+        """Return the kind of speculation of ``request``: "draft", "prompt_lookup" or "off"."""
         if self.config.num_draft_tokens == 0 or request.speculation == "off":
             return "off"
         if request.speculation != "auto":
@@ -68,10 +68,10 @@ class DraftPolicy:
         return self._take(piece, forced) if forced else self._ask(piece, limit, num_left)
 
     def may_go_unread(self, task: TextTask, tick: int) -> bool:
-        """Whether the token that ``task`` says in tick number ``tick`` may stay unread while the next tick is planned.
+        """Whether the token chosen in tick number ``tick`` may stay unread while the next tick is planned.
 
-        Not where what is said changes what may be said next, and not where a draft will be looked for: of those that
-        found none for a while, every ``LOOK_EVERY`` ticks all look once more, together.
+        It must be read if it affects which tokens may follow, and if a draft will be looked for: texts without a draft
+        for a while look again every ``LOOK_EVERY`` ticks, all in the same tick.
         """
         if task.search is not None or task.live.followers or task.sequences[0].row.depends_on_history:
             return False

@@ -1,4 +1,4 @@
-"""Texts: ``TextEngine``, what a tick of them is, and its public face."""
+"""Text engine: its tick, and its public interface."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         draft_model: LanguageModel | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """An engine with a pool of its own, of at most ``pool_bytes``. Raises ConfigError when they are too few."""
+        """Create an engine with its own page pool of at most ``pool_bytes``. Raises ConfigError if it is too small."""
         page_tokens = (config or TextConfig()).page_tokens
         specs = [model.spec("llm", page_tokens=page_tokens)]
         if draft_model is not None:
@@ -133,14 +133,14 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         config: TextConfig | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """Load a model directory, and a draft model where one is given. Raises what ``load_language_model`` raises."""
+        """Load a model directory, and a draft model if named. Raises the errors of ``load_language_model``."""
         model = load_language_model(path, dtype=dtype, device=device)
         draft = None if draft_path is None else load_language_model(draft_path, dtype=dtype, device=device)
         return cls.from_model(model, config, draft_model=draft, pool_bytes=pool_bytes)
 
     @property
     def info(self) -> LanguageModelInfo:
-        """What the model can do and where it runs."""
+        """Capabilities of the model and its device."""
         return self.model.info
 
     def stats(self) -> TextStats:
@@ -164,7 +164,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
     def submit(  # type: ignore[override]  # an order is both
         self, request: TextRequest, *, constraint: AnyConstraint | None = None
     ) -> str:
-        """Queue ``request`` and return its id. ``constraint``: which tokens may be said.
+        """Queue ``request`` and return its id. ``constraint`` limits the tokens that may be generated.
 
         Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
         """
@@ -225,7 +225,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
             self._deliver(self.scheduler.give_up(live, failure))
 
     def _is_ready(self, live: LiveText) -> bool:
-        """Schemas are compiled beside the ticks; one that cannot be followed ends its request at once."""
+        """Whether the request's schema is compiled; an error in compiling fails the request at once."""
         compiling = live.compiling
         if compiling is None:
             return True
@@ -238,7 +238,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         return True
 
     def _check_deadline(self, live: LiveText) -> None:
-        """When an answer ends nobody knows, so what counts is when its prompt can be read, those before it first."""
+        """Raise DeadlineUnreachable if the prompt cannot be computed in time; the length of the answer is unknown."""
         deadline_s, (fixed_s, per_token_s) = live.request.deadline_s, self.cost.line
         if deadline_s is None or not per_token_s:
             return
@@ -274,7 +274,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
     def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
         events = self._read_late()
         now_s = self.clock()
-        # seconds that somebody shares out must be those of the device: then all is read at once
+        # shared engines charge device time, so all tokens are read at once
         if self.reads_late and not self._is_shared and self.scheduler.may_go_unread(outcome):
             charged_s = self._charge(plan, started_s)
             if self.scheduler.go_unread(plan, outcome, now_s):
@@ -293,8 +293,9 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         return events
 
     def _charge(self, plan: TextPlan, started_s: float) -> float:
-        """Share out the seconds of this tick so far, and what the one before took after its tokens were told: by tokens
-        of the call, drafts that were wrong among them.
+        """Charge the time of this tick, and the unpaid rest of the previous one, to requests by their tokens.
+
+        Rejected draft tokens count as well. Returns the seconds charged.
         """
         if not plan.pieces:
             return 0.0
@@ -308,7 +309,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         return spent_s
 
     def _read_late(self) -> list[TextEvent]:
-        """What the tick before has said, where that is not read yet."""
+        """Read the tokens of the previous tick if they are unread, and return its events."""
         if self._unread is None:
             return []
         plan, outcome, started_s = self._unread
@@ -347,12 +348,12 @@ def pending_tokens(task: TextTask) -> int:
 
 
 def draft_tenant(tenant: str) -> str:
-    """Where the pages of the draft model of ``tenant`` are."""
+    """Return the tenant name of the draft model's pages for ``tenant``."""
     return f"{tenant}_draft"
 
 
 def check_draft(model: LanguageModel, draft_model: LanguageModel) -> None:
-    """Raises ConfigError unless a token of the draft model means the same to the model."""
+    """Raise ConfigError unless both models have the same vocabulary."""
     info, draft_info = model.info, draft_model.info
     if info.vocab_size != draft_info.vocab_size or model.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
         raise ConfigError(

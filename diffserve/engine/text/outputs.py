@@ -1,4 +1,4 @@
-"""What a tick's outcome does to a text: tokens are said, text comes out, and it may be over."""
+"""Apply a tick's outcome to texts: append tokens, emit text, and detect the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TextOutputs:
         self.entropy_sum = 0.0
 
     def mark_computed(self, piece: ScheduledTokens, now_s: float) -> None:
-        """The piece's keys and values are written; those of a draft are not believed yet."""
+        """Record that the piece's keys and values are written; draft tokens do not count yet."""
         piece.sequence.num_computed = piece.end
         live = piece.task.live
         if live.started_s is None:
@@ -42,7 +42,7 @@ class TextOutputs:
             self.pages.settle(piece.sequence)
 
     def apply_choices(self, task: TextTask, outcome: TextOutcome, now_s: float) -> Iterator[TextEvent]:
-        """Take what the model said for ``task``; its stage is DONE when that was all."""
+        """Append the chosen tokens of ``task``; its stage is DONE if they end the text."""
         live = task.live
         live.first_token_s = now_s if live.first_token_s is None else live.first_token_s
         live.last_token_s = now_s
@@ -67,7 +67,7 @@ class TextOutputs:
             yield self._delta(live, task.text_index, "".join(pieces), new, reason)
 
     def finished(self, live: LiveText, now_s: float) -> TextFinished:
-        """The terminal event of a request whose texts are all done."""
+        """Return the final event of a request whose texts are all done."""
         results = tuple(sorted(live.results, key=lambda result: result.text_index))
         return TextFinished(
             request_id=live.request_id,
@@ -84,7 +84,7 @@ class TextOutputs:
         )
 
     def _take(self, task: TextTask, choices: list[Choice]) -> tuple[list[str], FinishReason | None]:
-        """Tokens one by one, up to the one that ends the text: the pieces of text, and why it is over."""
+        """Append tokens up to the one that ends the text; return the pieces of text and the finish reason."""
         assert task.stream is not None
         row, pieces = task.sequences[0].row, []
         for index, choice in enumerate(choices):
@@ -101,7 +101,7 @@ class TextOutputs:
         return pieces, None
 
     def _searched(self, task: TextTask, outcome: TextOutcome) -> Iterator[TextEvent]:
-        """A step of a beam search; the texts are known only when it is over."""
+        """Apply a step of a beam search; the texts are known only at its end."""
         assert task.search is not None
         self.pages.rearrange(task, outcome.forks[task].parents)
         for sequence in task.sequences:
@@ -177,7 +177,7 @@ class TextOutputs:
 
 
 def timings(live: LiveText, results: Sequence[TextResult], now_s: float) -> TextTimings:
-    """Where a finished request's time went; texts of one request run side by side, so the longest one counts."""
+    """Return the timings of a finished request; its texts run concurrently, so the longest one counts."""
     first_s = live.first_token_s if live.first_token_s is not None else now_s
     num_later = max(len(result.token_ids) for result in results) - 1
     return TextTimings(

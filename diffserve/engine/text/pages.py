@@ -10,9 +10,9 @@ from diffserve.runtime.kv import PagePool, PageTable, PoolBusy
 
 
 class SequencePages:
-    """``pool`` as seen by texts: ``tenant`` is the model's, ``draft_tenant`` the draft model's, if there is one.
+    """Pages of texts in ``pool``, for the model's tenant and, if there is a draft model, for ``draft_tenant``.
 
-    Pages of the draft model are a convenience: nobody waits for them.
+    Draft pages are optional: if there is no room for them, a text goes on without a draft.
     """
 
     def __init__(self, pool: PagePool, tenant: str, draft_tenant: str | None = None) -> None:
@@ -26,8 +26,9 @@ class SequencePages:
         return self.pool.num_pages_for(self.tenant, num_tokens)
 
     def most_pages(self, num_prompt_tokens: int, num_tokens: int, num_beams: int) -> int:
-        """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt logical
-        pages.
+        """Return the largest number of pages of a text or beam search of ``num_tokens`` tokens.
+
+        Beams share the full logical pages of the prompt.
         """
         shared = self.num_pages(num_prompt_tokens // self._page_tokens * self._page_tokens)
         return shared + num_beams * (self.num_pages(num_tokens) - shared)
@@ -37,9 +38,7 @@ class SequencePages:
         return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
 
     def shared_tokens(self, token_ids: list[int], other_ids: list[int]) -> int:
-        """Tokens on the leading full logical pages that two sequences have in common and that the first may take
-        over.
-        """
+        """Return the number of tokens on leading full logical pages that the first sequence may take from the other."""
         count, step = 0, self._page_tokens
         limit = min(len(token_ids) - 1, len(other_ids))
         while count + step <= limit and token_ids[count : count + step] == other_ids[count : count + step]:
@@ -47,7 +46,7 @@ class SequencePages:
         return count
 
     def open(self, sequence: Sequence, salt: bytes) -> bool:
-        """Pages for all tokens so far, those found already computed; False, with nothing taken, when not there now."""
+        """Open pages for all tokens so far, cached ones included; returns False, unchanged, if there are too few."""
         ids = sequence.row.token_ids
         try:
             sequence.table, sequence.num_computed = self.pool.open(self.tenant, ids, salt, reserve=len(ids))
@@ -56,7 +55,7 @@ class SequencePages:
         return True
 
     def reserve(self, sequence: Sequence, end: int) -> bool:
-        """Room to write tokens up to ``end``; False, with nothing changed, when it is not there now."""
+        """Reserve pages for tokens up to ``end``; returns False, with nothing changed, without free pages."""
         assert sequence.table is not None
         try:
             self.pool.reserve(sequence.table, end, start=sequence.num_computed)
@@ -65,7 +64,7 @@ class SequencePages:
         return True
 
     def reserve_draft(self, sequence: Sequence, end: int, salt: bytes) -> bool:
-        """The same for the draft model; its table is opened when there is none."""
+        """Reserve draft pages up to token ``end``, in a new table if needed; returns False without free pages."""
         assert self.draft_tenant is not None
         try:
             if sequence.draft_table is None:
@@ -79,7 +78,7 @@ class SequencePages:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Drop what was written for drafts that were wrong, and let others find the logical pages that are full."""
+        """Drop the tokens of rejected drafts, and index the full logical pages for reuse."""
         ids, table = sequence.row.token_ids, sequence.table
         assert table is not None
         if table.num_tokens > sequence.num_tokens:
@@ -100,7 +99,7 @@ class SequencePages:
         follower.table = self.pool.fork(leader.table, follower.num_computed)
 
     def rearrange(self, task: TextTask, parents: tuple[int, ...]) -> None:
-        """The beams of ``task`` become those of its search: beam i goes on from old beam ``parents[i]``."""
+        """Replace the beams of ``task`` by those of its search: beam i continues old beam ``parents[i]``."""
         assert task.search is not None
         old, taken = task.sequences, set[int]()
         beams = []
@@ -115,7 +114,7 @@ class SequencePages:
         task.sequences = beams
 
     def close(self, task: TextTask) -> None:
-        """Give all pages of ``task`` back. What was committed may still be found later."""
+        """Release all pages of ``task``. Indexed pages may be reused later."""
         for sequence in task.sequences:
             self.close_draft(sequence)
             if sequence.table is not None:
@@ -123,7 +122,7 @@ class SequencePages:
             sequence.table, sequence.num_computed = None, 0
 
     def close_draft(self, sequence: Sequence) -> bool:
-        """Give the draft model's pages back; False when there were none."""
+        """Release the draft model's pages; returns False if there were none."""
         if sequence.draft_table is None:
             return False
         self.pool.close(sequence.draft_table)
@@ -131,7 +130,7 @@ class SequencePages:
         return True
 
     def check_integrity(self, tasks: list[TextTask], *, other_pages: int = 0) -> None:
-        """The pages of our tenants are exactly those of ``tasks``, and ``other_pages`` of the model's tenant.
+        """Check that the pages of both tenants are those of ``tasks``, and ``other_pages`` of the model's tenant.
 
         Raises AssertionError or PoolIntegrityError.
         """

@@ -1,14 +1,14 @@
-"""Turns: in which order the texts of several clients get on, and what waits for whom. No torch.
+"""Queues of texts: fair order among clients, admission and preemption. No torch.
 
-A request is told its turn once, when it comes, so that nobody who waits is ever overtaken by more and more::
+A request gets its turn once, on arrival, so that later requests cannot delay it without limit::
 
     starts   where its client's last request ends, or at ``now``, whichever is later
     ends     so many tokens further as it may take, by its client's share
     turn     where it starts; of batch work ``BATCH_LATER`` tokens further
 
 ``now`` is the start of the latest request that has begun (start-time fair queueing, Goyal et al. 1996). So the first
-request of a client comes before the second of another, however many that has; and batch work is passed by those alone
-who begin within so many tokens after it: it ages, and never starves.
+request of a client comes before the second of another. Batch work is only overtaken by requests that start within
+``BATCH_LATER`` tokens after it, so it cannot starve.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RunningQueue(TaskQueue):
         return all(self.make_room(task, sequence, sequence.num_tokens, planned) for sequence in task.sequences)
 
     def make_room(self, task: TextTask, sequence: Sequence, end: int, planned: Planned) -> bool:
-        """Reserve up to token ``end``, at the expense of those who came later and are not in ``planned``."""
+        """Reserve pages up to token ``end``, preempting later texts that are not in ``planned``."""
         while not self.pages.reserve(sequence, end):
             if not self._reclaim(task, planned):
                 return False
@@ -118,7 +118,7 @@ class RunningQueue(TaskQueue):
         return True
 
     def close_drafts(self) -> bool:
-        """Give back all pages of the draft model; False when there were none."""
+        """Release all pages of the draft model; returns False if there were none."""
         sequences = [sequence for task in self._tasks for sequence in task.sequences]
         return any([self.pages.close_draft(sequence) for sequence in sequences])
 
@@ -158,9 +158,9 @@ class WaitingQueue(TaskQueue):
                 yield task
 
     def may_enter(self, task: TextTask, running: Collection[TextTask]) -> bool:
-        """Whether, after ``task`` has its pages, everybody who runs could still take one more logical page.
+        """Whether each running text could still get one more logical page after ``task`` has its pages.
 
-        Without such room its coming in would soon push somebody out.
+        Otherwise admitting ``task`` would soon cause a preemption.
         """
         if not running:
             return True

@@ -1,4 +1,4 @@
-"""One text tick's work on the tensors: drafts are made, the mixed batch is computed, tokens are chosen."""
+"""Tensor work of a text tick: propose drafts, run the mixed batch, choose tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextRunner:
-    """Runs plans. Whatever fails is reported for the text it belongs to; nothing is raised for one text's sake."""
+    """Runs plans. Failures are reported for the text they belong to; a single text's failure raises nothing."""
 
     def __init__(self, runner: LanguageRunner, draft_runner: LanguageRunner | None, clock: Callable[[], float]) -> None:
         self.runner = runner
@@ -30,7 +30,7 @@ class TextRunner:
 
     @torch.inference_mode()
     def run(self, plan: TextPlan) -> TextOutcome:
-        """Do what ``plan`` says."""
+        """Run ``plan`` and return its outcome."""
         outcome = TextOutcome()
         draft_probs = self._draft([piece for piece in plan.pieces if piece.num_draft])
         started_s = self.clock()
@@ -40,7 +40,7 @@ class TextRunner:
         return outcome
 
     def read(self, outcome: TextOutcome) -> None:
-        """Wait for what is ``unread`` of ``outcome``, and say it."""
+        """Wait for the ``unread`` tokens of ``outcome``, and add them to it."""
         for tasks, unread_tokens in outcome.unread:
             try:
                 choices = unread_tokens.read()
@@ -57,7 +57,7 @@ class TextRunner:
     def _compute(
         self, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor], outcome: TextOutcome
     ) -> None:
-        """All in one call; when that fails, each text in a call of its own, to find out whose fault it was."""
+        """Compute all texts in one call; if it fails, each text in a separate call, to find the one at fault."""
         tasks = list(dict.fromkeys(piece.task for piece in pieces))
         try:
             batch = TextBatch.of(pieces, draft_probs)
@@ -101,9 +101,9 @@ class TextRunner:
     # Drafts --------------------------------------------------------------------------------------------------------
 
     def _draft(self, pieces: Sequence[ScheduledTokens]) -> dict[ScheduledTokens, Tensor]:
-        """Let the draft model fill ``draft`` of each piece; returns the distributions (len(draft), V) it drew from.
+        """Fill ``draft`` of each piece by the draft model, and return its distributions (len(draft), V).
 
-        A draft is a convenience: when it fails the texts go on without.
+        If the draft model fails, the texts go on without drafts.
         """
         try:
             return self._propose(pieces) if pieces else {}
@@ -140,7 +140,7 @@ class TextRunner:
 
 
 def _blamed(task: TextTask, error: Exception, draft: Sequence[int] = ()) -> Exception:
-    """``error``, or what the constraint of ``task`` gave up for, perhaps within ``draft``: then nothing was allowed."""
+    """Return the error of the constraint of ``task``, possibly within ``draft``, or else ``error``."""
     row = task.sequences[0].row
     if row.constraint is None:
         return error
@@ -166,14 +166,16 @@ def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> Tok
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Every field filled at birth.
+    """Inputs of a tick's call.
 
-    chunks       one for each piece
-    tasks, rows  the texts that choose in this tick, and their rows; followers of a request beside its first text
-    drafts       of each row, empty for none
-    draft_probs  of each row: what its draft was drawn from, None for a draft that was looked up
-    lines        which lines of the call's logits belong to the rows, one row after another; None: all, in order
-    searches     beam searches that step, with their lines
+    Attributes:
+        chunks: One for each piece.
+        tasks: Texts that choose a token in this tick; followers of a request directly after its first text.
+        rows: Sampling states of ``tasks``.
+        drafts: Draft of each row, may be empty.
+        draft_probs: Distributions of each row's draft; None for a draft from prompt lookup.
+        lines: Lines of the call's logits that belong to the rows, in their order; None for all.
+        searches: Beam searches that make a step, with their lines.
     """
 
     chunks: tuple[TokenChunk, ...]
@@ -186,7 +188,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor]) -> TextBatch:
-        """The batch of ``pieces``, whose drafts are final."""
+        """Create the batch of ``pieces``, whose drafts are final."""
         chunks: list[TokenChunk] = []
         tasks: list[TextTask] = []
         members: list[tuple[SamplingState, Sequence[int], Tensor | None]] = []

@@ -1,14 +1,14 @@
-"""TextScheduler: who computes which tokens in this tick, who waits, and who gives way.
+"""TextScheduler: decides which tokens each tick computes, which requests wait, and which are preempted.
 
-Everything a sequence still has to compute is its pending tokens: the whole prompt at first, one token while it
-decodes, prompt and output after a preemption. A tick's tokens go to
+All tokens a sequence still has to compute are pending: first the whole prompt, one token while decoding, prompt and
+output after a preemption. A tick's tokens go to
 
 1. decoding texts, one token for each sequence, those that waited longest first;
-2. pieces of pending prompts, in turn (``turns``), for which a quarter of the tick is kept free;
-3. texts that are let in, in turn, while there are pages for all that is known of them;
+2. chunks of pending prompts, in the order of ``turns``; a quarter of the tick is reserved for them;
+3. new texts, in the same order, while there are pages for all their known tokens;
 4. drafts, with what is left.
 
-When a sequence cannot grow, texts that came later give way (``queues``).
+When a sequence cannot grow, texts that came later are preempted (``queues``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from diffserve.runtime.language import LanguageModel
 
 KEPT_PART = 8
 BATCH_KEPT_PART = 4
-"""One sequence for so many is kept for clients who have none running; of batch work so many are left to others."""
+"""Divisors of ``max_sequences``: the parts reserved for clients without running texts, and kept free of batch work."""
 
 PREFILL_SHARE = 4
-"""One token in so many of a tick is kept for prompts when any are pending."""
+"""Divisor of a tick's tokens: the part reserved for prompts when any are pending."""
 
 
 class TextScheduler(Scheduler[LiveText, TextEvent]):
-    """Owns those that wait, who have no pages, and the texts that run."""
+    """Owns the waiting texts, which have no pages, and the running texts."""
 
     product = "text"
 
@@ -61,11 +61,11 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that need one token computed to say the next."""
+        """Number of sequences that need one token computed to choose the next."""
         return sum(len(task.sequences) for task in self.running if task.is_decoding)
 
     def add(self, live: LiveText) -> None:
-        """Let a checked request into the waiting room."""
+        """Queue a checked request."""
         live.arrival = next(self._arrivals)
         if not self.live:
             self._turns.reset()
@@ -74,7 +74,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         self.waiting.add(live.tasks[0])
 
     def is_before(self, task: TextTask, newcomer: LiveText) -> bool:
-        """Whether the prompt of ``task`` is read before that of ``newcomer``, who is not in yet."""
+        """Whether the prompt of ``task`` is computed before that of ``newcomer``, which is not queued yet."""
         return task.stage is Stage.RUNNING or task.live.turn <= self._turns.of(newcomer)[1]
 
     def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
@@ -96,7 +96,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return TextPlan(tuple(piece for planned in pieces.values() for piece in planned))
 
     def apply(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
-        """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
+        """Advance all texts by the tick's outcome, release finished ones, and return the events."""
         events = self._fail(outcome)
         self._computed(plan, now_s)
         for task in plan.tasks:
@@ -107,10 +107,10 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     # Tokens that are read a tick later ----------------------------------------------------------------------------
 
     def may_go_unread(self, outcome: TextOutcome) -> bool:
-        """Whether the next tick can be planned before anybody has read which tokens this one chose.
+        """Whether the next tick can be planned before this one's chosen tokens are read from the device.
 
-        Everybody's or nobody's: one that must be read makes the rest wait as well. While pages are scarce all are read,
-        because who gives way must have nothing unread.
+        This holds for all texts of the tick or for none. While pages are scarce all tokens are read, because a
+        preempted text must have no unread token.
         """
         if len(outcome.unread) != 1 or outcome.choices or outcome.forks or outcome.failures:
             return False
@@ -120,7 +120,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return is_roomy and no_search and all(self.drafts.may_go_unread(task, self.num_ticks) for task in tasks)
 
     def go_unread(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> bool:
-        """Move everybody on by one token that is still on the device; False when nobody is left who wants it."""
+        """Advance all texts by one token that is still on the device; returns False if no text needs it any more."""
         self._computed(plan, now_s)
         ((tasks, token_choices),) = outcome.unread
         running = [(task, line) for line, task in enumerate(tasks) if task.stage is Stage.RUNNING]
@@ -129,7 +129,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return bool(running)
 
     def apply_read(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
-        """What was left of ``apply``, now that the tokens are read; those of texts that are over are thrown away."""
+        """Finish ``apply`` after the tokens were read; tokens of finished texts are dropped."""
         return self._fail(outcome) + self._say(outcome, now_s)
 
     def _fail(self, outcome: TextOutcome) -> list[TextEvent]:
@@ -154,16 +154,16 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return events
 
     def give_up(self, live: LiveText, failure: FailureReason) -> list[TextEvent]:
-        """A request has failed; nothing happens when it is over already."""
+        """Fail a request; does nothing if it is over already."""
         if live.request_id not in self.live:
             return []
         self._drop(live)
         return [failure.of(live.request_id)]
 
     def check_integrity(self, *, other_pages: int = 0) -> None:
-        """Every page is owned by a running text, and every live text is in exactly one place.
+        """Raise AssertionError unless each page belongs to a running text and each live text is in exactly one place.
 
-        other_pages: pages of the model's tenant that somebody else holds.
+        ``other_pages`` is the number of pages of the model's tenant that have other owners.
         """
         self.pages.check_integrity(list(self.running), other_pages=other_pages)
         places = [*self.running, *self.waiting]
@@ -176,7 +176,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     # The parts of a plan ------------------------------------------------------------------------------------------
 
     def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
-        """One token for each sequence that decodes; returns the tokens left. Somebody always gets a turn."""
+        """Plan one token for each decoding sequence, at least of one text, and return the number of tokens left."""
         left = max_tokens
         for task in sorted(self.running, key=lambda task: (task.last_tick, task.order)):
             fits = len(task.sequences) <= left or not pieces
@@ -209,8 +209,9 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return left
 
     def _room_for(self, task: TextTask, reserved: int) -> int:
-        """Sequences that may join those that run, were they of ``task``: batch work leaves some of ``max_sequences`` to
-        others; who has none running may have some beyond them, and what is ``reserved`` for one who has.
+        """Return the number of sequences like those of ``task`` that may start, with ``reserved`` ones kept free.
+
+        A client without running texts may exceed ``max_sequences`` by a part. Batch work leaves a part of it free.
         """
         max_sequences, running_by_line = self.config.max_sequences, Counter(other.live.line for other in self.running)
         room = max_sequences - self.num_running - reserved
@@ -219,10 +220,10 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return room - max_sequences // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
 
     def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
-        """A piece of what ``task`` has pending, of at most ``max_tokens`` tokens; returns how many that are.
+        """Plan a chunk of the pending tokens of ``task``, at most ``max_tokens``, and return its number of tokens.
 
-        Beams that come back after a preemption are computed one after another, so that each finds what those before
-        it filed, up to their last token: those are for a tick in which all have theirs.
+        After a preemption beams are computed one after another, up to their last token, so that each finds the cached
+        pages of the earlier ones. The last tokens are computed in one tick for all beams.
         """
         withheld = 1 if len(task.sequences) > 1 else 0
         for sequence in task.sequences:
@@ -258,7 +259,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def _start_followers(self, task: TextTask, outcome: TextOutcome) -> None:
-        """The prompt is computed: the other texts of the request go on from its pages."""
+        """Start the other texts of the request on the pages of its computed prompt."""
         if task not in outcome.choices or len(task.choices):
             return
         for follower in task.live.followers:
@@ -280,7 +281,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             self._release(task)
 
     def _release(self, task: TextTask) -> None:
-        """The one exit: whatever the reason, pages are given back here."""
+        """Release the pages of ``task`` and remove it from all queues; every exit goes through here."""
         self.pages.close(task)
         self.waiting.remove(task)
         self.running.remove(task)

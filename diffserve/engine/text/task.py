@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens and the pages of those already computed.
+    """Tokens of a text, and the pages that hold keys and values of the computed ones.
 
-    num_computed        leading tokens of ``row`` whose keys and values are in ``table``
-    num_draft_computed  the same of the draft model and ``draft_table``
-    unread              (1,) its last token, where that was chosen on the device and nobody has read it yet
+    Attributes:
+        num_computed: Number of leading tokens of ``row`` whose keys and values are in ``table``.
+        num_draft_computed: Number of leading tokens that the draft model has computed into ``draft_table``.
+        unread: (1,) the last token, while it is still on the device.
     """
 
     row: SamplingState
@@ -57,13 +58,14 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class TextTask:
-    """One text on its way, or one beam search.
+    """One text of a request, or one beam search.
 
-    sequences      one, or the beams
-    choices        what was said so far; beams keep their own
-    draft_limit    drafts are at most so long: grows while they are right, shrinks when they are wrong
-    num_misses     how many times in a row no draft was found
-    last_tick      when it last chose a token
+    Attributes:
+        sequences: One sequence, or the beams.
+        choices: Tokens generated so far; beams have their own.
+        draft_limit: Largest length of a draft; grows while drafts are accepted, shrinks when they are rejected.
+        num_misses: Number of consecutive lookups without a draft.
+        last_tick: The latest tick in which the text chose a token.
     """
 
     live: LiveText
@@ -137,9 +139,9 @@ class LiveText(Live):
 
 @dataclass(eq=False, slots=True)
 class ScheduledTokens:
-    """What a sequence brings to the tick's call: tokens ``start`` to ``end`` of its row, then ``draft``.
+    """Tokens of a sequence in a tick's call: ``start`` to ``end`` of its row, then ``draft``.
 
-    num_draft  tokens that a draft model shall propose, in place of ``draft``
+    ``num_draft`` is the number of tokens that a draft model shall propose for ``draft``.
     """
 
     task: TextTask
@@ -185,12 +187,13 @@ class TextPlan:
 
 @dataclass
 class TextOutcome:
-    """What the runner reports back, read by ``TextScheduler.apply``.
+    """Results of the runner for ``TextScheduler.apply``.
 
-    said     by text: the tokens chosen, one or more
-    drafted  by text: how many tokens of a draft were checked
-    forks    by beam search: which beam goes on from which
-    unread   texts whose next token is chosen on the device, one each, and what will be told of it: for ``said``
+    Attributes:
+        said: Chosen tokens of each text, one or more.
+        drafted: Number of checked draft tokens of each text.
+        forks: Parent beams of each beam search.
+        unread: Texts whose next token is still on the device, one each, with the source of ``said``.
     """
 
     choices: dict[TextTask, list[Choice]] = field(default_factory=dict)
@@ -203,7 +206,7 @@ class TextOutcome:
 
 @dataclass(frozen=True)
 class TextTick:
-    """What tick number ``tick`` ran. ``rows`` are (request_id, text_index, tokens computed, of them draft)."""
+    """Record of tick number ``tick``. ``rows`` are (request_id, text_index, computed tokens, drafts among them)."""
 
     tick: int
     rows: tuple[tuple[str, int, int, int], ...]

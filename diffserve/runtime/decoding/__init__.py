@@ -1,4 +1,4 @@
-"""From logits to tokens and from tokens to text, for a batch in which every row has its own parameters."""
+"""Token choice from logits and text from tokens, for a batch in which every row has its own parameters."""
 
 from __future__ import annotations
 

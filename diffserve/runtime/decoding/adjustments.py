@@ -1,8 +1,8 @@
-"""What happens to logits before anything is chosen: bias, penalties, ``min_tokens``, the constraint, and then filters.
+"""Adjustments of logits before the choice: bias, penalties, ``min_tokens``, the constraint, and then filters.
 
-In the order of transformers: bias, repetition penalty, presence and frequency penalties (which transformers has not,
-and which come where vLLM has them), stop tokens hidden, allowed words, temperature, top-k, top-p and min-p. Each
-touches only the rows that ask for it, all at once.
+The order is that of transformers: bias, repetition penalty, presence and frequency penalties (which only vLLM has, at
+this place), masked stop tokens, allowed words, temperature, top-k, top-p and min-p. Each is applied to all rows at
+once that use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUCLEUS_TOKENS: Final = 1024
 
 
 def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
-    """Apply bias, penalties and masks to ``scores`` (B, V) float32; the same tensor when no row asks for any."""
+    """Apply bias, penalties and masks to ``scores`` (B, V) float32; returns the same tensor if no row uses any."""
     scores = _add_bias(scores, rows)
     scores = _penalise(scores, rows)
     scores = _hide_stops(scores, rows)
@@ -51,7 +51,7 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         return scores
     parts = [row.counts.tensors() for row in rows if row.counts is not None]
     tokens, counts = (torch.cat(column) for column in zip(*parts, strict=True))  # (n,) of all rows
-    in_vocabulary = tokens < scores.shape[-1]  # a model can read more tokens than it can say
+    in_vocabulary = tokens < scores.shape[-1]  # a model may have more input tokens than output tokens
     lengths = torch.tensor([len(ids) for ids, _ in parts])
     params = [rows[line].params for line in lines]
     columns = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
@@ -87,7 +87,7 @@ def _constrain(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
 
 
 def _change(scores: Tensor, lines: Sequence[int], change: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-    """``scores`` with ``change(some, *some of columns)`` made to ``lines`` of it."""
+    """Return ``scores`` with ``change`` applied to ``lines``, with the same lines of ``columns`` as arguments."""
     if len(lines) == len(scores):
         return change(scores, *columns)
     where = send(torch.tensor(lines), scores.device)
@@ -131,10 +131,10 @@ def _top_k(scores: Tensor, counts: Tensor, max_top_k: int) -> Tensor:
 
 
 def _top_p(scores: Tensor, tails: Tensor) -> Tensor:
-    """Without the least likely tokens, as long as these hold at most ``tails`` = 1 - top_p; the best one stays.
+    """Mask the least likely tokens that together hold at most ``tails`` = 1 - top_p; the best one stays.
 
-    Which of two ways leads there depends on the row alone, so its draws do not depend on its neighbours. Only on a CPU,
-    where looking costs nothing, the second is left out when nobody needs it.
+    Which of two methods is used depends on each row only, so its draws do not depend on other rows. On a CPU, where the
+    check costs nothing, the second method is skipped when no row needs it.
     """
     if scores.shape[-1] < 8 * NUCLEUS_TOKENS:
         return _sorted_top_p(scores, tails)
@@ -150,7 +150,7 @@ def _with_sorted(nucleus: Tensor, enough: Tensor, scores: Tensor, tails: Tensor)
 
 
 def _sorted_top_p(scores: Tensor, tails: Tensor) -> Tensor:
-    """From the least likely token up, as transformers does it; of equal tokens the first go first."""
+    """Mask from the least likely token up, as in transformers; of equal tokens the first are masked first."""
     values, tokens = torch.sort(scores, dim=-1, stable=True)
     removed = values.softmax(-1).cumsum(-1) <= tails
     removed[:, -1] = False
@@ -159,11 +159,11 @@ def _sorted_top_p(scores: Tensor, tails: Tensor) -> Tensor:
 
 
 def _nucleus(scores: Tensor, tails: Tensor) -> tuple[Tensor, Tensor]:
-    """From the best token down, and for which rows (n,) the best ``NUCLEUS_TOKENS`` were enough."""
+    """Keep tokens from the best down; also return for which rows (n,) the best ``NUCLEUS_TOKENS`` were enough."""
     best, tokens = scores.topk(NUCLEUS_TOKENS, dim=-1)
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
     cumulative = probs.cumsum(-1)
-    in_nucleus = cumulative - probs < 1.0 - tails  # what the better ones hold is not yet enough
+    in_nucleus = cumulative - probs < 1.0 - tails  # better tokens do not reach top_p
     in_nucleus[:, 0] = True
     filtered_scores = torch.full_like(scores, -math.inf).scatter(-1, tokens, best.masked_fill(~in_nucleus, -math.inf))
     return filtered_scores, cumulative[:, -1] >= 1.0 - tails[:, 0]

@@ -22,12 +22,12 @@ from diffserve.runtime.decoding.sampling import Choice, bits, entropy_of, fracti
 from diffserve.runtime.decoding.sampling_state import SamplingState
 from diffserve.runtime.transfer import fetch, send
 
-HOPELESS: Final = -1e9  # transformers' score of what must not win
+HOPELESS: Final = -1e9  # transformers' score of impossible beams
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What the model runs next: new beam i is old beam ``parents[i]`` with the token ``token_ids[i]`` after it."""
+    """Next input of the model: new beam i is old beam ``parents[i]`` followed by the token ``token_ids[i]``."""
 
     parents: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -57,13 +57,14 @@ class _Candidates:
 
 
 class BeamSearch:
-    """The search for one request, from ``row``, which holds the prompt (or what was said so far) and the parameters.
+    """Beam search of one request, from ``row``, which holds the parameters and the prompt (or prompt and output).
 
-    max_tokens  in place of ``params.max_tokens``, where the context is shorter
-    is_stopped  says whether an output ends here for another reason than a stop token: a stop text
+    Run the model on ``rows`` (one at first, ``num_beams`` after), pass its logits to ``step``, move the caches by the
+    Fork, until ``is_done``.
 
-    Run the model on ``rows`` (one at first, ``num_beams`` after), give its logits to ``step``, move the caches as the
-    Fork says, until ``is_done``.
+    Args:
+        max_tokens: Replaces ``params.max_tokens`` if the context is shorter.
+        is_stopped: Whether an output ends here for another reason than a stop token: a stop text.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class BeamSearch:
 
     @property
     def num_steps(self) -> int:
-        """Tokens in each beam that goes on."""
+        """Number of tokens in each active beam."""
         return len(self._choices[0])
 
     def step(self, logits: Tensor) -> Fork:
-        """Take the logits (len(rows), V) after each beam, and say what to run next.
+        """Process the logits (len(rows), V) after each beam, and return the model's next input.
 
-        Raises NumericalError for logits that are not finite, InvalidRequest for more beams than the vocabulary
-        allows, ValueError when there are not as many lines as beams.
+        Raises NumericalError for logits that are not finite, InvalidRequest for more beams than the vocabulary allows,
+        ValueError when there are not as many lines as beams.
         """
         if logits.shape[0] != len(self.rows) or self.is_done:
             raise ValueError(f"{len(self.rows)} beams, done: {self.is_done}, take no logits {tuple(logits.shape)}.")
@@ -106,12 +107,12 @@ class BeamSearch:
         return fork
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The ``count`` best finished texts, best first; fewer when fewer were found."""
+        """Return the ``count`` best finished texts, best first; fewer if there are not so many."""
         finished = zip(self._finished, self._finished_scores.tolist(), strict=True)
         return [Hypothesis(choices, score) for choices, score in finished if choices is not None][:count]
 
     def _best(self, logprobs: Tensor) -> _Candidates:
-        """The best continuations by score so far plus adjusted logprob."""
+        """Return the best continuations by total score, which is the score so far plus the adjusted logprob."""
         vocab_size = logprobs.shape[-1]
         if self._num_kept > self._num_beams * vocab_size:
             raise InvalidRequest(
@@ -156,7 +157,7 @@ class BeamSearch:
         self._finished = [sequences[index] for index in top.indices[0].tolist()]
 
     def _go_on(self, candidates: _Candidates) -> Fork:
-        """The best candidates that have not ended become the beams."""
+        """Replace the beams by the best candidates that have not ended."""
         top = (candidates.scores + candidates.ended * HOPELESS)[None].topk(self._num_beams)
         self._scores = top.values[0]
         best_indices = top.indices[0].tolist()
@@ -169,7 +170,7 @@ class BeamSearch:
         return Fork(parents, token_ids)
 
     def _may_improve(self) -> bool:
-        """Whether a beam that goes on could still beat a finished one, as ``early_stopping`` sees it."""
+        """Whether an active beam could still beat a finished one, by the rule of ``early_stopping``."""
         all_finished = None not in self._finished
         if self._params.early_stopping is True and all_finished:
             return False

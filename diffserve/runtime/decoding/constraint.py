@@ -1,10 +1,10 @@
-"""Constraint: which tokens may come next; TokenConstraint, of them the one that is an automaton over token ids.
+"""Constraint: which tokens may follow; TokenConstraint implements it by an automaton over token ids.
 
-What may be said is a graph: from node to node leads a word, spelled in token ids, and a text is a walk from the start
-to one of the ends. Words in any order are the graph of two nodes, because most tokenizers spell a word differently
-after a space. A word can be the beginning of another in token ids, so after some tokens several places of the graph
-are possible: a state of the automaton is the set of them (the subset construction of Rabin and Scott, 1959), made
-when first visited and then kept, with its mask. ::
+The allowed texts are a graph: an arc is a word in token ids, and a text is a walk from the start to one of the ends.
+Words in any order are a graph of two nodes, because most tokenizers spell a word differently after a space. A word can
+be the beginning of another in token ids, so after some tokens several places of the graph are possible: a state of the
+automaton is the set of them (subset construction, Rabin and Scott, 1959), built on the first visit and cached with its
+mask. ::
 
                 a, sun                 _cat, _sun, _sun ny
     (nothing) ----------> (a word) ----.
@@ -26,12 +26,12 @@ from torch import Tensor
 from diffserve.api.errors import ConfigError
 
 DEAD: Final = -1
-"""The state after a token that was not allowed: nothing may follow."""
+"""State after a token that was not allowed; nothing may follow."""
 
 KEPT_MASK_BYTES: Final = 64 * 2**20
 
 USUAL_SHARE: Final = 0.5
-"""What follows in so many of the texts that were practised is usual."""
+"""Share of the practice texts in which a token must follow to be usual."""
 
 
 class Arc(NamedTuple):
@@ -46,10 +46,11 @@ StateT = TypeVar("StateT")
 
 
 class Constraint(ABC, Generic[StateT]):
-    """Which token ids may follow. One serves many sequences: each holds its own state, which nothing changes.
+    """Set of tokens that may follow. One object serves many sequences, which hold their own immutable states.
 
-    start    the state before the first token
-    end_ids  tokens that end a text, allowed wherever it may end
+    Attributes:
+        start: State before the first token.
+        end_ids: Tokens that end a text, allowed wherever it may end.
     """
 
     start: StateT
@@ -57,19 +58,19 @@ class Constraint(ABC, Generic[StateT]):
 
     @abstractmethod
     def advance(self, state: StateT, token_id: int) -> StateT:
-        """The state after ``token_id``; one from which nothing may follow when it was not allowed."""
+        """Return the state after ``token_id``; nothing may follow a token that was not allowed."""
 
     @abstractmethod
     def mask(self, state: StateT, vocab_size: int) -> Tensor:
-        """(vocab_size,) bool on the CPU, True where a token is allowed. Not to be changed."""
+        """Return a (vocab_size,) bool mask on the CPU, True where a token is allowed. Must not be modified."""
 
     @abstractmethod
     def num_allowed(self, state: StateT, token_ids: Sequence[int]) -> int:
-        """How many of ``token_ids`` may follow one after another: what is left of a draft."""
+        """Return how many of ``token_ids`` may follow one after another, to shorten a draft."""
 
     @abstractmethod
     def forced(self, state: StateT, limit: int) -> list[int]:
-        """At most ``limit`` tokens to which there is no alternative worth trying: a draft that is mostly accepted."""
+        """Return at most ``limit`` tokens without a likely alternative, as a draft that is mostly accepted."""
 
     def moves(self, state: StateT) -> Mapping[int, StateT] | None:
         """Return the next state by allowed token id, or None if there are too many to list."""
@@ -80,7 +81,7 @@ class Constraint(ABC, Generic[StateT]):
         return None
 
     def ending(self, state: StateT, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
-        """Return what of ``mask`` is left when a text of at most ``max_tokens`` tokens has ``num_left`` to end in."""
+        """Return the part of ``mask`` that lets a text of at most ``max_tokens`` tokens end within ``num_left``."""
         return mask
 
     def problem(self, state: StateT) -> str:
@@ -129,8 +130,8 @@ class TokenConstraint(Constraint[int]):
             raise ConfigError(f"nothing may follow {min(map(repr, stuck))} in a constraint, and it is no end.")
         if not end_ids:
             raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
-        self._steps: list[dict[int, set[int]]] = []  # of every place: where a token leads
-        self._inner: dict[tuple[int, int], int] = {}  # places inside words: words that begin alike share them
+        self._steps: list[dict[int, set[int]]] = []  # for each place: next places by token
+        self._inner: dict[tuple[int, int], int] = {}  # places inside words; words with a common beginning share them
         nodes = {node: self._new_place() for node in dict.fromkeys([start, *(arc.source for arc in arcs), *ends])}
         for arc in arcs:
             self._plant(nodes[arc.source], arc.token_ids, nodes[arc.target])
@@ -144,11 +145,11 @@ class TokenConstraint(Constraint[int]):
         self.start = self._state_of(frozenset({nodes[start]}))
 
     def advance(self, state: int, token_id: int) -> int:
-        """The state after ``token_id``; ``DEAD`` when it was not allowed."""
+        """Return the state after ``token_id``; ``DEAD`` when it was not allowed."""
         return self.moves(state).get(token_id, DEAD)
 
     def moves(self, state: int) -> dict[int, int]:
-        """Allowed token id -> next state; empty when nothing may follow. Not to be changed."""
+        """Return the next state by allowed token id, empty when nothing may follow. Must not be modified."""
         if state == DEAD:
             return {}
         moves = self._moves[state]
@@ -161,7 +162,7 @@ class TokenConstraint(Constraint[int]):
         return state != DEAD and not self._ends.isdisjoint(self._sets[state])
 
     def mask(self, state: int, vocab_size: int) -> Tensor:
-        """(vocab_size,) bool on the CPU, True where a token is allowed. Kept; not to be changed."""
+        """Return a cached (vocab_size,) bool mask on the CPU, True where a token is allowed. Must not be modified."""
         key = (state, vocab_size)
         if key in self._masks:
             self._masks.move_to_end(key)
@@ -174,7 +175,7 @@ class TokenConstraint(Constraint[int]):
         return allowed
 
     def num_allowed(self, state: int, token_ids: Sequence[int]) -> int:
-        """How many of ``token_ids`` may follow one after another: what is left of a draft."""
+        """Return how many of ``token_ids`` may follow one after another, to shorten a draft."""
         count = 0
         for token_id in token_ids:
             state = self.advance(state, token_id)
@@ -184,7 +185,7 @@ class TokenConstraint(Constraint[int]):
         return count
 
     def forced(self, state: int, limit: int) -> list[int]:
-        """At most ``limit`` tokens to which there is no alternative: a draft that is always accepted."""
+        """Return at most ``limit`` tokens without an alternative, as a draft that is always accepted."""
         tokens: list[int] = []
         moves = self.moves(state)
         while len(tokens) < limit and len(moves) == 1:
@@ -194,7 +195,7 @@ class TokenConstraint(Constraint[int]):
         return tokens
 
     def practise(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remember what usually follows in ``texts``, which are allowed: for drafts, where nothing else is known."""
+        """Record the usual continuations in ``texts``, which must be allowed, as a fallback for drafts."""
         for token_ids in texts:
             state = self.start
             for token_id in token_ids:
@@ -202,7 +203,7 @@ class TokenConstraint(Constraint[int]):
                 state = self.advance(state, token_id)
 
     def usual(self, state: int) -> int | None:
-        """What followed in most of the texts that were practised, if anything did."""
+        """Return the token that followed in most of the practice texts, if any."""
         counts = self._habits.get(state)
         if not counts:
             return None
@@ -310,7 +311,7 @@ def _spell(tokenizer: Any, text: str) -> list[int]:
 
 
 def _spell_after(tokenizer: Any, anchors: Sequence[str], text: str) -> list[int]:
-    """How ``text`` is spelled after a word: what it adds to the first of ``anchors`` that it leaves as it was."""
+    """Return the tokens of ``text`` after a word: those added to the first of ``anchors`` that keeps its own tokens."""
     for anchor in anchors[:TRIED_ANCHORS]:
         alone, together = _token_ids(tokenizer, anchor), _token_ids(tokenizer, anchor + text)
         if together[: len(alone)] == alone and len(together) > len(alone):

@@ -80,7 +80,7 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         self._length = length_of(followed(schema), lambda text: len(tokenizer.tokenize_str(text)))
 
     def advance(self, state: LLMatcher | None, token_id: int) -> LLMatcher | None:
-        """The state after ``token_id``."""
+        """Return the state after ``token_id``."""
         if state is None or token_id in self.end_ids:
             return None
         if state.is_error():
@@ -91,7 +91,7 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         return after if state.deep_copy().validate_tokens([token_id]) else None  # allowed, and the parser gave up on it
 
     def mask(self, state: LLMatcher | None, vocab_size: int) -> Tensor:
-        """(vocab_size,) bool on the CPU; an end token is allowed where all that was begun is closed."""
+        """Return a (vocab_size,) bool mask on the CPU; end tokens are allowed where the JSON text is complete."""
         allowed = np.zeros(vocab_size, dtype=np.uint8)
         if state is not None:
             parser_mask = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
@@ -100,16 +100,16 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         return torch.from_numpy(allowed.view(np.bool_))
 
     def ending(self, state: LLMatcher | None, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
-        """Return the part of ``mask`` that ends the text soonest, if only the tokens are left that an ending needs.
+        """Return the part of ``mask`` that ends the text soonest, if only as many tokens are left as an ending needs.
 
-        A schema whose shortest text has no room in ``max_tokens`` is left as it is.
+        A schema whose shortest text does not fit into ``max_tokens`` is not changed.
         """
         needed = self._length.closing + SPARE_TOKENS
         if state is None or num_left > needed or self._length.shortest >= max_tokens:
             return mask
         vocab_size = len(mask)
         choices = [[end for end in self.end_ids if end < vocab_size and mask[end]]]
-        is_in_string = bool(mask[self._of_byte[SPACE]])  # between the parts of a text there is no white space
+        is_in_string = bool(mask[self._of_byte[SPACE]])  # white space is only allowed in strings
         choices += [self.forced(state, 1)] + [[self._of_byte[byte]] for byte in (QUOTE if is_in_string else CLOSERS)]
         for choice in choices:
             if choice and choice[0] < vocab_size and mask[choice[0]]:
@@ -128,7 +128,7 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         return [] if state is None else state.compute_ff_tokens()[:limit]
 
     def problem(self, state: LLMatcher | None) -> str:
-        """What the parser gave up for."""
+        """Return the parser's error, empty without one."""
         return "" if state is None or not state.is_error() else state.get_error()
 
 
@@ -144,10 +144,15 @@ class JsonSpelling:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> JsonSpelling | None:
-        """For a transformers tokenizer; None where it is not known what its tokens say, or they cannot say all of JSON,
-        or llguidance is not installed.
+        """Create the spelling of a transformers tokenizer.
 
-        vocab_size  of the network, which may have room for more tokens than the tokenizer knows
+        Args:
+            tokenizer: The tokenizer.
+            vocab_size: Number of the network's tokens, which may exceed that of the tokenizer.
+            end_ids: The end tokens.
+
+        Returns:
+            None if the tokens' bytes are unknown or cannot spell all of JSON, or if llguidance is not installed.
         """
         if not has_llguidance():
             return None
@@ -177,7 +182,7 @@ class JsonConstraints:
         return len(self._kept)
 
     def begin(self, schema: str) -> Future[AnyConstraint]:
-        """The constraint of ``schema``, when it is there; InvalidRequest comes from its ``result``."""
+        """Return a future of the constraint of ``schema``; its ``result`` may raise InvalidRequest."""
         with self._lock:
             future = self._kept.get(schema)
             if future is None:
@@ -187,8 +192,10 @@ class JsonConstraints:
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
-    """What each token says, for tokenizers of bytes (GPT-2), of words with a mark for spaces (Llama), of words with a
-    mark for their ends (CLIP). None for others. Special tokens say nothing, nor do ids that no token has.
+    """Return the bytes of each token, empty for special tokens and unused ids.
+
+    Supported are tokenizers of bytes (GPT-2), of words with a mark for spaces (Llama), and of words with a mark for
+    their ends (CLIP); returns None for others.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
@@ -218,21 +225,21 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
 
 
 def _letters() -> dict[str, int]:
-    """The letter of each byte in GPT-2's vocabulary: printable ones stand for themselves, the others for 256 and on."""
+    """Return the byte of each letter in GPT-2's vocabulary: printable bytes are themselves, others 256 and up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(unprintable)}
 
 
 def _is_right(tokenizer: Any, spelled: Sequence[bytes]) -> bool:
-    """Whether the tokens of a text say what the tokenizer reads back from them."""
+    """Whether the bytes of a sample text's tokens equal what the tokenizer decodes."""
     ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return max(ids) < len(spelled) and b"".join(spelled[token_id] for token_id in ids).strip() == text.strip().encode()
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer that it does not know."""
+    """Interface of a tokenizer that llguidance calls for unknown kinds of tokenizers."""
 
     def __init__(self, tokenizer: Any, spelled: Sequence[bytes], end_id: int) -> None:
         self.eos_token_id = end_id
@@ -246,7 +253,7 @@ class _Vocabulary:
         }
 
     def __call__(self, text: str) -> list[int]:
-        """``text`` as it is spelled within a text, byte by byte where that cannot be told; llguidance believes it."""
+        """Tokenize ``text`` as a part of a longer text, byte by byte if that is ambiguous."""
         if not isinstance(text, str):
             raise TypeError("texts only")
         ids = self._ids(BEGINNING + text)

@@ -1,14 +1,13 @@
-"""PromptLookup: a draft copied from what was said before.
+"""PromptLookup: drafts copied from the prompt and the output so far.
 
-Rewriting says again much of what it was given. When the last n tokens stand somewhere earlier in prompt or output,
-whatever followed them there is a guess at what follows now (Saxena 2023, prompt lookup decoding). ::
+A rewritten prompt repeats much of the original. When the last n tokens occur earlier in prompt or output, the tokens
+that followed there are a likely continuation (Saxena 2023, prompt lookup decoding). ::
 
     a red cat on a mat . rewrite : a red | cat on a
       ^^^^^^^ ------>                ^^^   the draft
 
-Under a constraint a draft is made token by token, each with the constraint's consent: what may be said next is often
-known without looking; where it is not, the places that the constraint rules out have no vote; and where nothing was
-said before, there is what one usually says. ::
+Under a constraint a draft is built from allowed tokens, one by one: a forced token if there is one, else a vote among
+the earlier places with an allowed continuation, else the token that usually follows. ::
 
     cat left of dog, red bg : a cat to   | the left of a       forced, voted, forced, usual
     cat left of dog, red bg : ... on     | a red background <end>       usual, voted, forced, forced
@@ -28,7 +27,7 @@ from diffserve.runtime.decoding.constraint import AnyConstraint
 ITEM_BYTES = array("q").itemsize
 
 LEAST_SHARE: Final = 0.4
-"""Under a constraint a token is drafted when at least so many of the places say it."""
+"""Share of the places that must agree on a token under a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,9 @@ class PromptLookup:
             )
 
     def propose(self, token_ids: Sequence[int]) -> list[int]:
-        """What may follow ``token_ids`` (prompt and output together); empty when nothing like its end came before.
+        """Return a likely continuation of ``token_ids`` (prompt and output together); empty if their end is new.
 
-        Of several places the latest that has a whole draft after it is taken, else the earliest.
+        Of several earlier places the latest with a full draft after it is used, else the earliest.
         """
         if self.num_draft_tokens == 0:
             return []
@@ -87,7 +86,7 @@ class PromptLookup:
         return text[len(token_ids) :]
 
     def _vote(self, text: Sequence[int], allowed: Container[int]) -> int | None:
-        """What most often followed the longest known ending of ``text``; of equals the latest."""
+        """Return the token that most often followed the longest known ending of ``text``; the latest of equals."""
         last = text[-1]
         ends = [at for at, token_id in enumerate(text) if token_id == last and at + 1 < len(text)]
         ballots: list[list[int]] = []
@@ -103,7 +102,7 @@ class PromptLookup:
         return None
 
     def _find(self, text: bytes, ngram: int, count: int) -> int | None:
-        """Where the last ``ngram`` tokens stood before: the index of the token after them."""
+        """Return the index after an earlier occurrence of the last ``ngram`` tokens, if any."""
         pattern = text[-ngram * ITEM_BYTES :]
         latest = _rfind(text, pattern, max(count - self.num_draft_tokens, 0))
         start = _find(text, pattern, count - 1) if latest is None else latest
@@ -111,7 +110,7 @@ class PromptLookup:
 
 
 def _find(text: bytes, pattern: bytes, end: int) -> int | None:
-    """Index of the first token at which ``wanted`` stands, before token ``end``."""
+    """Return the index of the first occurrence of ``wanted`` before token ``end``."""
     at = text.find(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
         at = text.find(pattern, at + 1, end * ITEM_BYTES)
@@ -119,7 +118,7 @@ def _find(text: bytes, pattern: bytes, end: int) -> int | None:
 
 
 def _rfind(text: bytes, pattern: bytes, end: int) -> int | None:
-    """Index of the last token at which ``wanted`` stands, before token ``end``."""
+    """Return the index of the last occurrence of ``wanted`` before token ``end``."""
     at = text.rfind(pattern, 0, end * ITEM_BYTES)
     while at > 0 and at % ITEM_BYTES:
         at = text.rfind(pattern, 0, at + len(pattern) - 1)

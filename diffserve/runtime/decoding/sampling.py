@@ -1,6 +1,6 @@
-"""What was chosen, and what the model thought of it: worked out on the device, and read when it has come.
+"""Token choice, with log-probabilities: computed on the device and read asynchronously.
 
-Everything that is told of a tick's tokens travels in one transfer, as whole numbers; fractions travel as their bits.
+All results of a tick's tokens are one transfer of integers, with floats as their bits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ LEAST_LOGPROB: Final = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One chosen token. All numbers are of the model's own distribution, before temperature, penalties and filters.
+    """Chosen token. All numbers are of the model's distribution, before temperature, penalties and filters.
 
-    logprob  natural logarithm of the token's probability
-    entropy  of the whole distribution, in nats: 0 when certain, log(V) when clueless
-    top      (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; empty unless asked for
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        entropy: Entropy of the distribution in nats: 0 when certain, log(V) when uniform.
+        top: (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; may be empty.
     """
 
     token_id: int
@@ -42,9 +43,10 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Tokens that are chosen on the device, and what is to be told of them.
+    """Tokens chosen on the device, with their facts for the host.
 
-    tokens  (n,) int64, on the device: the network can go on from them before anybody has read them
+    Attributes:
+        tokens: (n,) int64 on the device, so that the network can continue before they are read.
     """
 
     tokens: Tensor
@@ -57,7 +59,7 @@ class Chosen:
         return self._facts.is_here
 
     def read(self) -> list[Choice | NumericalError]:
-        """A Choice for each token, or what is wrong with its line; waited for where they are not here yet."""
+        """Return a Choice, or the error of its line, for each token; waits for the transfer."""
         facts = self._facts.read()
         integers = facts.tolist()
         floats = fractions(facts).tolist()
@@ -70,10 +72,13 @@ class Chosen:
 
 
 def describe(logits: Tensor, scores: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Chosen:
-    """What is to be told of ``tokens`` (n,), int64 on the device of ``logits`` (n, V) float32.
+    """Start the transfer of log-probabilities and entropies of ``tokens``.
 
-    scores   (n, V) what the tokens were chosen by: the choice of a token that may not be said is an error
-    num_top  how many of the most likely tokens each line reports
+    Args:
+        logits: (n, V) float32.
+        scores: (n, V) scores the tokens were chosen by; the choice of a masked token is an error.
+        tokens: (n,) int64 on the device of ``logits``.
+        num_top: Number of most likely tokens that each line reports.
     """
     token_column = tokens[:, None]
     logprobs = logits.log_softmax(-1)
@@ -93,7 +98,7 @@ def entropy_of(logprobs: Tensor) -> Tensor:
 
 
 def bits(numbers: Tensor) -> Tensor:
-    """float32 as int64 of the same bits, to travel beside whole numbers; ``fractions`` is the way back."""
+    """Return the bits of float32 numbers as int64, to join them with integers; ``fractions`` is the inverse."""
     return numbers.view(torch.int32).long()
 
 
@@ -114,10 +119,10 @@ Draft = Sequence[int]
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | NumericalError]:
-    """The next token of each row, from ``logits`` (B, V) of any floating dtype, which are not changed.
+    """Choose the next token of each row, from ``logits`` (B, V) of any floating dtype, which are not changed.
 
-    A row whose logits are not finite, or that may say nothing, gets a NumericalError in its place; its neighbours
-    are not touched. Raises ValueError when there are not as many lines as rows.
+    A row with non-finite logits, or without an allowed token, gets a NumericalError; other rows are not affected.
+    Raises ValueError when there are not as many lines as rows.
     """
     return choose_soon(logits, rows).read()
 
@@ -138,16 +143,21 @@ def accept(
     drafts: Sequence[Draft],
     draft_probs: Sequence[Tensor | None] | None = None,
 ) -> list[list[Choice] | NumericalError]:
-    """What each row says: the part of its draft that the model agrees with, and one token more (unless that ends it).
+    """Choose the tokens of each row: the part of its draft that the model agrees with, and one more.
 
-    logits       (sum of len(draft) + 1, V), the rows' lines one after another: after the row's last token, after
-                 draft[0], ..., after the whole draft
-    drafts       token ids; empty for a row without a draft
-    draft_probs  (len(draft), V) the distributions that the row's draft was drawn from; None for a draft that was
-                 looked up, and for greedy rows
+    The draft may also end the text; then no token is added. The output's distribution is that of ``choose`` token by
+    token. Without ``draft_probs`` even the tokens are the same, for the same seed.
 
-    The output's distribution is that of ``choose`` token by token. Without ``draft_probs`` it is more than that: the
-    same tokens, for the same seed. Raises ValueError when shapes do not fit.
+    Args:
+        logits: (sum of len(draft) + 1, V), the rows' lines one after another: after the row's last token, after
+            draft[0], ..., after the full draft.
+        rows: The sampling states.
+        drafts: Token ids; empty for a row without a draft.
+        draft_probs: (len(draft), V) distributions that the row's draft was drawn from; None for drafts from prompt
+            lookup and for greedy rows.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if len(drafts) == len(rows) and not any(drafts):
         return [_choices_or_error([choice]) for choice in choose(logits, rows)]
@@ -182,14 +192,16 @@ def _choices_or_error(choices: list[Choice | NumericalError]) -> list[Choice] | 
 class SamplingBatch:
     """Logits (N, V) of rows and of their drafts: ``len(draft) + 1`` lines for each row, one row after another.
 
-    logits     (N, V) float32
-    scores     (N, V) float32, adjusted
-    positions  N rows, each as it would be when the draft was right so far
-    spans      the lines of each row
-    drawn      the lines that are drawn at random, not greedily; ``places``: the same on the device, None for none
-    probs      (len(drawn), V) what they are drawn from
+    Attributes:
+        logits: (N, V) float32.
+        scores: (N, V) float32, adjusted.
+        positions: N states, each as after the part of the draft before its line.
+        spans: The lines of each row.
+        drawn: The lines that are sampled, not greedy.
+        places: ``drawn`` on the device, None if empty.
+        probs: (len(drawn), V) distributions of these lines.
 
-    Raises ValueError when the number of lines is not what rows and drafts take.
+    Raises ValueError when the number of lines does not fit rows and drafts.
     """
 
     def __init__(self, logits: Tensor, rows: Sequence[SamplingState], drafts: Sequence[Draft]) -> None:
@@ -210,7 +222,7 @@ class SamplingBatch:
         self.probs = distribution(drawing, [self.positions[line].params for line in self.drawn])
 
     def say(self, draft_probs: Sequence[Tensor | None]) -> list[list[int]]:
-        """The tokens that each row says; see :func:`accept`."""
+        """Return the tokens of each row; see :func:`accept`."""
         tokens = fetch(self.own_tokens()).read().tolist()
         accepted: list[list[int]] = []
         for row, draft, span, q in zip(self.rows, self.drafts, self.spans, draft_probs, strict=True):
@@ -223,7 +235,7 @@ class SamplingBatch:
         return accepted
 
     def own_tokens(self) -> Tensor:
-        """(N,) what the row would say at each line, with the numbers it would use, which are not used up yet."""
+        """Return the model's token (N,) at each line, with the row's next random numbers, which are not consumed."""
         if self.places is None:
             return self.scores.argmax(-1)
         pairs = zip(self.rows, self.spans, strict=True)
@@ -245,7 +257,7 @@ class SamplingBatch:
 
 
 def _places(row: SamplingState, draft: Draft) -> list[SamplingState]:
-    """The row before each token of ``draft`` and after the last; itself each time when history changes nothing."""
+    """Return the row before each token of ``draft`` and after the last; the same row if history changes nothing."""
     if not draft or not row.depends_on_history:
         return [row] * (len(draft) + 1)
     places = [row]
@@ -256,7 +268,7 @@ def _places(row: SamplingState, draft: Draft) -> list[SamplingState]:
 
 
 def _some(tensor: Tensor, lines: Sequence[int], places: Tensor | None = None) -> Tensor:
-    """``lines`` of ``tensor``, in rising order; ``places`` are the same on its device, where they are there already."""
+    """Return ``lines`` of ``tensor``, in rising order; ``places`` are the lines as a tensor on its device, if known."""
     if not lines or len(lines) == len(tensor):
         return tensor[: len(lines)]
     if places is None:
@@ -265,9 +277,9 @@ def _some(tensor: Tensor, lines: Sequence[int], places: Tensor | None = None) ->
 
 
 def matching(tokens: Sequence[int], draft: Sequence[int], stop_ids: Collection[int]) -> list[int]:
-    """What is said when the model's own ``tokens`` (k + 1) are held against a looked-up ``draft`` (k).
+    """Return the accepted tokens, given the model's ``tokens`` (k + 1) and a looked-up ``draft`` (k).
 
-    Its tokens up to and with the first that is not the draft's, or that ends the text.
+    These are the tokens up to and with the first that differs from the draft or ends the text.
     """
     accepted: list[int] = []
     for index, token_id in enumerate(tokens):
@@ -280,7 +292,10 @@ def matching(tokens: Sequence[int], draft: Sequence[int], stop_ids: Collection[i
 def accept_or_resample(
     probs: Tensor, draft: Sequence[int], draft_probs: Tensor, uniforms: Uniforms, stop_ids: Collection[int]
 ) -> list[int]:
-    """What is said when ``draft`` (k) was drawn from ``draft_probs`` (k, V); the model has ``probs`` (k + 1, V)."""
+    """Return the accepted tokens of ``draft`` (k), which was drawn from ``draft_probs`` (k, V).
+
+    ``probs`` (k + 1, V) are the model's distributions.
+    """
     for index, token_id in enumerate(draft):
         p, q = probs[index], draft_probs[index].to(probs)
         if uniforms.take(1)[0] * float(q[token_id]) >= float(p[token_id]):

@@ -1,7 +1,7 @@
 """Random numbers of one sequence, and tokens drawn with them.
 
-Each sequence has a generator of its own and uses one number for each token it says, so its draws do not depend on
-neighbours, on its place in the batch, or on whether a draft was right.
+Each sequence has its own generator and uses one number for each output token, so its draws do not depend on other
+sequences, on its place in the batch, or on whether a draft was accepted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Uniforms:
         self._waiting: deque[float] = deque()
 
     def peek(self, count: int) -> list[float]:
-        """The next ``count`` numbers, which stay in the row."""
+        """Return the next ``count`` numbers without consuming them."""
         while len(self._waiting) < count:
             self._waiting.extend(torch.rand(BLOCK, generator=self._generator, dtype=torch.float64).tolist())
         return list(islice(self._waiting, count))
 
     def take(self, count: int) -> list[float]:
-        """The next ``count`` numbers, which are used up."""
+        """Return the next ``count`` numbers and consume them."""
         numbers = self.peek(count)
         for _ in range(count):
             self._waiting.popleft()
@@ -79,7 +79,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class TokenCounts:
-    """Every token of prompt and output once, with how often it stands in the output; those of the prompt alone: 0."""
+    """Distinct tokens of prompt and output, with their number in the output; 0 for tokens of the prompt only."""
 
     __slots__ = ("_counts", "_ids", "_places")
 
@@ -97,7 +97,7 @@ class TokenCounts:
         self._counts[place] += 1.0
 
     def copy(self) -> Self:
-        """Counts that go their own way from here."""
+        """Return an independent copy of the counts."""
         twin = object.__new__(type(self))
         twin._ids, twin._counts, twin._places = self._ids[:], self._counts[:], self._places.copy()
         return twin
@@ -108,12 +108,13 @@ class TokenCounts:
 
 
 class SamplingState:
-    """Parameters, tokens so far, random numbers and the state of the constraint, of one sequence.
+    """Parameters, tokens, random numbers and constraint state of one sequence.
 
-    prompt_ids  token ids of the prompt, at least one
-    end_ids     the model's own end tokens; ``params.stop_token_ids`` are added
-    constraint  which tokens may be said; one object may serve many rows
-    seed        in place of ``params.seed``: give the n answers to one prompt seed, seed + 1, ...
+    Args:
+        prompt_ids: Token ids of the prompt, at least one.
+        end_ids: The model's end tokens; ``params.stop_token_ids`` are added.
+        constraint: Limits the tokens; one object may serve many rows.
+        seed: Replaces ``params.seed``; n answers to one prompt get seed, seed + 1, ...
 
     Raises InvalidRequest when the prompt is empty.
     """
@@ -149,7 +150,7 @@ class SamplingState:
         self.counts = TokenCounts(self.token_ids) if params.has_penalties else None
 
     def constrain(self, constraint: AnyConstraint | None) -> None:
-        """Hold the row to ``constraint``; before anything is said."""
+        """Apply ``constraint`` to the row; only before its first token."""
         self.constraint = constraint
         self.state: Any = constraint.start if constraint else None
 
@@ -165,7 +166,7 @@ class SamplingState:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why there is no more to say: a stop token, or ``max_tokens`` reached; None while there is more."""
+        """Reason that the sequence is over, a stop token or ``max_tokens``; None while it is not."""
         if self.num_output_tokens == 0:
             return None
         if self.token_ids[-1] in self.stop_ids:
@@ -212,7 +213,7 @@ class SamplingState:
         return longer if longer.any() else mask
 
     def crop(self, draft: Sequence[int]) -> list[int]:
-        """What of ``draft`` is worth checking: not past a stop token, the constraint, or ``max_tokens``."""
+        """Return the part of ``draft`` worth checking: not past a stop token, the constraint, or ``max_tokens``."""
         room = self.params.max_tokens - self.num_output_tokens - 1  # a checked draft gives one token more
         cropped = list(draft[: max(room, 0)])
         stop = next((index for index, token_id in enumerate(cropped) if token_id in self.stop_ids), len(cropped))

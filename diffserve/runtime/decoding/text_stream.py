@@ -1,9 +1,8 @@
-"""TextStream: tokens in, text out, as early as it is certain.
+"""TextStream: converts tokens to text, as early as the text is certain.
 
-A tokenizer's ``decode`` is the only thing asked of it, because every kind spells in its own way (spaces at the
-beginning or the end of tokens, bytes of a character in several tokens). New text is what ``decode`` gives for the
-last shown tokens and the new ones together, beyond what it gives for the last shown ones alone. While it ends in the
-replacement character the bytes of a character are not all there, and it waits.
+Only the tokenizer's ``decode`` is used, because tokenizers differ (spaces at the beginning or the end of tokens, bytes
+of a character in several tokens). New text is what ``decode`` returns for the last shown and the new tokens together,
+beyond its result for the last shown ones. Text that ends in the replacement character waits for more bytes.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from typing import Any, Final
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 CHARACTER_TOKENS: Final = 3
-"""A character of 4 bytes can lack its last byte: so many tokens at the end may belong to one that is not whole."""
+"""Largest number of tokens at the end that may belong to an incomplete character of up to 4 bytes."""
 
 PATIENCE_TOKENS: Final = 16
-"""So many tokens without a whole character at their end are no text: what stands before the last ones is shown."""
+"""Number of tokens without a complete character at their end after which all but the last ones are shown."""
 
 
 class StopStrings:
-    """Looks for ``stops`` in a text that arrives in pieces, and cuts it before the one that is complete first.
+    """Looks for ``stops`` in a text that arrives in pieces, and cuts it before the first one that is complete.
 
-    Of several that are complete at the same character, before the longest: how the text was cut into pieces does not
-    matter.
+    Of several that end at the same character the longest is used, so the result does not depend on the pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -33,7 +31,7 @@ class StopStrings:
         """The stop text that ended the text; None so far."""
 
     def feed(self, piece: str) -> str:
-        """What may be shown now that ``piece`` has come; nothing after a stop text was found."""
+        """Return the text that may be shown after ``piece``; nothing after a stop text."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -47,7 +45,7 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def release(self) -> str:
-        """The text that waited: nothing more will come, so it begins no stop text."""
+        """Return the text that was held back, at the end of the input."""
         text, self._held = self._held, ""
         return text
 
@@ -82,11 +80,11 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop text that came; the text ends before it, and whatever is pushed later is ignored."""
+        """The stop text that ended the text; tokens pushed later are ignored."""
         return self._stops.found
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` makes certain; often none. Never half a character, never part of a stop text."""
+        """Return the text that ``token_id`` makes certain, often none; never half a character or part of a stop."""
         if self.stopped_by is not None:
             return ""
         self._waiting.append(token_id)
@@ -100,7 +98,7 @@ class TextStream:
         return self._give_out(self._stops.feed(new))
 
     def finish(self) -> str:
-        """The text that still waited. A character whose bytes never came is left out."""
+        """Return the text that was held back. An incomplete character is left out."""
         new = self._new_text(self._waiting).rstrip(REPLACEMENT) if self._waiting else ""
         self._waiting = []
         return self._give_out(self._stops.feed(new) + self._stops.release())

@@ -8,44 +8,44 @@ Ten pages, and one tenant whose logical pages of four tokens are two pages: one 
 >>> pool.register(llm).num_groups
 2
 
-Anna's ten tokens touch three logical pages. Two are full: committed, they can be found by others. The pages are drawn
-with the number of tables that hold them::
+Sequence A has ten tokens on three logical pages. Two are full: once committed, other sequences can reuse them. The
+drawing shows for each page the number of tables that hold it::
 
     tokens   0  1  2  3 | 4  5  6  7 | 8  9
-    logical page      (0, 1)       (2, 3)     (4, 5)
+    pages    (0, 1)       (2, 3)       (4, 5)
 
->>> anna, num_cached = pool.open("llm", range(10), reserve=10)
->>> num_cached, anna
+>>> seq_a, num_cached = pool.open("llm", range(10), reserve=10)
+>>> num_cached, seq_a
 (0, PageTable('llm', 10 tokens on [(0, 1), (2, 3), (4, 5)]))
->>> pool.commit(anna, range(10))
+>>> pool.commit(seq_a, range(10))
 >>> pool.draw()
 '1 1 1 1 1 1 . . . .'
 
-Ben says the same eight tokens first, so only the rest has to be computed::
+Sequence B starts with the same eight tokens, so only the tokens after them have to be computed::
 
-    Anna     0  1  2  3 | 4  5  6  7 | 8  9               (4, 5)
+    A        0  1  2  3 | 4  5  6  7 | 8  9               (4, 5)
              ------ shared ----------
-    Ben      0  1  2  3 | 4  5  6  7 | 50 51 52           (6, 7)
+    B        0  1  2  3 | 4  5  6  7 | 50 51 52           (6, 7)
 
->>> ben, num_cached = pool.open("llm", [*range(8), 50, 51, 52], reserve=11)
->>> num_cached, ben
+>>> seq_b, num_cached = pool.open("llm", [*range(8), 50, 51, 52], reserve=11)
+>>> num_cached, seq_b
 (8, PageTable('llm', 11 tokens on [(0, 1), (2, 3), (6, 7)]))
 >>> pool.draw()
 '2 2 2 2 1 1 1 1 . .'
 
-A second beam of Anna's takes no page until it goes on its own way: then the logical page that is still open is copied::
+A second beam of A takes no page until it continues differently: then the partly filled logical page is copied::
 
-    Anna     0  1  2  3 | 4  5  6  7 | 8  9               (4, 5)
+    A        0  1  2  3 | 4  5  6  7 | 8  9               (4, 5)
     beam     0  1  2  3 | 4  5  6  7 | 8  9 | 60          (4, 5) -> copy (8, 9)
 
->>> beam = pool.fork(anna)
+>>> beam = pool.fork(seq_a)
 >>> pool.draw()
 '3 3 3 3 2 2 1 1 . .'
 >>> pool.reserve(beam, 11)
 >>> pool.draw()
 '3 3 3 3 1 1 1 1 1 1'
 
-Now nobody else gets in, and says so; what would never fit is told apart from what has to wait:
+Now the pool is full. The error differs for sequences that can never fit:
 
 >>> pool.open("llm", [7], reserve=1)
 Traceback (most recent call last):
@@ -56,16 +56,16 @@ Traceback (most recent call last):
 diffserve.runtime.kv.errors.PoolTooSmall: 12 pages are needed at once and the whole pool has 10: shorten the text, ask
 for fewer tokens or beams, or give the pool more bytes.
 
-When all have left, what was committed stays, idle, for whoever says it again:
+After all tables are closed, committed pages stay in the index, idle, for the next equal sequence:
 
->>> for table in (beam, ben, anna):
+>>> for table in (beam, seq_b, seq_a):
 ...     pool.close(table)
 >>> pool.draw()
 'o o o o . . . . . .'
 
-A stranger's sixteen tokens need eight pages: six are free, and the later logical page of the idle prefix goes first:
+Sequence C has sixteen tokens on eight pages: six are free, and the later logical page of the idle prefix is evicted:
 
->>> stranger, num_cached = pool.open("llm", range(100, 116), reserve=16)
+>>> seq_c, num_cached = pool.open("llm", range(100, 116), reserve=16)
 >>> pool.draw()
 'o o 1 1 1 1 1 1 1 1'
 >>> pool.num_cached("llm", range(10))

@@ -1,4 +1,4 @@
-"""Sequences of one tenant side by side: index tensors made once, then one scatter and one gather for each layer."""
+"""Batch of one tenant's sequences: index tensors are built once, then each layer needs one scatter and one gather."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PagedBatch:
             target.index_put_((self._written_pages[view.group], self._written_slots), source)
 
     def gather(self, layer: int) -> Gathered:
-        """Copies of all ``lengths[b]`` tokens of every row, those just written included.
+        """Copy all ``lengths[b]`` tokens of every row of ``layer``, those just written included.
 
         Raises PageTableError when the batch is stale.
         """

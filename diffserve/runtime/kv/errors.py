@@ -1,4 +1,4 @@
-"""What can go wrong with the page pool."""
+"""Errors of the page pool."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
 
 
 class PoolBusy(QueueFull):
-    """Not enough pages can be had now. Nothing was changed: close or truncate a table, or wait, and ask again."""
+    """Error for too few free pages now. Nothing was changed: close or truncate a table, or wait, and try again."""
 
     default_code = "pool_busy"
 
 
 class PoolTooSmall(InvalidRequest):
-    """More pages are asked for than the pool has, so waiting would never end."""
+    """Error for a request that needs more pages than the pool has, so that waiting would not help."""
 
     default_code = "pool_too_small"
 
@@ -24,6 +24,6 @@ class PageTableError(DiffserveError, ValueError):
 
 
 class PoolIntegrityError(DiffserveError):
-    """``check_integrity`` found pages that are lost, held twice or wrongly counted, all listed: a bug of ours."""
+    """Error of ``check_integrity`` that lists all lost, doubly held or miscounted pages; it is a bug."""
 
     default_code = "pool_corrupt"

@@ -1,4 +1,4 @@
-"""The proof that no page is lost, held twice or wrongly counted; and a drawing of who has what."""
+"""Integrity check of the page pool, which finds lost, doubly held or miscounted pages; and a drawing of the pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_integrity(ledger: PageLedger, tables: Iterable[PageTable]) -> None:
 
 
 def draw(ledger: PageLedger, tables: Iterable[PageTable]) -> str:
-    """See ``PagePool.draw``."""
+    """Draw one sign for each page of the pool; see ``PagePool.draw``."""
     signs = ["."] * ledger.num_pages
     for logical in (*ledger.index.idle, *(logical for table in tables for logical in table.logical_pages)):
         sign = str(logical.num_holders) if 0 < logical.num_holders < 10 else "+" if logical.num_holders else "o"

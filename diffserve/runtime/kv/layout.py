@@ -75,7 +75,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return sum(self.layer_bytes(layer) for layer in range(len(self.layers))) // self.page_tokens
 
     @cached_property
@@ -96,9 +96,7 @@ class KVSpec:
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer lies on every logical page: page ``group`` of the logical page, ``offset_bytes`` from the start of
-    that page.
-    """
+    """Place of a layer on every logical page: page ``group`` of the logical page, ``offset_bytes`` from its start."""
 
     group: int
     offset_bytes: int
@@ -106,10 +104,9 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class PagePlan:
-    """How a tenant's logical page is folded into pages of ``page_bytes``: ``places`` by layer, ``num_groups`` pages a
-    logical page.
+    """Layout of a tenant's logical page on ``num_groups`` pages of ``page_bytes``; ``places`` has each layer's place.
 
-    Raises ValueError, naming both sizes, when one layer's part of a logical page is larger than a page.
+    Raises ValueError, with both sizes, when one layer's part of a logical page is larger than a page.
     """
 
     spec: KVSpec
@@ -138,7 +135,7 @@ class PagePlan:
 
     @staticmethod
     def smallest_page_bytes(specs: Iterable[KVSpec]) -> int:
-        """The page size that suits these tenants: the largest single layer among them, rounded up to a cache line."""
+        """Return the page size for these tenants: the largest single layer among them, rounded up to a cache line."""
         largest = max(spec.layer_bytes(layer) for spec in specs for layer in range(len(spec.layers)))
         return -(-largest // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
 
@@ -148,15 +145,15 @@ class PagePlan:
 
     @property
     def used_share(self) -> float:
-        """Share of a full logical page's bytes that hold keys and values; the rest is what packing could not use."""
+        """Share of a full logical page's bytes that hold keys and values; the others are lost in packing."""
         return self.spec.bytes_per_token * self.spec.page_tokens / (self.num_groups * self.page_bytes)
 
 
 class LayerView(NamedTuple):
-    """One layer of one tenant over all pages of the arena. A logical page's page for the layer is
-    ``logical.pages[group]``.
+    """View of one tenant's layer over all pages of the arena.
 
-    Only pages that belong to the tenant hold numbers of this layer; what other pages show is meaningless, NaN included.
+    The page of a logical page for the layer is ``logical.pages[group]``. Only pages that belong to the tenant hold
+    numbers of this layer; the contents of other pages are meaningless and may be NaN.
     """
 
     group: int

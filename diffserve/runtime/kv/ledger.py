@@ -1,4 +1,4 @@
-"""Logical pages found by what they hold, and the order in which forgotten ones go. No torch.
+"""Index of logical pages by content, and the order of eviction. No torch.
 
 The key of a logical page is a hash chain::
 
@@ -6,8 +6,8 @@ The key of a logical page is a hash chain::
     key[0] = H(root,   tokens  0..15)
     key[1] = H(key[0], tokens 16..31)        so equal keys mean equal tokens all the way back to the first
 
-A logical page that nobody holds stays in the index, idle, until its pages are wanted: least recently used first, and of
-one sequence the last logical page first, so that what is left is always a usable prefix.
+A logical page without holders stays in the index, idle, until its pages are needed. The least recently used ones are
+evicted first, and of one sequence the last logical page first, so that a usable prefix remains.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ KEY_BYTES = 32
 class LogicalPage:
     """Storage of ``page_tokens`` tokens of one sequence in all layers of a tenant.
 
-    num_holders: open tables whose sequence runs through this logical page.
-    key: what it is filed under; None while it is still written. A filed logical page is never written.
-    is_full: whether that key stands for all of its tokens, not only for the first ones (the end of a whole sequence).
+    Attributes:
+        num_holders: Number of open tables that contain this logical page.
+        key: Key in the index; None while it is still written. An indexed logical page is never written.
+        is_full: Whether the key stands for all of its tokens, not only for the first ones (the end of a whole
+            sequence).
     """
 
     tenant: str
@@ -53,12 +55,12 @@ def salt_of(*parts: bytes) -> bytes:
 
 
 def root_key(tenant_digest: bytes, epoch: int, salt: bytes) -> bytes:
-    """Where the chain of a tenant and a salt begins. ``epoch`` rises when everything filed before must not be found."""
+    """Return the start of the key chain of a tenant and a salt; a new ``epoch`` invalidates all earlier keys."""
     return salt_of(tenant_digest, epoch.to_bytes(8, "little"), salt)
 
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a logical page holding ``token_ids``, after the logical page of key ``parent``."""
+    """Return the key of a logical page with ``token_ids`` that follows the logical page with key ``parent``."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
 
 
@@ -144,7 +146,7 @@ class PageLedger:
             )
 
     def require_ever(self, num_pages: int) -> None:
-        """Raises PoolTooSmall when ``num_pages`` are more than the pool has."""
+        """Raise PoolTooSmall when ``num_pages`` are more than the pool has."""
         if num_pages > self.num_pages:
             raise PoolTooSmall(
                 f"{num_pages} pages are needed at once and the whole pool has {self.num_pages}: shorten the text, ask "

@@ -13,11 +13,11 @@ from diffserve.runtime.kv.ledger import LogicalPage, PageLedger, PrefixIndex, ne
 
 
 class PageTable:
-    """Which logical pages hold the keys and values of one sequence, and how many tokens have a place on them.
+    """Logical pages with the keys and values of one sequence, and the number of tokens that have a place on them.
 
-    Made by ``PagePool.open`` and ``PagePool.fork`` and changed by the pool only. ``logical_pages[i]`` holds tokens
-    ``i * page_tokens`` onwards; the last may be partly filled. Logical pages may be shared with other tables: shared
-    and filed ones are read-only, see ``PagePool.reserve``.
+    Created by ``PagePool.open`` and ``PagePool.fork`` and changed by the pool only. ``logical_pages[i]`` holds tokens
+    ``i * page_tokens`` onward; the last may be partly filled. Logical pages may be shared with other tables: shared and
+    indexed ones are read-only, see ``PagePool.reserve``.
     """
 
     __slots__ = ("_page_ids", "is_open", "keys", "logical_pages", "num_tokens", "plan", "root", "version")
@@ -46,16 +46,16 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages held, shared ones included."""
+        """Number of pages held, shared ones included."""
         return len(self.logical_pages) * self.plan.num_groups
 
     @property
     def last_key(self) -> bytes:
-        """Where the hash chain goes on."""
+        """Key of the last full logical page, where the key chain continues."""
         return self.keys[-1] if self.keys else self.root
 
     def page_ids(self) -> torch.Tensor:
-        """The same as ``pages``, as int64 (num_sheets, num_groups) on the CPU; kept until the logical pages change."""
+        """Page ids as int64 (num_logical_pages, num_groups) on the CPU, cached until the logical pages change."""
         if self._page_ids is None or self._page_ids[0] != self.version:
             ids = torch.tensor(self.pages, dtype=torch.int64).reshape(len(self.logical_pages), self.plan.num_groups)
             self._page_ids = (self.version, ids)
@@ -67,7 +67,7 @@ class PageTable:
 
 
 class Match(NamedTuple):
-    """What the index holds of a sequence: leading logical pages, the keys of the full ones, and the tokens on them."""
+    """Cached prefix of a sequence: leading logical pages, the keys of the full ones, and the number of their tokens."""
 
     logical_pages: list[LogicalPage]
     keys: list[bytes]
@@ -77,7 +77,7 @@ class Match(NamedTuple):
 def find_prefix(
     index: PrefixIndex, spec: KVSpec, root: bytes, token_ids: Sequence[int], most_cached: int | None
 ) -> Match:
-    """The longest filed prefix of ``token_ids``. Hashes no further than the first logical page that is not there."""
+    """Return the longest indexed prefix of ``token_ids``; hashing stops at the first missing logical page."""
     limit = len(token_ids) if spec.whole_sequences else max(0, len(token_ids) - 1)
     limit = limit if most_cached is None else min(limit, most_cached)
     logical_pages: list[LogicalPage] = []
@@ -101,10 +101,10 @@ def find_prefix(
 def num_logical_wanted(
     plan: PagePlan, logical_pages: Sequence[LogicalPage], start: int, num_tokens: int, *, joining: bool
 ) -> int:
-    """New logical pages it takes to write tokens ``start .. num_tokens - 1``: those beyond ``logical_pages``, copies of
-    shared ones.
+    """Return the number of new logical pages needed to write tokens ``start .. num_tokens - 1``.
 
-    joining: the sequence is not yet counted among the holders of ``logical_pages``.
+    These are the pages beyond ``logical_pages``, and copies of shared ones. With ``joining`` the sequence is not yet
+    counted among the holders of ``logical_pages``.
     """
     total = plan.spec.num_logical_pages(num_tokens)
     touched = logical_pages[start // plan.spec.page_tokens : total]
@@ -114,9 +114,7 @@ def num_logical_wanted(
 def make_writable(
     ledger: PageLedger, arena: Arena, table: PageTable, start: int, num_tokens: int, fresh: list[LogicalPage]
 ) -> None:
-    """Give ``table`` logical pages of its own under tokens ``start .. num_tokens - 1``; ``fresh`` are exactly those
-    wanted.
-    """
+    """Give ``table`` exclusive logical pages for tokens ``start .. num_tokens - 1``; ``fresh`` are the new ones."""
     unused = iter(fresh)
     first = start // table.plan.spec.page_tokens
     sources: list[int] = []
@@ -137,9 +135,9 @@ def make_writable(
 
 
 def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) -> int:
-    """File what is newly full of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
+    """Index the newly full logical pages of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
 
-    Returns how many logical pages were given back because the same was filed already.
+    Returns the number of logical pages that were freed because equal ones were indexed already.
     """
     spec = table.plan.spec
     num_full, num_rest = divmod(len(token_ids), spec.page_tokens)
@@ -155,7 +153,7 @@ def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) 
 
 
 def _file(ledger: PageLedger, table: PageTable, at: int, key: bytes, *, is_full: bool) -> bool:
-    """File logical page ``at`` under ``key``, or take the one that is filed there and give this one back: then True."""
+    """Index logical page ``at`` under ``key``; returns True if an equal page was indexed already and replaces it."""
     logical, twin = table.logical_pages[at], ledger.index.find(key)
     if twin is logical:
         return False
@@ -177,7 +175,7 @@ def _file(ledger: PageLedger, table: PageTable, at: int, key: bytes, *, is_full:
 
 
 def check_row(table: PageTable, start: int, length: int) -> None:
-    """Raises PageTableError when ``table`` has not ``length`` tokens, or others see one from ``start`` on."""
+    """Raise PageTableError if ``table`` has fewer than ``length`` tokens, or shares one from ``start`` on."""
     if not 0 <= start <= length <= table.num_tokens:
         raise PageTableError(f"tokens {start} to {length} are asked of {table}: reserve them first.")
     page_tokens = table.plan.spec.page_tokens

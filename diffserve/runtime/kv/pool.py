@@ -26,13 +26,12 @@ from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
 class PagePool:
-    """``num_pages`` pages of ``page_bytes`` on ``device``, shared by every registered tenant. For one thread.
+    """Pool of ``num_pages`` pages of ``page_bytes`` on ``device``, shared by all registered tenants. Not thread-safe.
 
-    The life of a sequence: ``open`` finds what is there already, ``reserve`` makes room for the next tokens, a
-    ``batch`` writes and gathers them layer by layer, ``commit`` files full logical pages for others, ``close`` gives
-    everything back.
+    Life of a sequence: ``open`` finds cached pages, ``reserve`` adds pages for the next tokens, a ``batch`` writes and
+    gathers them layer by layer, ``commit`` indexes full logical pages for reuse, ``close`` releases all.
 
-    Raises ConfigError when the pages cannot be.
+    Raises ConfigError when the pages cannot be allocated.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, *, device: torch.device | str = "cpu") -> None:
@@ -52,9 +51,9 @@ class PagePool:
         page_bytes: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A pool of at most ``budget_bytes`` whose pages suit ``specs``, all registered, or have ``page_bytes``.
+        """Create a pool of at most ``budget_bytes``, with all ``specs`` registered and pages that suit them.
 
-        Raises ConfigError when the budget does not hold a single page.
+        ``page_bytes`` overrides the page size. Raises ConfigError when the budget does not hold a single page.
         """
         page_bytes = page_bytes or PagePlan.smallest_page_bytes(specs)
         if budget_bytes < page_bytes:
@@ -88,9 +87,12 @@ class PagePool:
         del self._tenants[tenant]
 
     def forget(self, tenant: str) -> int:
-        """Let nothing that ``tenant`` filed so far be found again (weights or adapters changed). Returns pages freed.
+        """Remove all cached pages of ``tenant`` from the index, after a change of weights or adapters.
 
-        Open tables stay as they are; what they file later is not found either.
+        Open tables are not affected; pages that they commit later are not found either.
+
+        Returns:
+            The number of freed pages.
         """
         self._tenant(tenant).epoch += 1
         return self._ledger.forget(tenant)
@@ -132,18 +134,26 @@ class PagePool:
         reserve: int = 0,
         most_cached: int | None = None,
     ) -> tuple[PageTable, int]:
-        """A table for a new sequence that starts with ``token_ids``, and how many leading tokens the pool has already.
+        """Create a table for a new sequence that starts with ``token_ids``, with its cached pages.
 
-        Their logical pages are locked in the table, so ``table.num_tokens`` equals that number; the caller computes
-        from there. Found are whole logical pages, and never the last token (it must be computed to go on), unless the
-        tenant files ``whole_sequences``: then the answer may be ``len(token_ids)``, and there is nothing to compute.
+        The cached logical pages are locked in the table, and the caller computes the tokens after them. Only full
+        logical pages are used, and never the last token (it must be computed to continue). If the tenant indexes
+        ``whole_sequences``, all of ``token_ids`` may be cached, and there is nothing to compute.
 
-        salt: only sequences opened with the same salt are found (``salt_of(api_key_secret, adapter_digest, ...)``);
-            empty is shared by all.
-        reserve: as if ``reserve(table, reserve)`` followed, all or nothing.
-        most_cached: find at most so many tokens (an encoder that must compute all that another tenant lacks).
+        Args:
+            tenant: Name of the tenant.
+            token_ids: Known tokens of the sequence.
+            salt: Only sequences opened with an equal salt are used (``salt_of(api_key_secret, adapter_digest, ...)``);
+                the empty salt is shared by all.
+            reserve: Number of tokens to reserve as well, as by ``reserve(table, reserve)``; all or nothing.
+            most_cached: Largest number of cached tokens to use (for an encoder that must compute all that another
+                tenant lacks).
 
-        Raises PoolBusy or PoolTooSmall when ``reserve`` tokens cannot be held; then nothing has changed.
+        Returns:
+            The table, and the number of cached tokens, which equals ``table.num_tokens`` before reserving.
+
+        Raises:
+            PoolBusy, PoolTooSmall: ``reserve`` tokens cannot be held; then nothing has changed.
         """
         owner = self._tenant(tenant)
         match = self._match(owner, token_ids, salt, most_cached)
@@ -178,14 +188,15 @@ class PagePool:
         table.num_tokens = max(table.num_tokens, num_tokens)
 
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
-        """The keys and values of ``token_ids``, the sequence from its first token, are written: let others find them.
+        """Record that keys and values of ``token_ids`` are written, so that other sequences can reuse them.
 
-        Newly full logical pages are filed (with ``whole_sequences`` the last partial one too, when ``token_ids`` reach
-        the end of the table). A logical page that somebody else filed meanwhile is taken instead of the table's own,
-        which is given back: what is read from then on may differ by the rounding of another batch. Cheap when nothing
-        is newly full. The numbers are not looked at: whoever finds them not finite closes the table without committing.
+        ``token_ids`` are those of the sequence from its first token. Newly full logical pages are indexed, and with
+        ``whole_sequences`` the last partial one too if ``token_ids`` reach the end of the table. If an equal logical
+        page was indexed meanwhile, it replaces the table's page, which is freed; its contents may differ by the
+        rounding of another batch. Cheap when no page is newly full. The numbers are not checked: after non-finite
+        results close the table without committing.
 
-        Raises PageTableError for more tokens than the table holds, or a shared logical page filed as other tokens.
+        Raises PageTableError for more tokens than the table holds, or a shared logical page indexed with other tokens.
         """
         self._check_open(table)
         if len(token_ids) > table.num_tokens:
@@ -193,9 +204,9 @@ class PagePool:
         self._tenant(table.tenant).merged_pages += file_tokens(self._ledger, table, token_ids)
 
     def truncate(self, table: PageTable, num_tokens: int) -> None:
-        """Drop the tokens from position ``num_tokens`` on, and the logical pages that only they touch.
+        """Drop the tokens from position ``num_tokens`` on, and the logical pages that only they use.
 
-        Raises PageTableError for more tokens than there are.
+        Raises PageTableError if the table has fewer tokens.
         """
         self._check_open(table)
         if not 0 <= num_tokens <= table.num_tokens:
@@ -209,9 +220,10 @@ class PagePool:
         table.num_tokens = num_tokens
 
     def fork(self, table: PageTable, num_tokens: int | None = None) -> PageTable:
-        """A second table over the same logical pages, for the first ``num_tokens`` tokens (default all). Takes no page.
+        """Create a second table over the same logical pages, for the first ``num_tokens`` tokens (default all).
 
-        Both may go on differently: whoever writes first to the shared last logical page copies it, in ``reserve``.
+        This takes no page. The two may continue differently: the first to write to the shared last logical page copies
+        it, in ``reserve``.
         """
         self._check_open(table)
         length = table.num_tokens if num_tokens is None else num_tokens
@@ -224,9 +236,7 @@ class PagePool:
         return self._hold(PageTable(table.plan, table.root), prefix)
 
     def close(self, table: PageTable) -> None:
-        """Give everything back; filed logical pages that nobody else holds stay idle in the pool. A table never
-        reopens.
-        """
+        """Release all pages of ``table`` for good; indexed logical pages without other holders stay idle."""
         self._check_open(table)
         self._tables.remove(table)
         self._unlock(table.logical_pages)
@@ -307,7 +317,7 @@ class PagePool:
         return table
 
     def _unlock(self, logical_pages: Sequence[LogicalPage]) -> None:
-        for logical in reversed(logical_pages):  # the last goes first when pages are wanted: what stays is a prefix
+        for logical in reversed(logical_pages):  # evict the last page first, so that a prefix stays
             self._ledger.unlock(logical)
 
     def _tenant(self, name: str) -> Tenant:

@@ -1,4 +1,4 @@
-"""What the pool keeps for each tenant, and tells the metrics: numbers only, never tokens."""
+"""Statistics of the pool's tenants for the metrics: numbers only, never tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffserve.runtime.kv.ledger import PageLedger, root_key
 
 @dataclass(frozen=True)
 class TenantStats:
-    """One tenant. Pages are as of now, the rest counts since birth."""
+    """Statistics of one tenant. Page numbers are current, the others count since creation."""
 
     held_pages: int
     """In the tables that are open; a shared page counts once."""
@@ -28,13 +28,13 @@ class TenantStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of asked tokens that were found, 0 when none were asked."""
+        """Share of requested tokens that were cached, 0 without requests."""
         return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The whole pool: ``free + held + idle == num_pages``."""
+    """Statistics of the pool: ``free + held + idle == num_pages``."""
 
     num_pages: int
     page_bytes: int
@@ -60,11 +60,11 @@ class Tenant:
     merged_pages: int = 0
 
     def root(self, salt: bytes) -> bytes:
-        """Where the key chain of sequences with ``salt`` begins."""
+        """Return the start of the key chain of sequences with ``salt``."""
         return root_key(self.plan.spec.digest, self.epoch, salt)
 
     def stats(self, ledger: PageLedger) -> TenantStats:
-        """Its counters together with its pages in ``ledger``."""
+        """Return the tenant's counters together with its pages in ``ledger``."""
         name = self.plan.spec.tenant
         return TenantStats(
             held_pages=ledger.held[name],

@@ -1,9 +1,8 @@
-"""Paged attention: what transformers calls in every layer instead of its own attention.
+"""Paged attention, which transformers calls in every layer in place of its own attention.
 
-transformers gives each layer's queries, keys and values of the flattened batch to a registered function. This one
-writes keys and values to the pool's pages and attends over what the pages hold. No mask is registered for it, and
-transformers makes none for an attention it has no mask for (``masking_utils._preprocess_mask_arguments``): who sees
-whom is decided here, per group of rows.
+transformers passes each layer's queries, keys and values of the flattened batch to a registered function. This one
+writes keys and values to the pool's pages and attends over the pages. No mask is registered for it, so transformers
+creates none (``masking_utils._preprocess_mask_arguments``); masks are made here, per group of rows.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ def paged_attention(
     paged: LayerCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D)."""
+    """Attend over pages: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D).
+
+    This is transformers' attention interface.
+    """
     if paged is None or attention_mask is not None:
         raise RuntimeError("this attention runs over pages only: call the network through LanguageRunner.")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -60,7 +62,7 @@ def paged_attention(
 
 
 def register() -> str:
-    """Make ``PAGED`` known to transformers, once or again, and return it."""
+    """Register ``PAGED`` with transformers and return it; may be repeated."""
     import_quietly("transformers", "AttentionInterface").register(PAGED, paged_attention)
     return PAGED
 

@@ -1,8 +1,8 @@
-"""What a language model must be like to run over pages, checked before it is given out.
+"""Checks that a language model can run over pages, made when it is loaded.
 
-Three questions: is the configuration one of a kind that cannot work (said by name); does every layer come to
-``paged_attention``, and with what shapes; and does a short text give the same logits by pages, in chunks, as by
-transformers' own attention. The last one catches whatever a class does that nobody thought of.
+Three checks: the configuration has no unsupported features; every layer calls ``paged_attention``, with which shapes;
+and a short text gives the same logits over pages, in chunks, as with transformers' own attention. The last check
+catches all other differences of a model class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.0
 
 
 def check_config(config: Any, where: str) -> None:
-    """Raises ModelLoadError for a configuration that names something we cannot do."""
+    """Raise ModelLoadError for a configuration with unsupported features."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{where}: {config.model_type} is an encoder-decoder; give a causal language model.")
     text = config.get_text_config(decoder=True)
@@ -65,7 +65,7 @@ def has_longrope(config: Any) -> bool:
 
 
 def _rope_dicts(parameters: Any) -> list[dict[str, Any]]:
-    """``parameters`` and what is nested in it: some models have rotations of their own for each type of layer."""
+    """Return ``parameters`` and nested ones, as some models have separate rotations for each type of layer."""
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
@@ -83,6 +83,7 @@ class ShapeProbe:
         self.num_calls = 0
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Record the shape of ``layer`` and return zeros."""
         self.num_calls += 1
         if key.shape == value.shape and query.shape[-1] == key.shape[-1] and query.shape[1] % key.shape[1] == 0:
             self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], scoring.window, scoring.softcap)
@@ -91,7 +92,10 @@ class ShapeProbe:
 
 @torch.inference_mode()
 def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerShape, ...]:
-    """The attention layers, asked by running one token. Raises ModelLoadError when they are not as pages need them."""
+    """Return the shapes of the attention layers, found by running one token.
+
+    Raises ModelLoadError for layers that cannot run over pages.
+    """
     probe = ShapeProbe()
     name = type(network).__name__
     token = torch.zeros(1, dtype=torch.long, device=device)
@@ -112,7 +116,7 @@ def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerSh
 
 
 def _check_windows(config: Any, layers: tuple[LayerShape, ...], where: str) -> None:
-    """A layer said to slide must say how far: transformers hands windows over in two ways, and we see only one."""
+    """Raise ModelLoadError for a sliding layer without a window size, which transformers may pass in another way."""
     types = getattr(config, "layer_types", None)
     if types is None and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         types = ["sliding_attention"] * len(layers)
@@ -123,7 +127,7 @@ def _check_windows(config: Any, layers: tuple[LayerShape, ...], where: str) -> N
 
 @torch.inference_mode()
 def check_parity(model: LanguageModel) -> None:
-    """A text of ``PROBE_TOKENS`` tokens, in chunks over pages and at once by transformers: the same logits.
+    """Compare the logits of ``PROBE_TOKENS`` tokens, in chunks over pages and at once by transformers.
 
     Raises ModelLoadError when they differ by more than rounding.
     """

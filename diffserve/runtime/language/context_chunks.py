@@ -152,7 +152,7 @@ def written_out(
 def _fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Torch's own attention, asked for the level that ``scaled_dot_product_attention`` keeps to itself."""
+    """Run torch's fused attention directly, as ``scaled_dot_product_attention`` omits the log-sum-exp."""
     if query.device.type == "cpu":
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         padded = F.pad(query, (0, 0, 0, -query.shape[2] % CPU_QUERIES))
@@ -169,7 +169,7 @@ def _fused(
 @lru_cache
 @torch.inference_mode()
 def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the fused attention of ``device`` runs, and says what the one that is written out says. Asked once."""
+    """Whether the fused attention of ``device`` runs and agrees with the explicit one; cached."""
     query, keys, values = torch.randn((3, 2, 2, 64, head_dim), generator=torch.Generator().manual_seed(0)).to(
         device, dtype
     )

@@ -86,7 +86,7 @@ def _load_config(directory: Path, settings: dict[str, Any]) -> Any:
         logger.warning("%s names code of its own, which is never run: %s", directory, settings["auto_map"])
     try:
         return import_quietly("transformers", "AutoConfig").from_pretrained(str(directory), **OFFLINE)
-    except Exception as error:  # whatever the library says of a strange configuration
+    except Exception as error:  # the library raises many errors for unusual configurations
         raise ModelLoadError(f"{directory}/config.json cannot be read ({error}).") from error
 
 
@@ -119,7 +119,9 @@ def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
 def _describe(
     directory: Path, model_id: str, network: Any, tokenizer: Any, choice: DeviceChoice, digest: str
 ) -> LanguageModelInfo:
-    tied = getattr(network, "all_tied_weights_keys", {})  # counted once, also where accelerate's hooks told them apart
+    tied = getattr(
+        network, "all_tied_weights_keys", {}
+    )  # shared ones count once, even if accelerate's hooks separated them
     parameters = [parameter for name, parameter in network.named_parameters() if name not in tied]
     scales = [buffer for name, buffer in network.named_buffers() if name.endswith("weight_scales")]
     packed = [part for part in network.modules() if isinstance(part, CpuInt4Linear)]

@@ -1,4 +1,4 @@
-"""LanguageModel: a transformers causal language model, its tokenizer, and what is known about it."""
+"""LanguageModel: a transformers causal language model with its tokenizer and its info."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A loaded model; ``load_language_model`` makes it.
+    """Loaded language model, created by ``load_language_model``.
 
-    network    transformers' ``...ForCausalLM``, on its device, attending through ``paged_attention``
-    tokenizer  transformers' tokenizer of the same directory
-    layers     its attention layers, first to last
-    spelling   what its tokens say, for texts that must be JSON; None where that is not known
+    Attributes:
+        network: transformers' ``...ForCausalLM``, on its device, with ``paged_attention``.
+        tokenizer: transformers' tokenizer of the same directory.
+        layers: Shapes of its attention layers, first to last.
+        spelling: Bytes of its tokens, for JSON output; None if unknown.
     """
 
     network: Any
@@ -52,7 +53,7 @@ class LanguageModel:
         return self.info.end_ids
 
     def spec(self, tenant: str = "llm", *, page_tokens: int | None = None) -> KVSpec:
-        """What it keeps for each token, for a ``PagePool``."""
+        """Return the spec of the model's keys and values for a ``PagePool``."""
         return KVSpec(
             tenant,
             tuple(LayerSpec(layer.num_heads, layer.head_dim) for layer in self.layers),
@@ -63,7 +64,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
-        """(T, V) of one sequence, by transformers' own attention and without a pool: the path to compare with."""
+        """Return the logits (T, V) of one sequence by transformers' own attention without a pool, for comparison."""
         ids = torch.tensor(token_ids, device=self.device)
         everywhere = torch.arange(len(token_ids), device=self.device)
         has_softcap = any(layer.softcap is not None for layer in self.layers)
@@ -75,9 +76,9 @@ class LanguageModel:
 
 
 def run_network(network: Any, token_ids: Tensor, positions: Tensor, keep: Tensor, **paged: LayerCall) -> Tensor:
-    """One forward of a transformers causal LM without a cache of its own, of ``token_ids`` (N,) at ``positions`` (N,).
+    """Run a transformers causal LM without a cache on ``token_ids`` (N,) at ``positions`` (N,).
 
-    Logits (len(keep), V) in the model's dtype.
+    Returns logits (len(keep), V) in the model's dtype.
     """
     output = network(
         input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, **paged
@@ -92,9 +93,9 @@ Turns = list[dict[str, str]]
 
 
 def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> str:
-    """``messages`` as text that ends where the model's answer begins; special tokens are spelled out in it.
+    """Render ``messages`` as a prompt that ends where the model's answer begins, special tokens included.
 
-    Raises InvalidRequest where the model has no chat template, and where its template takes no such conversation.
+    Raises InvalidRequest if the model has no chat template, or if the template rejects the conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(
@@ -110,7 +111,7 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
         try:
             text: str = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
             return text
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates may raise anything
             refused = error
     reason = (str(refused).splitlines() or [type(refused).__name__])[0][:MOST_REASON_CHARS]
     raise InvalidRequest(
@@ -119,10 +120,10 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
 
 
 def fold_system(turns: Turns) -> Turns | None:
-    """``turns`` with the system texts at the head of the first turn of the user; None where one of the two is missing.
+    r"""Move the system texts to the head of the first user turn; return None if one of the two is missing.
 
     >>> fold_system([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}])
-    [{'role': 'user', 'content': 'be brief\\n\\nhello'}]
+    [{'role': 'user', 'content': 'be brief\n\nhello'}]
     """
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     later_turns = [turn for turn in turns if turn["role"] != "system"]

@@ -52,8 +52,9 @@ def is_long(span: Span, device: torch.device) -> bool:
 
 
 def arrange(spans: Sequence[Span], device: torch.device) -> list[list[int]]:
-    """Indices of ``spans`` in groups that attend together: decode rows, all long ones in one group, rows of a few
-    tokens, then each chunk.
+    """Group the indices of ``spans`` that attend together.
+
+    The groups are decode rows, all long rows in one group, rows of a few tokens, and each other chunk by itself.
     """
     most_wasted = WASTED_TOKENS.get(device.type, WASTED_ELSEWHERE)
     long = [index for index, span in enumerate(spans) if is_long(span, device)]
@@ -122,10 +123,12 @@ class RowGroup:
         return flat.index_select(0, self._real) if self.is_ragged else flat
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores: (B, 1, repeats * Q, T), 0 or -inf; None when everything may be seen.
+        """Return the mask that is added to the scores, (B, 1, repeats * Q, T) of 0 or -inf; None without a mask.
 
-        window   how many tokens back a query sees, itself included; None: all
-        repeats  query heads packed into one key head, each with its own Q rows
+        Args:
+            window: Number of tokens back that a query sees, itself included; None for all.
+            repeats: Query heads packed into one key head, each with its own Q rows.
+            dtype: The dtype of the mask.
         """
         if self.num_queries == 1:
             repeats = 1  # the one row is broadcast
@@ -174,7 +177,7 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
-        """``source[pages]`` for source (num_pages, page_tokens, heads, head_dim), in a buffer of its own ``name``."""
+        """Return ``source[pages]`` in the buffer ``name``, for source (num_pages, page_tokens, heads, head_dim)."""
         shape = (len(pages), *source.shape[1:])
         count = len(pages) * source[0].numel()
         buffer = self._buffers.get(name)

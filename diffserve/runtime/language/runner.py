@@ -20,13 +20,14 @@ from diffserve.runtime.transfer import send_together
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The next tokens of one sequence: a piece of its prompt, its last token, or a draft to be checked.
+    """Next tokens of one sequence: a part of its prompt, its last token, or a draft to be checked.
 
-    table       holds the sequence so far; room for the new tokens is reserved
-    start       position of the first new token: how many tokens came before it
-    token_ids   at least one
-    num_logits  logits are wanted after so many of them, the last ones; 0: keys and values only
-    last        (1,) int64 on the device: a token that nobody here knows yet, in place of the last of ``token_ids``
+    Attributes:
+        table: Pages of the sequence so far; pages for the new tokens are reserved.
+        start: Position of the first new token.
+        token_ids: New tokens, at least one.
+        num_logits: Number of last tokens whose logits are needed; 0 for keys and values only.
+        last: (1,) int64 on the device, a token unknown to the host that replaces the last of ``token_ids``.
     """
 
     table: PageTable
@@ -71,7 +72,7 @@ class LanguageRunner:
         spans = [Span(len(chunk.token_ids), chunk.end) for chunk in chunks]
         call = PagedCall(self.pool, [chunk.table for chunk in chunks], spans, self._workspace)
         token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
-        # tokens that nobody looks at: on a CPU oneDNN makes a kernel for every length and keeps a thousand
+        # padding: on a CPU oneDNN makes a kernel for every length and caches a thousand
         num_idle = few_lengths(len(token_ids)) - len(token_ids) if self.model.device.type == "cpu" else 0
         ends = dict(zip(call.order, accumulate(len(chunks[index].token_ids) for index in call.order), strict=True))
         unknown = [index for index, chunk in enumerate(chunks) if chunk.last is not None]
@@ -103,11 +104,11 @@ class LanguageRunner:
 
 
 def few_lengths(num_tokens: int) -> int:
-    """``num_tokens`` or up to an eighth more, so that there are eight lengths between a number and its double."""
+    """Round ``num_tokens`` up by at most an eighth, so that there are eight lengths between a number and its double."""
     step = 1 << max(0, num_tokens.bit_length() - 4)
     return -(-num_tokens // step) * step
 
 
 def _logit_rows(chunks: Sequence[TokenChunk], ends: Mapping[int, int]) -> list[int]:
-    """Where the logits of each chunk are to be taken, chunk by chunk, when its new tokens end at ``ends``."""
+    """Return the positions of the needed logits, chunk by chunk, when the chunks' new tokens end at ``ends``."""
     return [place for index, chunk in enumerate(chunks) for place in range(ends[index] - chunk.num_logits, ends[index])]

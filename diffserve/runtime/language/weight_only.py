@@ -43,7 +43,7 @@ def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoi
 
 
 def int4_problem(device: torch.device) -> str | None:
-    """Why int4 does not work on ``device``, found by trying one small layer; None when it does."""
+    """Return why int4 does not work on ``device``, by a test with one small layer; None if it works."""
     layer = nn.Linear(256, 32, bias=False, dtype=torch.bfloat16, device=device)
     hidden = torch.ones(2, 256, dtype=torch.bfloat16, device=device)
     try:
@@ -56,9 +56,9 @@ def int4_problem(device: torch.device) -> str | None:
 
 
 def quantise(network: nn.Module, choice: DeviceChoice) -> None:
-    """Replace the weights of every linear layer but the output head, as ``choice.dtype`` says, on ``choice.device``.
+    """Quantize the weights of every linear layer but the output head to ``choice.dtype`` on ``choice.device``.
 
-    The head is often the embedding itself, and its error goes straight into the logits.
+    The head often shares the embedding's weights, and its error would directly affect the logits.
     """
     if choice.dtype not in (INT8, INT4):
         return
@@ -109,9 +109,9 @@ def _int4_linear(layer: nn.Linear) -> nn.Module:
 
 
 class CpuInt4Linear(nn.Module):
-    """A linear layer of 4-bit weights in groups of ``GROUP_WEIGHTS`` inputs, by torch's own CPU kernel.
+    """Linear layer of 4-bit weights in groups of ``GROUP_WEIGHTS`` inputs, by torch's CPU kernel.
 
-    weight = (q - 8) * scale + zero, q in 0..15. Takes and gives bfloat16.
+    weight = (q - 8) * scale + zero, q in 0..15. Inputs and outputs are bfloat16.
     """
 
     packed: Tensor

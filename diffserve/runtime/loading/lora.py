@@ -30,7 +30,7 @@ from diffserve.runtime.loading.weight_loading import TensorSource
 
 
 class Deltas(NamedTuple):
-    """Differences of a layer's weight and bias, in their shapes; ``None`` where nothing is added."""
+    """Differences of a layer's weight and bias, in their shapes; ``None`` without a difference."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -38,7 +38,7 @@ class Deltas(NamedTuple):
 
 @dataclass
 class LoRAFile:
-    """The changes in one file."""
+    """Changes stored in one adapter file."""
 
     checkpoint: Checkpoint
     content: LoRALayers

@@ -91,7 +91,7 @@ def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> 
 
 def vae_key(name: str, num_levels: int) -> str:
     """Return the original key of the VAE parameter ``name``, without ``VAE_PREFIX``."""
-    key = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{num_levels - 1 - int(found[1])}", name)
+    key = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{num_levels - 1 - int(match[1])}", name)
     key = key.replace("down_blocks.", "down.")
     for word, original in _VAE_WORDS.items():
         key = key.replace(word, original)

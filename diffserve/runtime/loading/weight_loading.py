@@ -1,6 +1,6 @@
-"""Fill empty networks tensor by tensor: every key is accounted for, every shape compared.
+"""Fill empty networks tensor by tensor; all keys must be used and all shapes must match.
 
-A weight is quantized as soon as it is read and before the next one, so the peak is the finished model plus one tensor.
+Each weight is quantized before the next one is read, so the peak is the finished model plus one tensor.
 Offloaded weights are read when their layer runs.
 """
 

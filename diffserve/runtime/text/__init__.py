@@ -1,1 +1,1 @@
-"""Prompts and what the text encoders make of them, as pages and as embeddings."""
+"""Prompts and their encodings, as pages and as embeddings."""

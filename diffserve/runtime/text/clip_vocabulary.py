@@ -21,7 +21,7 @@ VOCABULARY_SIZE: Final = 49408
 
 
 def byte_letters() -> list[str]:
-    """The 256 letters that stand for bytes, in the order of their ids: printable ones first, then the rest, shifted."""
+    """Return the 256 letters that stand for bytes, in the order of ids: printable ones first, then shifted others."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(hidden))]
@@ -37,7 +37,7 @@ def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def clip_tokenizer(*, pad: str) -> Any:
-    """Transformers' ``CLIPTokenizer`` with CLIP's vocabulary; ``pad``: the end mark for CLIP, ``!`` for OpenCLIP."""
+    """Create a ``CLIPTokenizer`` with CLIP's vocabulary; ``pad`` is the end mark for CLIP, ``!`` for OpenCLIP."""
     vocabulary, merges = clip_vocabulary()
     marks = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": pad}
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": WINDOW_TOKENS, **marks}

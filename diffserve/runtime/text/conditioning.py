@@ -1,7 +1,7 @@
-"""Two ways to tell the UNet about texts, side by side: pages made once for each prompt, or embeddings at every step.
+"""Two kinds of text conditioning: key/value pages computed once for each prompt, or embeddings at every step.
 
-``paged``   the keys and values of every cross-attention layer are made when a prompt is new, kept in the page pool, and
-            shared by whoever says the same or begins alike. An image is let in when its pages fit.
+``paged``   the keys and values of every cross-attention layer are computed for a new prompt, kept in the page pool, and
+            shared by equal prompts and common beginnings. An image is admitted when its pages fit.
 ``plain``   no pool: the text's embeddings go through diffusers' own attention. For UNets whose cross-attention is not
             Stable Diffusion's, for processes that only decode, and for comparison.
 
@@ -29,13 +29,13 @@ from diffserve.runtime.unet.cross_attention import Contexts
 from diffserve.settings.config import EngineConfig
 
 AUTO_WINDOWS = 64
-"""Different prompts of one window that a pool of automatic size holds at once."""
+"""Number of different one-window prompts that a pool of automatic size can hold."""
 
 HELD_ELSEWHERE: Final = 2
-"""The same where no picture is painted."""
+"""Number of one-window prompts for a pool without a UNet."""
 
 AUTO_TEXT_TOKENS: Final = 256
-"""A pool of automatic size holds ``max_sequences`` texts of so many tokens."""
+"""Tokens of each of the ``max_sequences`` texts that a pool of automatic size can hold."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,12 @@ class ConditioningRow(NamedTuple):
 
 
 class PlainConditioner:
-    """From texts to what the UNet is told: embeddings, projected by the UNet in every layer at every step.
+    """Conditions the UNet by text embeddings, which it projects in every layer at every step.
 
-    pool            where pages are, ``None`` where there are none
-    tenants         whose they are there
-    mixes_lengths   whether rows of different token counts may share a call
+    Attributes:
+        pool: Page pool, ``None`` without pages.
+        tenants: Names of the pool's tenants that belong to the model.
+        mixes_lengths: Whether rows of different token counts may share a call.
     """
 
     pool: PagePool | None = None
@@ -73,7 +74,7 @@ class PlainConditioner:
         height_px: int,
         reading: TextReading = AS_TRAINED,
     ) -> Conditioning:
-        """What one image is told, to be closed when it leaves. ``negative`` is None for images without guidance.
+        """Return the conditioning of one image, to be closed afterwards. ``negative`` is None without guidance.
 
         Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
         """
@@ -81,21 +82,21 @@ class PlainConditioner:
         return self.model.text.encode(prompt, negative or "", **size, reading=reading)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """(P,) for each of ``windows``: what the last text encoder pools of it. PoolBusy while pages are short."""
+        """Return the last text encoder's pooled output (P,) for each of ``windows``. May raise PoolBusy."""
         return [self.model.text.pooled(ids) for ids in windows]
 
     def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """What ``condition`` needs of the encoders, for who has none (``TextEncoderRunner.handed``)."""
+        """Return the encodings that ``condition`` needs where encoders are missing (``TextEncoderRunner.handed``)."""
         return self.model.text.hand_over((prompt, negative or ""), reading)
 
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """Precompute prompts for requests before ``let_go``; plain embeddings precompute nothing."""
 
     def let_go(self) -> None:
-        """Release precomputed prompts; there are none here."""
+        """Release precomputed prompts; does nothing here."""
 
     def study(self) -> bool:
-        """Measure one batch size for joint text encoding; return False, as there is nothing to measure."""
+        """Measure one batch size for joint text encoding; always False here."""
         return False
 
     def contexts(self, rows: Sequence[ConditioningRow]) -> Tensor:
@@ -138,7 +139,10 @@ class PagedConditioner:
         height_px: int,
         reading: TextReading = AS_TRAINED,
     ) -> PagedConditioning:
-        """See ``PlainConditioner``. Who was refused is not tried again before more pages can be had than then."""
+        """Open the pages of one image; as ``PlainConditioner.condition``.
+
+        A prompt that was refused is not tried again until more pages are available than then.
+        """
         texts = prompt, negative, reading.adapters, reading.clip_skip
         if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
             raise PoolBusy("no page came free since this prompt was last tried.")
@@ -151,27 +155,27 @@ class PagedConditioner:
             raise
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """See ``PlainConditioner``."""
+        """Return the pooled output (P,) of the last encoder for each window."""
         return self.pages.embed(windows)
 
     def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """See ``PlainConditioner``."""
+        """Return the encodings that ``condition`` needs, for a process without encoders."""
         return self.pages.hand_over(prompt, negative, reading)
 
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """See ``PlainConditioner``."""
+        """Compute missing pages of ``texts`` in few calls, and hold them until ``let_go``."""
         self.pages.make_ready(texts)
 
     def let_go(self) -> None:
-        """See ``PlainConditioner``."""
+        """Release prepared pages that no image has used."""
         self.pages.let_go()
 
     def study(self) -> bool:
-        """See ``PlainConditioner``."""
+        """Make one measuring call for batches of windows; returns whether there was one to make."""
         return self.pages.batches.study()
 
     def contexts(self, rows: Sequence[ConditioningRow]) -> Contexts:
-        """Copies out of the pages, ``KeysValues`` of (R, tokens, heads, head_dim)."""
+        """Copy the rows' keys and values out of the pages, (R, tokens, heads, head_dim) each."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return self.pages.gather([half for half in halves if isinstance(half, tuple)])
 
@@ -189,23 +193,23 @@ Conditioner = PlainConditioner | PagedConditioner
 
 
 def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
-    """What ``model`` asks of a page pool; for whoever makes one pool for several models.
+    """Return the page pool specs of ``model``, for a pool that several models share.
 
-    Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters;
-    those of a text encoder that several models share are not.
+    Pages of deterministic mode (``is_exact``) and free mode are separate, and so are those of different dtypes and
+    adapters. Pages of a text encoder that several models use are shared.
     """
     suffix = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
 
     def identity(digest: str) -> bytes:
         return hashlib.sha256(f"{digest} {suffix}".encode()).digest()
 
-    parts, kind = model.part_digests, "of SDXL" if model.text.is_sdxl else "alone"  # of which another layer is read
+    parts, kind = model.part_digests, "of SDXL" if model.text.is_sdxl else "alone"  # they read different layers
     encoder_digests = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
     return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, encoder_digests)))
 
 
 def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:
-    """Return what ``model`` and its refiner ask of a page pool, as far as their UNets can be paged."""
+    """Return the page pool specs of ``model`` and its refiner, if their UNets can be paged."""
     models = (model, model.refiner)
     return [image_specs(each, is_exact=is_exact) for each in models if each and not each.unet.unpaged_reason]
 
@@ -218,7 +222,7 @@ def uses_pages(model: DiffusionModel, config: EngineConfig) -> bool:
 def make_conditioner(
     model: DiffusionModel, config: EngineConfig, *, is_exact: bool, pool: PagePool | None = None
 ) -> Conditioner:
-    """Return the conditioner that suits ``model`` and ``config``; one of pages has its own pool unless one is given.
+    """Return the conditioner for ``model`` and ``config``; with pages it creates a pool unless one is passed.
 
     Raises ConfigError for a pool that is too small or on another device.
     """
@@ -244,19 +248,19 @@ def make_pool(
     max_sequences: int = 0,
     others: Sequence[tuple[Sequence[KVSpec], int]] = (),
 ) -> PagePool:
-    """One pool for ``model``, its refiner and ``texts``, of ``config.kv_pool_bytes`` or of what each would like.
+    """Create a pool for ``model``, its refiner and ``texts``, of ``config.kv_pool_bytes`` or of an automatic size.
 
-    ``others``: what models that come later will ask for, and the tokens in their windows. Raises ConfigError for a pool
-    that is too small.
+    ``others`` are the specs and window tokens of models that are loaded later. Raises ConfigError if the pool is too
+    small.
     """
     images = image_tenants(model, is_exact=is_exact) if config.cross_attention == "paged" else []
-    own = [*itertools.chain(*images), *texts]
-    page_bytes = PagePlan.smallest_page_bytes([*own, *itertools.chain(*(specs for specs, _ in others))])
+    all_specs = [*itertools.chain(*images), *texts]
+    page_bytes = PagePlan.smallest_page_bytes([*all_specs, *itertools.chain(*(specs for specs, _ in others))])
     num_windows = HELD_ELSEWHERE if model.unet.is_hollow else AUTO_WINDOWS
     tokens = model.text.window_tokens
-    wanted = wanted_bytes(images, texts, tokens, max_sequences, num_windows, page_bytes=page_bytes)
-    wanted += sum(wanted_bytes([specs], (), tokens, page_bytes=page_bytes) for specs, tokens in others)
-    return PagePool.for_specs(config.kv_pool_bytes or wanted, own, page_bytes=page_bytes, device=model.device)
+    num_bytes = wanted_bytes(images, texts, tokens, max_sequences, num_windows, page_bytes=page_bytes)
+    num_bytes += sum(wanted_bytes([specs], (), tokens, page_bytes=page_bytes) for specs, tokens in others)
+    return PagePool.for_specs(config.kv_pool_bytes or num_bytes, all_specs, page_bytes=page_bytes, device=model.device)
 
 
 def wanted_bytes(
@@ -268,8 +272,10 @@ def wanted_bytes(
     *,
     page_bytes: int | None = None,
 ) -> int:
-    """Room for ``num_windows`` different windows while one is being encoded, of each image model, and for
-    ``max_sequences`` texts, on pages of ``page_bytes`` where others ask for larger ones.
+    """Return the automatic size of a pool, in bytes.
+
+    It holds ``num_windows`` windows of each image model while one more is being encoded, and ``max_sequences`` texts.
+    ``page_bytes`` is the page size, by default the smallest for these tenants.
     """
     page_bytes = page_bytes or PagePlan.smallest_page_bytes([*itertools.chain(*images), *texts])
     per_window = [[PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in specs] for specs in images]

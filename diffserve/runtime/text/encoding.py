@@ -39,7 +39,7 @@ class TextReading(NamedTuple):
 
     @property
     def adapters(self) -> bytes:
-        """A digest of what changes the encoders, or keys and values; empty where nothing does."""
+        """Digest of the changes of encoders, keys and values; empty without changes."""
         return self.loras.text_digest if self.loras else b""
 
 
@@ -51,21 +51,21 @@ WindowName = tuple[bytes, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Window:
-    """What every encoder of the model reads in one window: one chunk each, of equally many tokens.
+    """Inputs of all text encoders for one window of a prompt: one chunk each, with equal numbers of tokens.
 
-    A text encoder reads each window of a prompt from its first token, so a window is a sequence of its own: a long
-    prompt is several, and the empty window that fills up a shorter negative prompt is the empty prompt's. CLIP is
-    causal: what a token becomes depends on the tokens before it, so windows that begin alike share their leading pages
-    of the pool. Three things decide what a window's pages are filed under:
+    A text encoder reads each window of a prompt from its first token, so a window is a separate sequence: a long prompt
+    has several, and a shorter negative prompt is padded with the empty prompt's window. CLIP is causal, so windows with
+    a common beginning share their leading pages in the pool. The key of a window's pages depends on its kind:
 
     plain     the tokens, of both encoders for SDXL. A common beginning is shared, logical page by logical page.
-    weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the whole window, so a
-              token's values depend on every other token: tokens and weights together are one name, shared whole or
-              not at all.
-    silent    SDXL's empty negative prompt, which is zeros and no text (no encoder runs): one name for everybody.
+    weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the window, so a token's
+              values depend on every other token: the key is all tokens and weights, and only equal windows share.
+    silent    SDXL's empty negative prompt, which is zeros (no encoder runs): one key for all.
 
-    ``adapters``: a digest of what changes the encoders, or the UNet's keys and values, for it: such windows share pages
-    with those of the same digest alone. ``clip_skip``: as ``DiffusionParams`` has it.
+    Attributes:
+        adapters: Digest of adapters that change the encoders or the UNet's keys and values. Only windows with equal
+            digests share pages.
+        clip_skip: As in ``DiffusionParams``.
     """
 
     chunks: tuple[Chunk, ...]
@@ -85,13 +85,13 @@ class Window:
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """One number for each place: the ids that the encoders read there."""
+        """One number for each position, made from the ids of all encoders."""
         places = zip(*(chunk.ids for chunk in self.chunks), strict=True)
         return tuple(sum(token << TOKEN_BITS * index for index, token in enumerate(place)) for place in places)
 
     @cached_property
     def salt(self) -> bytes:
-        """What must be equal besides the leading tokens; empty for plain windows."""
+        """Key of everything except the leading tokens; empty for plain windows without adapters."""
         parts = [b"adapters", self.adapters] if self.adapters else []
         if self.is_silent:
             return salt_of(*parts, b"silent")
@@ -104,25 +104,26 @@ class Window:
 
     @property
     def name(self) -> WindowName:
-        """Windows of one name are told to the UNet alike."""
+        """Cache key of the window; equal names mean equal conditioning."""
         return self.salt, self.token_ids
 
     def logical_page_names(self, page_tokens: int) -> set[WindowName]:
-        """One name for each logical page that the window takes; windows share the logical pages whose names they
-        share.
-        """
+        """Return one name for each logical page of the window; windows share the pages whose names are equal."""
         ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
         return {(self.salt, self.token_ids[:end]) for end in ends}
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What the UNet is told about one request, in the model's dtype on its device.
+    """Text conditioning of one request, in the model's dtype on its device.
 
-    key                        hash over the model, both texts and the size: equal keys, equal conditioning
-    cond, uncond               (tokens, dim) embeddings of the prompt and of the negative prompt
-    pooled_cond, pooled_uncond (P,) pooled projections of the second encoder (SDXL), else ``None``
-    time_ids                   (6,) original size, crop and target size (SDXL), or (5,), see ``time_ids``; else ``None``
+    Attributes:
+        key: Hash of the model, both texts and the size; equal keys mean equal conditioning.
+        cond: (tokens, dim) embeddings of the prompt.
+        uncond: (tokens, dim) embeddings of the negative prompt.
+        pooled_cond: (P,) pooled projection of the second encoder (SDXL), else ``None``.
+        pooled_uncond: (P,) pooled projection of the negative prompt (SDXL), else ``None``.
+        time_ids: (6,) original size, crop and target size (SDXL), or (5,), see ``time_ids``; else ``None``.
     """
 
     key: str
@@ -138,18 +139,18 @@ class Conditioning:
         return self.cond.shape[0]
 
     def close(self) -> None:
-        """Do nothing; the counterpart of ``PagedConditioning.close``, which frees pages."""
+        """Do nothing; counterpart of ``PagedConditioning.close``, which frees pages."""
 
 
 class EncodedText(NamedTuple):
-    """One text: embeddings (chunks, window, dim) and the pooled vector (P,) of its first chunk, if there is one."""
+    """Encoded text: embeddings (chunks, window, dim), and the pooled vector (P,) of its first chunk or ``None``."""
 
     chunks: torch.Tensor
     pooled: torch.Tensor | None
 
 
 class TextEncoder(NamedTuple):
-    """A tokenizer with the encoder it was made for."""
+    """Tokenizer and its encoder."""
 
     tokenizer: Any
     network: Any
@@ -166,13 +167,18 @@ class TextEncoder(NamedTuple):
         return cls(tokenizer, network, window, special)
 
     def chunks(self, text: str) -> list[Chunk]:
-        """The windows ``text`` fills."""
+        """Split ``text`` into windows."""
         num_vectors = self.learnt.num_vectors if self.learnt else {}
         return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, num_vectors)
 
     def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-        """The windows that a text fills as it stands, brackets and all, or that token ids do: the ids of each, marks
-        and padding included, and how many of them are the text's. InvalidRequest for what is too long or unknown.
+        """Split a text without prompt syntax, or token ids, into windows.
+
+        Returns:
+            The ids of each window, special tokens and padding included, and how many of them belong to the text.
+
+        Raises:
+            InvalidRequest: The text is too long, or a token id is unknown.
         """
         tokens = self._tokenize(given) if isinstance(given, str) else given
         max_token_id = int(self.network.config.vocab_size) - 1
@@ -199,14 +205,15 @@ class TextEncoder(NamedTuple):
 
 
 class TextEncoderRunner:
-    """Runs the text encoders of one model. ``encoders``: one (SD 1.x, 2.x, SDXL's refiner) or two (SDXL).
+    """Runs the text encoders of one model: one (SD 1.x, 2.x, SDXL's refiner) or two (SDXL).
 
-    ``num_time_ids``: numbers that the UNet is told of sizes, 6 (SDXL), 5 (its refiner) or none. Without them an encoder
-    gives its last hidden state, normalised; with them all give their next-to-last hidden states side by side and the
-    last one its pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does
-    not depend on its neighbours; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are kept.
+    ``num_time_ids`` is the number of size values that the UNet takes: 6 (SDXL), 5 (its refiner) or 0. With 0 the
+    encoder returns its normalized last hidden state. Otherwise the next-to-last hidden states of all encoders are
+    concatenated, and the last encoder returns its pooled projection. Texts are encoded one chunk at a time, so a result
+    does not depend on other prompts; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
 
-    handed  where the encoders are elsewhere: what they made of the texts that are asked for now
+    Attributes:
+        handed: Encodings of the current texts from another process, if the encoders run there.
     """
 
     def __init__(
@@ -234,12 +241,12 @@ class TextEncoderRunner:
 
     @property
     def has_score(self) -> bool:
-        """Whether the UNet is told how well a picture is to please (SDXL's refiner)."""
+        """Whether the UNet takes an aesthetic score (SDXL's refiner)."""
         return self.num_time_ids == NUM_REFINER_IDS
 
     @property
     def learnt_words(self) -> tuple[str, ...]:
-        """What prompts may call them, in small letters (textual inversion)."""
+        """Words for learnt embeddings in prompts, in lower case (textual inversion)."""
         learnt = self.encoders[0].learnt
         return tuple(learnt.ids) if learnt else ()
 
@@ -250,7 +257,7 @@ class TextEncoderRunner:
         return learnt.refused if learnt else {}
 
     def word_digests(self, text: str) -> dict[str, str]:
-        """SHA-256 of the files of the learnt words in ``text``, by their names."""
+        """Return the SHA-256 of the files of the learnt words in ``text``, by file name."""
         learnt = self.encoders[0].learnt
         return learnt.digests(text) if learnt else {}
 
@@ -292,19 +299,17 @@ class TextEncoderRunner:
 
     @torch.inference_mode()
     def embedding(self, text: str) -> torch.Tensor:
-        """(D,) float32 of length 1: the mean of what cross-attention reads of ``text``, but for the start marks, which
-        are the same in every text. The cosine of two is how similar their texts are to the UNet.
+        """Return a unit vector (D,) float32 of ``text``; the cosine of two measures how similar texts are to the UNet.
 
-        Padding counts: behind a causal encoder it holds the sum of the words before it, and the UNet reads it as well.
+        It is the mean of the states that cross-attention reads, without start marks, which are equal in all texts.
+        Padding counts: behind a causal encoder it sums up the words before it, and the UNet reads it as well.
         """
         tokens = self._encode_cached(text).chunks[:, 1:].flatten(0, 1)  # (tokens, D)
         return torch.nn.functional.normalize(tokens.float().mean(0), dim=0)
 
     @torch.inference_mode()
     def pooled(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """(P,) what the last encoder pools of a window: the state of its end mark, projected where it has a
-        projection.
-        """
+        """Return the last encoder's pooled output (P,) of a window, projected if the encoder has a projection."""
         output = self.encoders[-1].network(torch.tensor([ids], device=self.device))
         pooled: torch.Tensor = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
         return pooled[0]
@@ -315,8 +320,10 @@ class TextEncoderRunner:
         return cached.chunks.shape[0] if cached else len(self.windows(text))
 
     def time_ids(self, width_px: int, height_px: int) -> torch.Tensor | None:
-        """(6,) float32 original size, crop and target size, height first (SDXL); (5,) original size, crop and score of
-        a prompt's row (its refiner); else ``None``.
+        """Return the UNet's size conditioning in float32, ``None`` for models without.
+
+        It is (6,) original size, crop and target size, height first (SDXL); (5,) original size, crop and score of a
+        prompt's row (its refiner).
         """
         if not self.is_sdxl:
             return None
@@ -324,7 +331,7 @@ class TextEncoderRunner:
         return send(torch.tensor(values, dtype=torch.float32), self.device)
 
     def _cut(self, text: str) -> tuple[Window, ...]:
-        """The encoder windows that ``text`` fills, at least one; raises InvalidRequest as :meth:`encode` does."""
+        """Split ``text`` into at least one window of all encoders; raises InvalidRequest as :meth:`encode` does."""
         per_encoder = [encoder.chunks(text) for encoder in self.encoders]
         num_windows = max(map(len, per_encoder))
         for encoder, chunks in zip(self.encoders, per_encoder, strict=True):
@@ -358,7 +365,7 @@ class TextEncoderRunner:
 
     @torch.inference_mode()
     def hand_over(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> dict[bytes, torch.Tensor]:
-        """What :meth:`encode` and :meth:`embedding` need of ``texts`` where ``handed`` has it."""
+        """Return the encodings of ``texts`` that :meth:`encode` and :meth:`embedding` read from ``handed``."""
         table: dict[bytes, torch.Tensor] = {}
         for text in {"", *texts}:
             encoded, way = self._encode_cached(text, reading), self._way(reading)

@@ -1,7 +1,7 @@
-"""Learnt words in prompts: found in the text, read by the encoder as the vectors that were learnt for them.
+"""Textual inversion: words in prompts that the encoder reads as learnt vectors.
 
-Each vector is one more token, with an id above the tokenizer's own; whatever counts, cuts, weighs or caches tokens
-takes it as any other. A word is found whole, in capitals or not, as in A1111.
+Each vector is an additional token with an id above those of the tokenizer, and is counted, split, weighted and cached
+like other tokens. Words match completely and in any case, as in A1111.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ class LearntWords:
                 yield self.ids[piece.lower()]
 
     def digests(self, text: str) -> dict[str, str]:
-        """Of the files of the words in ``text``, by the names of these."""
+        """Return the file digests of the learnt words in ``text``, by file name."""
         return dict(self._digests[piece.lower()] for piece in self._any.split(text)[1::2])
 
 
 def teach(network: Any, words: Sequence[LearntWord], place: int, end: int) -> LearntWords:
-    """Let the text encoder ``network``, the model's ``place``-th, read ``words``; ``end`` is its tokenizer's end mark.
+    """Add the embeddings of ``words`` to the text encoder ``network``, the model's ``place``-th.
 
-    Old configurations name a wrong one, 2, and have the largest id taken instead, which a learnt word's would be.
+    ``end`` is its tokenizer's end mark. Old configurations name a wrong one, 2, and transformers then takes the largest
+    id, which would be that of a learnt word.
     """
     body = getattr(network, "text_model", network)
     base = body.embeddings.token_embedding

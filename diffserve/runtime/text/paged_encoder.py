@@ -1,13 +1,12 @@
-"""A CLIP text encoder over the page pool: causal, so a text that starts like an earlier one computes only the rest.
+"""A CLIP text encoder over the page pool; it only computes what follows a cached beginning, as CLIP is causal.
 
 The modules are transformers' own, weights, merged adapters and int8 layers included; the loop over them is written here
 (Radford et al. 2021, section 2.4: a pre-norm transformer under a causal mask), because a continued text needs positions
 and keys that start in its middle.
 
-Where bytes must not depend on what happened to be cached, tokens are computed in *segments* cut at logical page
-boundaries, by place and never by what is missing: segment [16, 32) always sees 16 rows in every product and 32 keys in
-its attention, after a hit as after a miss, so the numbers that go in and the kernels they meet are the same. Otherwise
-the rest is one segment.
+If bytes must not depend on what was cached, tokens are computed in *segments* at fixed logical page boundaries. Segment
+[16, 32) always has 16 rows in every product and 32 keys in its attention, after a hit as after a miss, so inputs and
+kernels are the same. Otherwise all missing tokens are one segment.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Cut = Callable[[int], Iterable[range]]
 
 
 def segments(first: int, stop: int, page_tokens: int, *, is_exact: bool) -> list[tuple[int, int]]:
-    """Cuts of tokens ``first .. stop - 1``: at every logical page boundary where ``is_exact``, else none.
+    """Split tokens ``first .. stop - 1`` at every logical page boundary if ``is_exact``, else not at all.
 
     With ``is_exact``, ``first`` must lie on a boundary.
     """
@@ -46,16 +45,17 @@ class Encoded(NamedTuple):
 
 
 def together(num_texts: int) -> list[range]:
-    """All in one call."""
+    """Return one range of all texts, for one call."""
     return [range(num_texts)]
 
 
 class PagedTextEncoder:
-    """One text encoder as a tenant of ``pool``.
+    """Text encoder as a tenant of ``pool``.
 
-    spec        see ``text_spec``
-    stops_early the UNet reads the next-to-last layer, as it is (SDXL); else the last one, normalised
-    is_exact    computed in segments, see above
+    Args:
+        spec: Result of ``text_spec``.
+        stops_early: The UNet reads the next-to-last layer without normalization (SDXL); else the normalized last layer.
+        is_exact: Whether tokens are computed in fixed segments.
     """
 
     def __init__(self, pool: PagePool, network: Any, spec: KVSpec, *, stops_early: bool, is_exact: bool) -> None:
@@ -87,9 +87,14 @@ class PagedTextEncoder:
         clip_skip: int = 1,
         cut: Cut = together,
     ) -> list[Encoded]:
-        """The same for texts of equal length; those of which the pool has equally much run in calls as ``cut`` says.
-        ``salt``: what the network is changed by meanwhile. ``clip_skip``: how far from the last layer ``hidden`` is
-        read.
+        """Encode tokens ``first`` onward of texts of equal length; texts with equally many cached tokens share calls.
+
+        Args:
+            texts: Token ids of each text.
+            first: Index of the first token to return.
+            salt: Key of the adapters that are active in the network.
+            clip_skip: Number of layers from the end at which ``hidden`` is read.
+            cut: Splits a number of texts into calls.
         """
         page_tokens = self.spec.page_tokens
         with ExitStack() as tables:
@@ -115,18 +120,16 @@ class PagedTextEncoder:
 
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
-        """(P,) one token's last hidden state (dim,), normalised, and projected where there is a projection; the token
-        is that of :meth:`place_of_end`.
-        """
+        """Return the pooled vector (P,) of an end mark's last hidden state (dim,), projected if the model does so."""
         state: Tensor = self._body.final_layer_norm(last[None])
         project = getattr(self.network, "text_projection", None)
         projected: Tensor = state if project is None else project(state)
         return projected[0]
 
     def place_of_end(self, token_ids: tuple[int, ...]) -> int:
-        """Where the pooled vector is read: at the first end mark, as transformers finds it.
+        """Return the index of the first end mark, where the pooled vector is read, as in transformers.
 
-        Old configurations give a wrong end mark, 2; there it is the largest id.
+        Old configurations name a wrong end mark, 2; for these it is the largest id.
         """
         end = self.network.config.eos_token_id
         if end == 2:
@@ -175,7 +178,7 @@ class PagedTextEncoder:
 
 
 def text_spec(network: Any, *, tenant: str, dtype: torch.dtype, identity: bytes) -> KVSpec:
-    """What ``network``, a CLIP text encoder computing in ``dtype``, keeps for each token."""
+    """Return the pool spec of ``network``, a CLIP text encoder that computes in ``dtype``."""
     config = network.config
     layer = LayerSpec(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
     return KVSpec(tenant, (layer,) * config.num_hidden_layers, dtype, model_digest=identity)
@@ -188,10 +191,11 @@ NAME: Final = "windows of text"
 
 
 class WindowBatches:
-    """Numbers of windows for one call.
+    """Numbers of windows for one call of the encoders.
 
-    attempt   encodes random windows, and gives all that the UNet is told of each, (len(rows), numbers)
-    is_exact  whether bytes are promised; otherwise every number will do
+    Args:
+        attempt: Encodes random windows, and returns the UNet's inputs of each, (len(rows), numbers).
+        is_exact: Whether bytes must not depend on the number; otherwise every number is used.
     """
 
     def __init__(self, attempt: Try, disk: FactsOnDisk, *, is_exact: bool, most: int = MOST_WINDOWS) -> None:
@@ -214,9 +218,9 @@ class WindowBatches:
         return calls
 
     def study(self) -> bool:
-        """Make one call for what is still to be found out; False where there is nothing.
+        """Make one measuring call; returns False when nothing is left to measure.
 
-        After one that raised, as where pages are short, windows stay alone.
+        After a call that raised, for example without free pages, windows stay alone.
         """
         if self._study is None:
             return False

@@ -40,10 +40,17 @@ def chunk_prompt(
     window_tokens: int,
     whole: Mapping[int, int] | None = None,
 ) -> list[Chunk]:
-    """Chunks of ``window_tokens`` ids each for the parsed prompt; at least one.
+    """Split a parsed prompt into at least one chunk of ``window_tokens`` ids.
 
-    ``tokenize`` gives the ids of a text without marks. ``whole``: how many tokens from one on are never cut apart, for
-    those that begin such a run. Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    Args:
+        sections: The parsed prompt.
+        tokenize: Returns the ids of a text, without special tokens.
+        special: The tokenizer's special tokens.
+        window_tokens: Number of ids of a chunk.
+        whole: By first token, lengths of token runs that must stay in one chunk.
+
+    Raises:
+        InvalidRequest: There are more than MAX_CHUNKS chunks.
     """
     room = window_tokens - 2
     bodies: list[list[Token]] = []
@@ -59,9 +66,9 @@ def chunk_prompt(
 def chunk_tokens(
     tokens: Sequence[int], special: SpecialTokens, window_tokens: int, whole: Mapping[int, int] | None = None
 ) -> list[tuple[tuple[int, ...], int]]:
-    """The same of ``tokens`` that weigh nothing: the ids of each chunk, and how many of them are no marks or padding.
+    """Split ``tokens`` without weights into chunks: the ids of each, and how many of them belong to the text.
 
-    Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    ``whole`` is as in ``chunk_prompt``. Raises InvalidRequest beyond MAX_CHUNKS chunks.
     """
     bodies = _cut([(token, 1.0) for token in tokens], window_tokens - 2, special.comma, whole or {})
     _check_num(bodies, window_tokens - 2, "the text")
@@ -77,13 +84,13 @@ def _check_num(bodies: Sequence[object], room: int, what: str) -> None:
         )
 
 
-def _cut(tokens: Sequence[Token], room: int, comma: int, whole: Mapping[int, int]) -> list[list[Token]]:
+def _cut(tokens: Sequence[Token], room: int, comma: int, run_lengths: Mapping[int, int]) -> list[list[Token]]:
     backtrack = room * COMMA_BACKTRACK[0] // COMMA_BACKTRACK[1]
     parts: list[list[Token]] = [[]]
     after_comma = 0  # length of the current part up to and with its last comma
     for token in tokens:
         part = parts[-1]
-        if len(part) < room < len(part) + whole.get(token[0], 1):
+        if len(part) < room < len(part) + run_lengths.get(token[0], 1):
             parts.append([])
             after_comma = 0
         elif len(part) == room:

@@ -1,14 +1,14 @@
-"""The image model's tenants of the page pool: keys and values of prompts, made once, held by the images that read them.
+"""Page pool tenants of an image model: keys and values of prompts, computed once and held by images that read them.
 
 For every window of a prompt (see ``Window``) there are pages of two kinds of tenant::
 
     tokens            0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 | 64 .. 76
-    UNet              held while an image that reads them is painted, then idle
-    text encoders     written while a window is encoded, then idle: for texts that begin alike
+    UNet              held while an image that reads them is generated, then idle
+    text encoders     written while a window is encoded, then idle: for texts with a common beginning
 
-A window that the UNet's tenant has whole costs nothing. Where it has a beginning, only the tokens after it are encoded
-and projected; what they attend to comes from the encoders' own pages, and is computed again where those are gone.
-The pooled vector of SDXL's second encoder is small and kept beside the pool, by the tokens up to the end mark.
+A window that is fully cached for the UNet costs nothing. If its beginning is cached, only later tokens are encoded and
+projected; the encoders' pages supply what they attend to, and are recomputed if evicted. Pooled vectors of SDXL's
+second encoder are cached outside the pool, by the tokens up to the end mark.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
 
 POOLED_KEPT = 1024
-"""Pooled vectors of 1280 numbers: 5 MB in float32."""
+"""Number of cached pooled vectors: 5 MB for 1280 numbers each in float32."""
 
 HIDDEN_KEPT = 256
-"""Windows whose hidden states are kept, to be handed over: 77 tokens of 2048 numbers are 0.3 MB in 16 bits."""
+"""Number of windows with cached hidden states for transfer: 0.3 MB each for 77 tokens of 2048 numbers in 16 bits."""
 
 
 @dataclass(frozen=True)
 class ImageSpecs:
-    """The tenants of one image model: its UNet's cross-attention, and each text encoder's self-attention."""
+    """Specs of the tenants of one image model: the UNet's cross-attention and each text encoder's self-attention."""
 
     unet: KVSpec
     encoders: tuple[KVSpec, ...]
@@ -57,10 +57,10 @@ class ImageSpecs:
     def of(
         cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes, encoders: Sequence[bytes] | None = None
     ) -> ImageSpecs:
-        """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments;
-        ``encoders``: the same of each text encoder, ``None``: no other.
+        """Create the specs of a model. Raises ConfigError for a UNet whose cross-attention cannot be paged.
 
-        Raises ConfigError for a UNet whose cross-attention cannot be paged.
+        ``identity`` is a hash of all that affects the numbers: weights, adapters, quantization, segment boundaries.
+        ``encoders`` are such hashes for each text encoder, ``None`` to use ``identity``.
         """
         dtype, layers = unet.dtype, unet.cross_attention.layers
         indexed = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
@@ -84,11 +84,14 @@ def _short(identity: bytes) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PagedConditioning:
-    """What the UNet is told about one image; its pages are held until ``close``.
+    """Conditioning of one image, with pages that are held until ``close``.
 
-    cond, uncond                 one table for each window of the prompt and, for guided images, of the negative prompt
-    pooled_cond, pooled_uncond   (P,) pooled projections of the second encoder (SDXL), else ``None``
-    time_ids                     (6,) or (5,) as ``TextEncoderRunner.time_ids`` has them (SDXL), else ``None``
+    Attributes:
+        cond: One table for each window of the prompt.
+        uncond: One table for each window of the negative prompt; empty without guidance.
+        pooled_cond: (P,) pooled projection of the second encoder (SDXL), else ``None``.
+        pooled_uncond: (P,) pooled projection of the negative prompt (SDXL), else ``None``.
+        time_ids: (6,) or (5,) from ``TextEncoderRunner.time_ids`` (SDXL), else ``None``.
     """
 
     owner: PromptPages
@@ -100,21 +103,25 @@ class PagedConditioning:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of ``cond`` and of ``uncond``; rows share a UNet call only when they have the same."""
+        """Number of tokens of ``cond`` and of ``uncond``; rows of a UNet call must agree in it."""
         return sum(table.num_tokens for table in self.cond)
 
     def close(self) -> None:
-        """Give the pages back, once; what they hold can be found again until the pool wants the room."""
+        """Release the pages, once; their contents can be reused until the pool evicts them."""
         self.owner.close(self)
 
 
 class PromptPages:
-    """Prompts of one model as pages of ``pool``. For one thread, as the pool is.
+    """Prompts of one model as pages of ``pool``. Not thread-safe, like the pool.
 
-    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``text.pages``)
-    num_open: conditionings that hold pages
+    Args:
+        is_exact: Keys and values have the same bytes whatever was cached before (see ``text.paged_encoder``).
 
-    Raises ConfigError when the pool cannot hold a single guided image.
+    Attributes:
+        num_open: Number of conditionings that hold pages.
+
+    Raises:
+        ConfigError: The pool cannot hold a single guided image.
     """
 
     def __init__(
@@ -164,10 +171,12 @@ class PromptPages:
         height_px: int,
         reading: TextReading = AS_TRAINED,
     ) -> PagedConditioning:
-        """Pages of ``prompt`` and, unless ``None``, of ``negative``, both of the same number of windows.
+        """Open pages of ``prompt`` and, unless ``None``, of ``negative``, with the same number of windows.
 
-        Raises InvalidRequest for a prompt that is too long or weighted beyond measure, PoolTooSmall when its pages can
-        never be held, and PoolBusy when they cannot be now; then nothing is held, and what was computed is idle.
+        Raises:
+            InvalidRequest: A prompt is too long or has too large weights.
+            PoolTooSmall: The pages can never fit into the pool.
+            PoolBusy: The pages do not fit now. No pages are held then; what was computed stays cached.
         """
         cond, uncond = self._read(prompt, negative, reading)
         need = self.num_pages((*cond, *uncond))
@@ -198,8 +207,9 @@ class PromptPages:
 
     @torch.inference_mode()
     def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """What :meth:`condition` needs of the encoders for both texts, where ``text.handed`` has it. Raises as it does,
-        but for pages of the UNet, of which none are held.
+        """Return the encodings of both texts that :meth:`condition` reads from ``text.handed`` without encoders.
+
+        Raises the same errors, except for pages of the UNet, as none are held.
         """
         cond, uncond = self._read(prompt, negative, reading)
         table: dict[bytes, Tensor] = {}
@@ -219,7 +229,7 @@ class PromptPages:
     def _read(
         self, prompt: str, negative: str | None, reading: TextReading
     ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """The windows of both texts, as they are read."""
+        """Return the windows of both texts, with adapters and ``clip_skip`` of ``reading``."""
         adapters, clip_skip = reading.adapters, reading.clip_skip
         cond, uncond = self.windows(prompt, negative)
         if not adapters and clip_skip == 1:
@@ -231,11 +241,11 @@ class PromptPages:
 
     @torch.inference_mode()
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Compute what the pool lacks of ``texts``, prompts and negative prompts, in few calls for all of them, and
-        have it ready until ``let_go`` for those who ask. Windows that begin alike take turns: their beginning is
-        computed once.
+        """Compute the missing windows of ``texts`` in few calls, and hold their pages until ``let_go``.
 
-        Does nothing where pages are short. What it raises need not be the end: texts are computed one by one, too.
+        ``texts`` are prompts and negative prompts. Windows with a common beginning are computed in turn, so that it is
+        computed once. Does nothing if pages are scarce. Errors may be ignored, as texts can still be computed one by
+        one.
         """
         missing = self._missing(texts)
         page_tokens = self.specs.unet.page_tokens
@@ -253,8 +263,10 @@ class PromptPages:
                     self._ready |= zip((window.name for window in batch), self._open_together(batch), strict=True)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """(P,) for each of ``windows`` of the last encoder: what it pools of it. What lies behind the page of the end
-        mark is not computed: no token looks ahead. PoolBusy while pages are short.
+        """Return the pooled output (P,) of the last encoder for each of ``windows``.
+
+        Tokens after the page of the end mark are not computed, as attention is causal. Raises PoolBusy while pages are
+        scarce.
         """
         encoder, page_tokens = self.encoders[-1], self.specs.encoders[-1].page_tokens
         ends = [encoder.place_of_end(ids) for ids in windows]
@@ -272,18 +284,18 @@ class PromptPages:
         return [pooled[place] for place in range(len(windows))]
 
     def let_go(self) -> None:
-        """Close what was made ready and nobody asked for; it is idle in the pool."""
+        """Close prepared windows that no image has used; they stay cached in the pool."""
         self._close(self._ready.values())
         self._ready = {}
 
     def _missing(self, texts: Iterable[tuple[str, str | None]]) -> dict[WindowName, Window]:
-        """Windows that the pool has not, by name; none where there is no room for all at once."""
+        """Return windows that are not in the pool, by name; none if they do not fit all at once."""
         windows: dict[WindowName, Window] = {}
         for prompt, negative in texts:
             try:
                 cond, uncond = self.windows(prompt, negative)
             except InvalidRequest:
-                continue  # who asks for it will be told
+                continue  # its own request reports the error
             windows |= {window.name: window for window in (*cond, *uncond)}
         missing = {name: window for name, window in windows.items() if self._num_cached(window) < window.num_tokens}
         together = min(len(missing), self.batches.sizes[-1])
@@ -294,7 +306,7 @@ class PromptPages:
         return self.pool.num_cached(self.specs.unet.tenant, window.token_ids, window.salt)
 
     def _try(self, rows: range) -> Tensor:
-        """Keys and values (len(rows), numbers) of random windows, on pages that nobody finds."""
+        """Compute keys and values (len(rows), numbers) of random windows, on pages that are not indexed."""
         windows = [self._random_window(row) for row in rows]
         tenant, num_tokens = self.specs.unet.tenant, self.text.window_tokens
         with ExitStack() as stack, torch.inference_mode():
@@ -313,7 +325,7 @@ class PromptPages:
         return Window(tuple(chunks))
 
     def windows(self, prompt: str, negative: str | None) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """The windows of both texts, the shorter one filled up with empty windows; none where ``negative`` is None."""
+        """Return the windows of both texts, the shorter one padded with empty windows; none if ``negative`` is None."""
         cond, empty = self.text.windows(prompt), self.text.windows("")
         if negative is None:
             return cond, ()
@@ -324,7 +336,7 @@ class PromptPages:
         return cond + empty * max(0, -missing), uncond + empty * max(0, missing)
 
     def gather(self, rows: Sequence[tuple[PageTable, ...]]) -> KeysValues:
-        """What the rows look at, copied out of the pages; a mask hides what fills up a row of fewer windows."""
+        """Copy the keys and values of the rows out of their pages; a mask hides the padding of shorter rows."""
         counts = [len(tables) for tables in rows]
         filled = [tables + tables[:1] * (max(counts) - len(tables)) for tables in rows]
         batch = self.pool.batch([table for tables in filled for table in tables])
@@ -336,25 +348,25 @@ class PromptPages:
         return KeysValues(tuple(pairs), mask)
 
     def close(self, conditioning: PagedConditioning) -> None:
-        """See ``PagedConditioning.close``."""
+        """Release the pages of ``conditioning``, unless it is closed already."""
         if conditioning.cond[0].is_open:
             self._close((*conditioning.cond, *conditioning.uncond))
             self.num_open -= 1
 
     def _mask(self, counts: Sequence[int]) -> Tensor:
-        """Bool (R, 1, 1, tokens): the first ``counts[row]`` windows of each row."""
+        """Return a bool mask (R, 1, 1, tokens) of the first ``counts[row]`` windows of each row."""
         window = torch.arange(max(counts), device=self.unet.device).repeat_interleave(self.text.window_tokens)
         return (window < torch.tensor(counts, device=self.unet.device)[:, None])[:, None, None, :]
 
     def num_pages(self, windows: Sequence[Window]) -> int:
-        """Pages that it takes at most to encode ``windows`` and hold them, shared among themselves and with nobody."""
+        """Return the largest number of pages to encode and hold ``windows``, shared only among themselves."""
         plan = self.pool.plan(self.specs.unet.tenant)
         names = {name for window in windows for name in window.logical_page_names(plan.spec.page_tokens)}
         return len(names) * plan.num_groups + self._encoding_pages
 
     @property
     def _encoding_pages(self) -> int:
-        """Pages of the window that is being encoded, by one encoder at a time."""
+        """Number of pages of the window that is being encoded, by one encoder at a time."""
         tokens = self.text.window_tokens
         return max(self.pool.num_pages_for(spec.tenant, tokens) for spec in self.specs.encoders)
 
@@ -363,11 +375,11 @@ class PromptPages:
             self.pool.close(table)
 
     def _open(self, window: Window) -> PageTable:
-        """A table with keys and values of all of the window's tokens, computed now where the pool lacks them."""
+        """Return a table with keys and values of all tokens of ``window``, computed now if they are not cached."""
         return self._ready.pop(window.name, None) or self._open_together([window])[0]
 
     def _open_together(self, windows: Sequence[Window]) -> list[PageTable]:
-        """The same for windows of one kind, of which the pool has equally much and that share nothing it lacks."""
+        """Open tables for windows of one kind with equally many cached tokens, which share none of the missing ones."""
         with ExitStack() as stack:
             tables, cached = [], set()
             for window in windows:
@@ -387,15 +399,15 @@ class PromptPages:
         return tables
 
     def _contexts(self, windows: Sequence[Window], first: int) -> Tensor:
-        """Embeddings (B, tokens, dim) of tokens ``first`` onwards, the encoders' side by side."""
+        """Return embeddings (B, tokens, dim) of tokens ``first`` onward, concatenated over the encoders."""
         if windows[0].is_silent:
             shape = (len(windows), windows[0].num_tokens - first, self.unet.network.config.cross_attention_dim)
             return torch.zeros(shape, dtype=self.unet.dtype, device=self.unet.device)
         if self.text.handed is not None:
             table = self.text.handed
             return torch.stack([handed(table, window_name(*window.name)) for window in windows])[:, first:]
-        start = 0 if windows[0].is_weighted else first  # the mean that weighting restores is the whole window's
-        read = list(zip(*(window.chunks for window in windows), strict=True))  # by encoder, of every window
+        start = 0 if windows[0].is_weighted else first  # weighting restores the mean of all tokens
+        read = list(zip(*(window.chunks for window in windows), strict=True))  # chunks of all windows, by encoder
         adapters, clip_skip = windows[0].adapters, windows[0].clip_skip
         encoded = [
             encoder.encode_together(
@@ -422,7 +434,7 @@ class PromptPages:
             batch.write(layer, *(torch.cat(tensors, dim=1).flatten(0, 1) for tensors in zip(*pairs, strict=True)))
 
     def _pooled_of(self, windows: Sequence[Window]) -> Tensor | None:
-        """The pooled vector (P,) of the first of ``windows``, ``None`` where the model has none."""
+        """Return the pooled vector (P,) of the first window, or ``None`` if the model has none."""
         if not self.text.is_sdxl or not windows:
             return None
         if windows[0].is_silent:
@@ -437,17 +449,17 @@ class PromptPages:
         return self._pooled[name]
 
     def _name_of_pooled(self, window: Window) -> WindowName:
-        """What is pooled of ``window`` is kept by its adapters and the tokens up to the end mark."""
+        """Return the cache key of a pooled vector: the adapters and the tokens up to the end mark."""
         ids = window.chunks[-1].ids
         return window.adapters, ids[: self.encoders[-1].place_of_end(ids) + 1]
 
     def _keep_pooled(self, ids: tuple[int, ...], first: int, last: Tensor, salt: bytes) -> None:
-        """Keep the pooled vector when the end mark is among ``last`` (tokens, dim), tokens ``first`` onwards."""
+        """Cache the pooled vector if the end mark is among ``last`` (tokens, dim), tokens ``first`` onward."""
         end = self.encoders[-1].place_of_end(ids)
         if end >= first:
             self._pooled[salt, ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
 
 
 def reading_with(reading: TextReading) -> AbstractContextManager[None]:
-    """While texts are read as ``reading`` says."""
+    """Return a context in which texts are read with the adapters of ``reading``."""
     return adapting(RowLoRAs([reading.loras]) if reading.loras and reading.adapters else None)

@@ -1,8 +1,8 @@
-"""What text encoders make of texts, handed from the process that has them to one that has not.
+"""Text encodings that a process with text encoders sends to one without.
 
-Both sides cut a prompt into the same windows and name what becomes of each alike, so that what travels is a table of
-tensors by names: the encoders' hidden states of every window, and what is pooled of it. Keys and values are made of
-them where the UNet is, and shared there as ever.
+Both sides split a prompt into the same windows and use the same names, so encodings travel as a table of tensors by
+name: the encoders' hidden states of every window, and the pooled outputs. The process with the UNet computes keys and
+values from them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def text_name(part: bytes, text: str, way: bytes) -> bytes:
 
 
 def handed(table: EncodingTable, name: bytes) -> Tensor:
-    """The tensor of that name. EngineUnavailable where it was not handed over: the other side has another model."""
+    """Return the tensor ``name``. Raises EngineUnavailable if it is missing, as the other model differs then."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
     return table[name]

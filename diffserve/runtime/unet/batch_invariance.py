@@ -70,7 +70,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class FactsOnDisk:
-    """Facts by group, of one model on one device. ``name`` contains everything else that they depend on."""
+    """Stored facts by group, of one model on one device. ``name`` contains everything else that they depend on."""
 
     def __init__(self, cache: DiskCache, name: str) -> None:
         self._cache = cache

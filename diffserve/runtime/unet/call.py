@@ -41,7 +41,7 @@ class UNetArguments(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, in one order for all calls."""
+        """All tensors, in the same order for all calls."""
         first = [self.sample, self.timesteps, *(self.added.values() if self.added else ())]
         return [*first, *self.row_tensors, *self.residuals, *([] if self.features is None else [self.features])]
 

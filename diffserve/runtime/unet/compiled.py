@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 
 class FlatUNet(nn.Module):
-    """Wrapper of ``network`` with a flat list of tensors as arguments, in the order of those of ``call``."""
+    """Wrapper of ``network`` that takes a flat list of tensors, in the order of the arguments of ``call``."""
 
     def __init__(self, network: Any, call: UNetArguments) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ UNUSUAL = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "adde
 
 
 class Pair(NamedTuple):
-    """One layer's keys and values."""
+    """Keys and values of one layer."""
 
     keys: Tensor
     values: Tensor
@@ -127,7 +127,7 @@ def find_layers(network: Any) -> tuple[Any, ...]:
 
 
 def find_difference(network: Any) -> str | None:
-    """Return why keys and values of ``network`` cannot be kept in pages; ``None`` where they can."""
+    """Return why keys and values of ``network`` cannot be stored in pages; ``None`` if they can."""
     layers = find_layers(network)
     if not layers:
         return "it has no cross-attention"

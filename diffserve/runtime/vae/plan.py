@@ -1,4 +1,4 @@
-"""How finished latents are decoded: in which dtype, how many images in one call, and whole or in tiles."""
+"""Plan for decoding latents: dtype, images per call, and tiling."""
 
 from __future__ import annotations
 

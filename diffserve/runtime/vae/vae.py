@@ -299,7 +299,7 @@ def _length(num_cells: int, share: float) -> tuple[int, int]:
 
 
 def _fade(start: int, stop: int, num_cells: int, share: float, factor: int) -> Tensor:
-    """Weights ((stop - start) * factor,): 1, and 0 near edges that are not the picture's, where the view is cut off."""
+    """Return weights ((stop - start) * factor,): 1, falling to 0 near edges where a tile ends inside the image."""
     weights = torch.ones((stop - start) * factor)
     overlap = _length(num_cells, share)[1] * factor
     rising = torch.linspace(-0.5, 1.5, overlap).clamp(0.0, 1.0)
