@@ -1,14 +1,12 @@
-"""The whole recipe of the embedded model: ``python -m diffserve.training.train all``.
+"""The recipe of the embedded model: ``python -m diffserve.training.train all``.
 
-Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
-(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each leaves a bill of its time and
-operations beside its checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights
-instead of from nothing.
+Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; its output ships), vae, denoiser
+(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each stage writes a bill of its time and
+operations next to its checkpoint. CUDA is used where available. ``--start`` continues from exported weights.
 
-The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
-here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
-and then these as they were, ``finish`` and ``tune`` (run twice, at last with single objects in the middle). To tune the
-shipped weights on, and ship the outcome:
+The shipped weights were trained in several runs with changing settings (``training.json`` lists them). The recipe here
+is one run of the same total length with the final settings, followed by ``finish`` and ``tune`` as they were run. To
+continue tuning the shipped weights and ship the result:
 
     train tune --work DIR --start diffserve/embedded/weights --minutes 60
     train distill --work DIR
@@ -63,8 +61,12 @@ Start = Annotated[Path | None, typer.Option(help="begin from the weights in this
 
 @dataclass(frozen=True)
 class Materials:
-    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, the
-    fingerprint it had before, scenes with normalised latents, and the tokenizer.
+    """Inputs of the stages after the autoencoder.
+
+    vae        with its normalisation folded in
+    made_from  the fingerprint of the autoencoder before that
+    data       scenes with normalised latents
+    tokenizer  of captions
     """
 
     vae: AutoencoderKL
@@ -74,7 +76,7 @@ class Materials:
 
 
 def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path | None = None) -> Materials:
-    """Make or load them; the autoencoder is trained first if it is not."""
+    """Build or load the inputs of the later stages; the autoencoder is trained first if needed."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
     raw = vae(work, device, start=start)
     made_from = fingerprint(raw)
@@ -86,8 +88,9 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
 
 
 def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
-    """What ``tune`` and ``distill`` after it work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of
-    the last leg.
+    """Load the inputs of ``tune`` and of ``distill`` after it.
+
+    Tokenizer and autoencoder come from ``work/untuned``, the scenes from :func:`tuning_scenes`.
     """
     begin = work / "untuned"
     tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
@@ -97,7 +100,7 @@ def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES
 
 
 def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
-    """The denoiser in a directory of exported weights."""
+    """Load the denoiser from a directory of exported weights."""
     net = Denoiser(tokenizer)
     net.load(weights, tokenizer)
     return net.to(device).eval()
@@ -112,8 +115,15 @@ def look_at_samples(
     truth: list[tuple[Scene, str]] | None = None,
     **how: Any,
 ) -> Look[Denoiser]:
-    """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
-    right; ``done`` iterations were before.
+    """Return a callback that saves a sheet of held-out captions and prints its quick score.
+
+    Args:
+        stage: prefix of the sheet's file name.
+        made: autoencoder and tokenizer.
+        work: directory of the sheets.
+        done: iterations of earlier runs of this stage.
+        truth: scenes with captions; by default held-out ones.
+        **how: options of :func:`samples.paint`.
     """
     truth = truth or held_out(48)
 
@@ -159,8 +169,9 @@ def denoiser(
     look_every: int = 800,
     start: Start = None,
 ) -> None:
-    """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
-    second run from the first one's weights, then export.
+    """Train tokenizer, text encoder and UNet on the autoencoder's latents, then export them.
+
+    After the first run, ``finish`` iterations continue from its weights with a new learning-rate cycle.
     """
     made = materials(work, device, num_scenes=num_scenes, start=start)
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
@@ -186,8 +197,9 @@ def tune(
     look_every: int = 400,
     start: Start = None,
 ) -> None:
-    """Train the weights in ``start`` (or the exported ones of ``work``) on, with their autoencoder as it is, on what
-    people ask for first, and export.
+    """Tune the weights in ``start`` (or the exported ones of ``work``) on the most common prompts, then export them.
+
+    The autoencoder stays unchanged.
     """
     begin = work / "untuned"
     if not begin.is_dir():
@@ -207,7 +219,7 @@ def tune(
         checkpoint_every=100,
         max_seconds=minutes and 60 * minutes,
     )
-    torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
+    torch.manual_seed(settings.seed)  # the layout head is not exported and must be initialized identically
     first = exported_denoiser(begin, made.tokenizer, device)
     look = look_at_samples("tune", made, work)
     trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
@@ -218,7 +230,7 @@ def tune(
 
 @app.command()
 def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
-    """Train the tiny decoder of live previews beside the exported weights."""
+    """Train the tiny decoder of live previews for the exported weights."""
     made = materials(work, device)
     settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
 
@@ -234,7 +246,7 @@ def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, 
 def distill(
     work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
 ) -> None:
-    """Distil the exported denoiser into four steps without guidance."""
+    """Distill the exported denoiser into four steps without guidance."""
     made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
     settings = distillation.DistillSettings(
         iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE
@@ -254,7 +266,7 @@ def truncate(
     weights: Annotated[Path | None, typer.Option(help="the weights that it changes; else those of --work")] = None,
     max_bytes: Annotated[int, typer.Option(help="size of the truncated factors in 16 bits")] = truncation.MAX_BYTES,
 ) -> None:
-    """Truncate the distilled model's change to the ranks that matter, layer by layer."""
+    """Truncate the distilled model's change to the most effective ranks, layer by layer."""
     weights = weights or work / "weights"
     tokenizer = CLIPTokenizer.from_pretrained(weights / "tokenizer")
     teacher = exported_denoiser(weights, tokenizer, device).requires_grad_(False)
@@ -277,7 +289,7 @@ def adapters(
     look_every: int = 100,
     start: Annotated[Path, typer.Option(help="the weights that they change")] = model_card.SHIPPED["weights"],
 ) -> None:
-    """Train the small LoRA files that ship beside the exported denoiser, with its autoencoder as it is."""
+    """Train the small LoRA files that ship with the exported denoiser; its autoencoder stays unchanged."""
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = CLIPTokenizer.from_pretrained(start / "tokenizer")
     kept = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
@@ -309,7 +321,7 @@ def adapters(
 
 @app.command()
 def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
-    """Train the prompt rewriter on wishes, evaluate it and export."""
+    """Train the prompt rewriter on wishes, evaluate it and export it."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
     print(score_rewriter(model, tokenizer))
@@ -318,7 +330,7 @@ def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
 
 @app.command()
 def card(work: Work = WORK) -> None:
-    """Put what was trained into the package, evaluate it and write the model card."""
+    """Install the trained weights into the package, evaluate them and write the model card."""
     model_card.install(work)
     model_card.measure()
     model_card.write()
@@ -326,7 +338,7 @@ def card(work: Work = WORK) -> None:
 
 @app.command(name="all")
 def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) -> None:
-    """Every stage after the atlas, in this order."""
+    """Run every stage after the atlas in order."""
     torch.set_float32_matmul_precision("high")
     denoiser(work, device, start=start)
     tune(work, device, iterations=1_550)

@@ -1,4 +1,4 @@
-"""The rewriter in fewer bits: perplexity of the captions that held-out wishes should become, by precision."""
+"""Evaluation of the rewriter at lower precision: perplexity of the reference captions of held-out wishes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from diffserve.training.rewriter_model import answer, prompt
 from diffserve.training.wishes import LooseWish, held_out_wishes
 
 MOST_RISE = 0.05
-"""Perplexity may rise by such a share of the reference's (see ``benchmarks/LOG.md``)."""
+"""Largest relative rise of perplexity over the reference (see ``benchmarks/LOG.md``)."""
 
 
 def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
-    """Perplexity in each precision on ``count`` held-out wishes; the first is what the others are held against.
+    """Measure the perplexity on ``count`` held-out wishes in each precision; the first one is the reference.
 
-    ``passes``: whether each keeps to ``MOST_RISE``. Raises ConfigError for a precision that does not run here.
+    ``passes`` tells whether a precision stays within ``MOST_RISE``.
+
+    Raises:
+        ConfigError: a precision is not available on this machine.
     """
     asked = held_out_wishes(count)
     found: dict[str, dict[str, Any]] = {}
@@ -39,7 +42,7 @@ def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> 
 
 
 def mean_nats(model: LanguageModel, asked: Sequence[LooseWish]) -> float:
-    """Mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
+    """Compute the mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
     nats, num_tokens = 0.0, 0
     for wish in asked:
         before, after = (model.tokenizer(text).input_ids for text in (prompt(wish.text), answer(wish.caption)))

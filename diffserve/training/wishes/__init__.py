@@ -1,9 +1,9 @@
-"""Wishes as people type them, each with the one caption that grants it: what the prompt rewriter learns from.
+"""Synthetic wishes (loosely worded prompts), each with a reference caption: the training data of the prompt rewriter.
 
-Three things keep held-out wishes apart from training: their scenes (:func:`~diffserve.world.scenes.is_held_out`),
-their sentences (the second part of every :class:`~diffserve.training.wishes.words.Phrases`) and their combinations of
-words (:func:`~diffserve.training.wishes.writer.is_kept_combination`). Single words are shared: nobody can know a word
-never met. A part of the held-out wishes is written by hand, not by the generator.
+Held-out wishes are separated from training by their scenes (:func:`~diffserve.world.scenes.is_held_out`), by their
+sentences (the second part of every :class:`~diffserve.training.wishes.words.Phrases`) and by their combinations of
+words (:func:`~diffserve.training.wishes.writer.is_kept_combination`). Single words are shared, since an unseen word
+cannot be understood. Some of the held-out wishes are written by hand.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_h
 HELD_OUT_SEED = 41_970
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 BY_HAND_SHARE = 0.4
-"""Of the held-out wishes, at most."""
+"""Largest share of the held-out wishes that are written by hand."""
 
-# captions as the image model knows them, loose sentences, lists of tags, another language, something left open
+# the image model's captions, loose sentences, lists of tags, another language, vague wishes
 SHARES: dict[str, float] = {"caption": 0.16, "free": 0.56, "tags": 0.06, "foreign": 0.04, "vague": 0.18}
 HELD_OUT_SHARES: dict[str, float] = {"free": 0.7, "tags": 0.08, "foreign": 0.02, "vague": 0.2}
 
 
 @dataclass(frozen=True)
 class LooseWish:
-    """A wish as typed, the caption it is rewritten to, what it settles, and one scene that grants it.
+    """A wish as typed, its reference caption, what it settles, and one scene that satisfies it.
 
-    Of a complete wish (``asked.complete``) the scene is the truth but for jitter; of a vague one it is an example.
+    For a complete wish (``asked.complete``) the scene is the truth except for jitter; for a vague one it is an example.
     """
 
     text: str
@@ -50,18 +50,18 @@ class LooseWish:
 
     @classmethod
     def complete(cls, text: str, scene: Scene) -> LooseWish:
-        """A wish that says all of ``scene``."""
+        """Return a wish that states everything about ``scene``."""
         said = Said.by(scene)
         return cls(text, sentence(said), Asked.exactly(said), scene)
 
     def is_granted_by(self, prompt: str) -> bool:
-        """Whether ``prompt`` says all that the wish settles, in a canonical sentence."""
+        """Whether ``prompt`` states everything that the wish settles, in a canonical sentence."""
         said = parse_sentence(prompt)
         return said is not None and self.asked.allows(said)
 
 
 def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
-    """An endless, seeded stream of training wishes, or of held-out ones."""
+    """Yield an endless, seeded stream of training or held-out wishes."""
     shares = shares or (HELD_OUT_SHARES if held_out else SHARES)
     rng = random.Random(seed)
     writer = Writer(rng, held_out=held_out)
@@ -87,7 +87,7 @@ def _complete(kind: str, scene: Scene, writer: Writer) -> LooseWish:
 
 
 def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
-    """A wish for the next scene whose words the language has."""
+    """Return a wish for the next scene whose words exist in the foreign language."""
     while (text := writer.foreign(Said.by(scene := next(source)))) is None:
         pass
     return LooseWish.complete(as_typed(text, writer.rng), scene)
@@ -102,13 +102,13 @@ def _vague(writer: Writer) -> LooseWish:
 
 
 def held_out_wishes(count: int) -> list[LooseWish]:
-    """The fixed list of held-out wishes: by hand while they last, at most BY_HAND_SHARE of them, then generated."""
+    """Return the fixed list of held-out wishes: at most BY_HAND_SHARE written by hand, the others generated."""
     written = wishes_by_hand()[: round(count * BY_HAND_SHARE)]
     return [*written, *islice(wishes(HELD_OUT_SEED, held_out=True), count - len(written))]
 
 
 def wishes_by_hand() -> list[LooseWish]:
-    """The wishes of ``by_hand.txt``."""
+    """Return the wishes of ``by_hand.txt``."""
     lines = BY_HAND.read_text(encoding="utf-8").splitlines()
     return [_by_hand(line) for line in lines if line and not line.startswith("#")]
 
@@ -125,7 +125,7 @@ def _by_hand(line: str) -> LooseWish:
 
 
 def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
-    """Where in ``wishes`` stand all, those that leave nothing open, the others, and those that no generator made."""
+    """Return the indices in ``wishes`` of all, complete, vague and handwritten wishes."""
     by_hand = {wish.text for wish in wishes_by_hand()}
     belongs: dict[str, Callable[[LooseWish], bool]] = {
         "all": lambda wish: True,
@@ -137,10 +137,10 @@ def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
 
 
 def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
-    """Whether the (height, width, 3) picture grants a wish in every part, with any choice for what was left open."""
+    """Whether the (height, width, 3) image satisfies a wish in every part, with any choice for what was left open."""
     reading = read_picture(pixels)
     names = [one.name for one in reading.objects]
     orders = set(permutations(names)) if len(names) == len(asked.names) else set()
-    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # a size is said of an only object
+    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # sizes apply to single objects only
     options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
     return any(judge(reading, SceneSpec.of(said)).exact for said in options if asked.allows(said))

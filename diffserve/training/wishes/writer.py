@@ -1,4 +1,4 @@
-"""Put what a scene says into the words of a wish: loose sentences, lists of tags, another language."""
+"""Writes the content of a scene as a wish: a loose sentence, a list of tags, or another language."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ ARTICLES = ("the", "my", "one", "this", "some", "our")
 
 
 def is_kept_combination(parts: Sequence[str]) -> bool:
-    """Whether these words together (of objects and background) are kept from training: a tenth of all combinations."""
+    """Whether this combination of words (of objects and background) is held out from training: a tenth of all."""
     return len(parts) > 1 and zlib.crc32("|".join(parts).encode()) % 10 == 0
 
 
 class Writer:
-    """Words what was said, from the training side of every list of phrases or from the held-out side."""
+    """Random writer of wishes that uses the training phrases or the held-out phrases."""
 
     def __init__(self, rng: random.Random, *, held_out: bool) -> None:
         self.rng, self.held_out = rng, held_out
 
     def pick(self, wordings: Phrases) -> str:
-        """One wording of this writer's side."""
+        """Pick one wording of this writer's side."""
         return self.rng.choice(wordings.side(held_out=self.held_out))
 
     def chance(self, share: float) -> bool:
-        """True in ``share`` of all calls."""
+        """Return True with probability ``share``."""
         return self.rng.random() < share
 
-    # The words of one part
+    # Parts of a wish
 
     def name(self, name: str, options: tuple[str, ...] | None = None) -> str:
-        """A wording of an object: in a third of all cases its own name. "*" before it: no article."""
+        """Pick a wording of an object: its own name in a third of all cases; a leading "*" means no article."""
         options = options or names_for(name)
         return options[0] if self.chance(0.3) else self.rng.choice(options)
 
     def noun(self, name: str, wording: str, size: str = "plain") -> str:
-        """An object with article, size and what a caption drops: "my cute little kitty-cat"."""
+        """Write an object with article, size and words that a caption omits: "my cute little kitty-cat"."""
         own = words().natural_colors.get(name, ())
         parts = [self.rng.choice(words().adjectives)] if self.chance(0.18) else []
         parts += [self.rng.choice(words().sizes[size])] if size in words().sizes else []
@@ -70,7 +70,7 @@ class Writer:
         return f"{self.rng.choice(ARTICLES) if style < 0.24 else article_for(phrase)} {phrase}"
 
     def where(self, background: str) -> str:
-        """A phrase for the background."""
+        """Write a phrase for the background."""
         if background not in COLORS:
             known = PLACE_WORDS[background]
             return self.rng.choice(known if self.chance(0.35) else words().places[background])
@@ -82,7 +82,7 @@ class Writer:
         return re.sub(r"\ba (?=[aeiou])", "an ", pattern.format(color))
 
     def objects(self, said: Said) -> tuple[str, list[str]]:
-        """A phrase for the objects, and the bare wordings in it."""
+        """Write a phrase for the objects; also return the bare wordings in it."""
         if len(said.names) > 1 and len(set(said.names)) == 1:
             return self._count(said.names[0], len(said.names))
         bare = [self.name(name) for name in said.names]
@@ -102,17 +102,17 @@ class Writer:
         one = f"{article_for(adjective or word)} {adjective}{word}"
         return pattern.format(n=plurals, a=one, w=word), [word]
 
-    # Whole wishes
+    # Complete wishes
 
     def uncommon(self, attempt: Callable[[], tuple[str, list[str]]]) -> str:
-        """The first attempt whose combination of words belongs to this writer's side."""
+        """Return the first attempt whose combination of words belongs to this writer's side."""
         while True:
             text, parts = attempt()
             if len(parts) < 2 or is_kept_combination(parts) == self.held_out:
                 return text
 
     def free(self, said: Said) -> str:
-        """A loose sentence that says it all."""
+        """Write a complete wish as a loose sentence."""
         return self.uncommon(lambda: self._free(said))
 
     def _free(self, said: Said) -> tuple[str, list[str]]:
@@ -123,7 +123,7 @@ class Writer:
         return self.around(text), [*bare, where]
 
     def around(self, text: str, *, always: bool = False) -> str:
-        """``text`` with an opening, a closing and quality words, some of the time; a held-out writer opens always."""
+        """Add an opening, a closing and quality words to ``text`` at random; a held-out writer always opens."""
         if always or self.held_out or self.chance(0.42):
             text = f"{self.pick(sentences().openings)} {text}"
         if self.chance(0.25):
@@ -131,12 +131,12 @@ class Writer:
         return f"{text} {self.pick(sentences().closings)}" if self.chance(0.18) else text
 
     def boost(self, text: str) -> str:
-        """``text`` with one to four quality words before or after it."""
+        """Add one to four quality words before or after ``text``."""
         boosters = ", ".join(self.pick(sentences().boosters) for _ in range(self.rng.randint(1, 4)))
         return f"{boosters}, {text}" if self.chance(0.25) else f"{text}, {boosters}"
 
     def tags(self, said: Said) -> str:
-        """A list: objects, background, quality words."""
+        """Write a list of tags: objects, background, quality words."""
         return self.uncommon(lambda: self._tags(said))
 
     def _tags(self, said: Said) -> tuple[str, list[str]]:
@@ -153,7 +153,7 @@ class Writer:
         return self.boost(text) if self.chance(0.6) else text, [*bare, tag]
 
     def foreign(self, said: Said) -> str | None:
-        """The wish in another language, or None where its words are missing here."""
+        """Write the wish in another language; None if its vocabulary lacks a word."""
         known = languages()
         one = self.rng.choice(range(len(known.openings)))
         is_sayable = said.size == "plain" and len(set(said.names)) == len(said.names) < 3
