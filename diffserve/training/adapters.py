@@ -43,8 +43,8 @@ SHARES: Final = {"one object": 0.5, "two objects": 0.35, "count": 0.1, "three ob
 def with_gift(scene: Scene, rng: random.Random) -> Scene:
     """Replace all objects of one randomly picked name in ``scene`` by gifts."""
     name = rng.choice(scene.names)
-    placed = (replace(one, name=GIFT) if one.name == name else one for one in scene.objects)
-    return replace(scene, objects=tuple(placed))
+    replaced = (replace(placed, name=GIFT) if placed.name == name else placed for placed in scene.objects)
+    return replace(scene, objects=tuple(replaced))
 
 
 def gift_scenes(seed: int, *, held_out: bool = False, shares: Mapping[str, float] = SHARES) -> Iterator[Scene]:
@@ -76,7 +76,7 @@ LESSONS: Final = {
 
 
 def lessons_held_out(name: str, count: int, shares: Mapping[str, float] = SHARES) -> list[tuple[Scene, str]]:
-    """Return the first held-out scenes of adapter ``name`` with captions; ``shares`` weights the gift scenes by kind."""
+    """Return the first held-out scenes of adapter ``name`` with captions; ``shares`` weights gift scenes by kind."""
     if name != GIFT:
         return held_out(count)
     rng = random.Random(HELD_OUT_SEED)

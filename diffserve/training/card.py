@@ -36,8 +36,8 @@ SHIPPED = {
     OWN_LORAS: ROOM / "weights" / OWN_LORAS,
 }
 STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter", *LESSONS)
-TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
-BILLED = (*TOLD, "seconds", "flops")
+BILL_COLUMNS = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
+BILLED = (*BILL_COLUMNS, "seconds", "flops")
 WORST_SHOWN = 12
 
 
@@ -47,11 +47,11 @@ def install(work: Path) -> None:
     Raises:
         ConfigError: ``work`` has no model or a bill lacks a field; nothing is changed then.
     """
-    made = {name: place for name, place in SHIPPED.items() if (work / name).is_dir()}
-    if not made:
+    trained = {name: place for name, place in SHIPPED.items() if (work / name).is_dir()}
+    if not trained:
         raise ConfigError(f"nothing was trained in {work}: it has none of {', '.join(SHIPPED)}.")
     new = [_bill(path) for stage in STAGES if (path := work / f"{stage}.json").is_file()]
-    for name, place in made.items():
+    for name, place in trained.items():
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(work / name, place)
     for place in filter(Path.is_dir, SHIPPED.values()):  # the LoRA directory is inside the weights directory
@@ -151,13 +151,13 @@ def negatives_table(ranged: dict[str, Any]) -> str:
 
 def canvases_sentence(ranged: dict[str, Any]) -> str:
     """Describe the exact matches on the other canvases."""
-    told = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
-    return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(told)} exactly."
+    counts = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
+    return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(counts)} exactly."
 
 
 def edition_sentence(*evaluated: dict[str, Any]) -> str:
     """Return a warning if any result was read by an older edition of the checker, else an empty string."""
-    if all(one.get("checker") == EDITION for one in evaluated):
+    if all(document.get("checker") == EDITION for document in evaluated):
         return ""
     return (
         " **It has been tightened since these pictures were read: smeared faces that it passed then it refuses now, "
@@ -169,8 +169,8 @@ def bill_table(bills: Iterable[dict[str, Any]]) -> str:
     """Format the time and operations of each training stage as a table."""
     rows = [["stage", "begun", "iterations", "batch", "learning rate", "device", "hours", "10^15 operations"]]
     for bill in bills:
-        told = [bill[part] for part in TOLD]
-        rows.append([*told, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
+        cells = [bill[part] for part in BILL_COLUMNS]
+        rows.append([*cells, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
     return _table(rows)
 
 
@@ -184,11 +184,11 @@ def preview_sentence(preview: dict[str, Any] | None) -> str:
 
 def adapters_sentence(evaluated: dict[str, Any]) -> str:
     """Describe the scores of the shipped adapters."""
-    alone, others, drawn = (evaluated[part] for part in ("gift_alone", "gift_among_others", "sepia"))
+    alone, mixed, drawn = (evaluated[part] for part in ("gift_alone", "gift_among_others", "sepia"))
     return (
         f"Of {alone['count']} pictures of a gift, on every background but red, the checker, told of gifts, reads "
-        f"{alone['read']} as that and nothing else, and {alone['exact']} are exact, bow and all; of {others['count']} "
-        f"held-out ones of gifts among others {others['read']} and {others['exact']}. With sepia "
+        f"{alone['read']} as that and nothing else, and {alone['exact']} are exact, bow and all; of {mixed['count']} "
+        f"held-out ones of gifts among others {mixed['read']} and {mixed['exact']}. With sepia "
         f"{drawn['nearer_to_sepia']} of {drawn['count']} pictures are nearer to an old photograph of the same seed's "
         f"picture than to that picture (mean colour errors {drawn['error_to_sepia']:.2f} and "
         f"{drawn['error_to_plain']:.2f})."

@@ -101,13 +101,13 @@ class Denoiser(nn.Module):
     def load(self, directory: Path, tokenizer: CLIPTokenizer) -> None:
         """Load exported weights; embeddings are matched by token, and new tokens keep their initial embedding."""
         self.unet.load_state_dict(UNet2DConditionModel.from_pretrained(directory / "unet").state_dict())
-        known = CLIPTokenizer.from_pretrained(directory / "tokenizer").get_vocab()
+        exported_vocabulary = CLIPTokenizer.from_pretrained(directory / "tokenizer").get_vocab()
         state = CLIPTextModel.from_pretrained(directory / "text_encoder").state_dict()
         (table,) = (name for name in state if name.endswith("token_embedding.weight"))
         embedding = self.text_encoder.state_dict()[table].clone()
         for token, index in tokenizer.get_vocab().items():
-            if token in known:
-                embedding[index] = state[table][known[token]]
+            if token in exported_vocabulary:
+                embedding[index] = state[table][exported_vocabulary[token]]
         self.text_encoder.load_state_dict(state | {table: embedding})
 
     def context(self, token_ids: Tensor) -> Tensor:

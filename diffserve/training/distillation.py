@@ -179,13 +179,13 @@ class TrajectoryStore:
         for canvas, shelf in enumerate(self._data):
             path = self._work / f"trajectories-{number}-{canvas}.pt"
             count = math.ceil(self.settings.trajectories / self.settings.rounds * len(shelf.scenes) / total)
-            kept = torch.load(path, weights_only=True) if path.is_file() else {}
-            if kept.pop("made_from", None) == self.made_from and len(kept["token_ids"]) == count:
-                found = Trajectories(**kept)
+            saved = torch.load(path, weights_only=True) if path.is_file() else {}
+            if saved.pop("made_from", None) == self.made_from and len(saved["token_ids"]) == count:
+                trajectories = Trajectories(**saved)
             else:
-                found = self._collect(shelf, count, 1000 * number + canvas, distilled if number else None)
-                keep({"made_from": self.made_from, **vars(found)}, path)
-            self._kept.append(found)
+                trajectories = self._collect(shelf, count, 1000 * number + canvas, distilled if number else None)
+                keep({"made_from": self.made_from, **vars(trajectories)}, path)
+            self._kept.append(trajectories)
 
     def _collect(self, shelf: LatentScenes, count: int, seed: int, distilled: Denoiser | None) -> Trajectories:
         settings = self.settings
@@ -193,9 +193,9 @@ class TrajectoryStore:
         generator = torch.Generator().manual_seed(rng.getrandbits(40))
         parts = []
         for start in range(0, count, COLLECT_ROWS):
-            chosen = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
-            ids = self._token_ids([loose_caption(scene, rng) for scene in chosen])
-            noise = torch.randn((len(chosen), *shelf.latents.shape[1:]), generator=generator).to(settings.device)
+            scenes = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
+            ids = self._token_ids([loose_caption(scene, rng) for scene in scenes])
+            noise = torch.randn((len(scenes), *shelf.latents.shape[1:]), generator=generator).to(settings.device)
             empty_ids, scale = self._token_ids([""]), settings.guidance_scale
             parts.append(collect(self._teacher, distilled, noise, ids, empty_ids, self.ladder, scale))
         columns = [torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)]
@@ -212,10 +212,15 @@ class TrajectoryStore:
         Returns:
             Points and velocities, each (B, 8, h, w), step indices (B,) and token ids (B, MAX_TOKENS).
         """
-        canvases = [one.points for one in self._kept]
-        canvas, chosen = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
-        kept, rows, steps = self._kept[canvas], torch.tensor(chosen), torch.arange(len(chosen)) % NUM_STEPS
-        taken = (kept.points[rows, steps].float(), kept.velocities[rows, steps].float(), steps, kept.token_ids[rows])
+        canvases = [trajectories.points for trajectories in self._kept]
+        canvas, indices = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
+        trajectories, rows, steps = self._kept[canvas], torch.tensor(indices), torch.arange(len(indices)) % NUM_STEPS
+        taken = (
+            trajectories.points[rows, steps].float(),
+            trajectories.velocities[rows, steps].float(),
+            steps,
+            trajectories.token_ids[rows],
+        )
         points, velocities, steps, ids = (tensor.to(self.settings.device) for tensor in taken)
         return points, velocities, steps, ids
 

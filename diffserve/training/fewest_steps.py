@@ -55,11 +55,11 @@ def main(
     model: Annotated[Path, typer.Option(help="directory of the model that painted")] = EMBEDDED_DIRECTORY,
 ) -> None:
     """Write fewest_steps.json into the model's directory."""
-    found = fewest_of(json.loads(report.read_text(encoding="utf-8")))
-    before = read_fewest_steps(model)
-    kept = before.steps if before and before.digest == found.digest else {}
-    found = msgspec.structs.replace(found, steps=dict(sorted((kept | found.steps).items())))
-    text = json.dumps(msgspec.to_builtins(found), indent=1)
+    fewest = fewest_of(json.loads(report.read_text(encoding="utf-8")))
+    previous = read_fewest_steps(model)
+    previous_steps = previous.steps if previous and previous.digest == fewest.digest else {}
+    fewest = msgspec.structs.replace(fewest, steps=dict(sorted((previous_steps | fewest.steps).items())))
+    text = json.dumps(msgspec.to_builtins(fewest), indent=1)
     (model / FEWEST_STEPS_FILE).write_text(text + "\n", encoding="utf-8")
     print(text)
 

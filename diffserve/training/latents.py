@@ -78,19 +78,19 @@ def encode_scenes(
     suffix = "" if stream is training_scenes else f"-{stream.__name__}"
     suffix += "" if draw is render else f"-{draw.__name__}"
     for index, ((width, height), share) in enumerate(CANVASES.items()):
-        chosen = list(islice(stream(seed + index), round(num_scenes * share)))
+        selected = list(islice(stream(seed + index), round(num_scenes * share)))
         path = work / f"latents-{width}x{height}-{made_from}{suffix}.pt"
-        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
-            shelves.append(LatentScenes(chosen, latents))
+        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(selected):
+            shelves.append(LatentScenes(selected, latents))
             continue
         parts = []
-        for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
-            pixels = np.stack([draw(scene, width, height) for scene in chosen[start : start + 32]])
+        for start in track(range(0, len(selected), 32), description=f"latents {width} x {height}"):
+            pixels = np.stack([draw(scene, width, height) for scene in selected[start : start + 32]])
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
         latents = torch.cat(parts)
         keep(latents, path)
-        shelves.append(LatentScenes(chosen, latents))
+        shelves.append(LatentScenes(selected, latents))
     return shelves
 
 
@@ -166,9 +166,9 @@ def batches(
     sums = [list(accumulate(weigh(scene) for scene in shelf.scenes)) for shelf in data]
     while True:
         canvas, rows = draw_rows(rng, canvases, settings.batch_size, sums)
-        chosen = [data[canvas].scenes[row] for row in rows]
-        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in chosen]
+        selected = [data[canvas].scenes[row] for row in rows]
+        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in selected]
         ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        layouts = [layout(scene) if text else UNSAID for scene, text in zip(chosen, words, strict=True)]
+        layouts = [layout(scene) if text else UNSAID for scene, text in zip(selected, words, strict=True)]
         latents = canvases[canvas][torch.tensor(rows)].float()
         yield latents.to(settings.device), ids.to(settings.device), torch.tensor(layouts, device=settings.device)

@@ -44,5 +44,5 @@ class LayoutHead(nn.Linear):
     def loss(self, context: Tensor, layouts: Tensor) -> Tensor:
         """Compute the cross-entropy in nats over the layouts (B, 2) that are not UNSAID; zero if there is none."""
         scores = self(context[:, -READ_TOKENS:]).float().mean(dim=1).view(2 * len(layouts), -1)
-        said = (layouts >= 0).sum().clamp(min=1)
-        return F.cross_entropy(scores, layouts.flatten(), reduction="sum") / said
+        num_known = (layouts >= 0).sum().clamp(min=1)
+        return F.cross_entropy(scores, layouts.flatten(), reduction="sum") / num_known

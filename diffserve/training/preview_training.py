@@ -43,10 +43,10 @@ def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tu
     """Yield endless batches of one canvas each: normalised latents (B, 8, h, w), images (B, 3, 8 h, 8 w) in -1..1."""
     rng, latents = random.Random(seed), [shelf.latents for shelf in data]
     while True:
-        canvas, chosen = draw_rows(rng, latents, batch_size)
+        canvas, indices = draw_rows(rng, latents, batch_size)
         height_px, width_px = (GRID_PX * cells for cells in latents[canvas].shape[-2:])
-        pictures = np.stack([render(data[canvas].scenes[index], width_px, height_px) for index in chosen])
-        yield latents[canvas][torch.tensor(chosen)].float(), to_unit(pictures)
+        pictures = np.stack([render(data[canvas].scenes[index], width_px, height_px) for index in indices])
+        yield latents[canvas][torch.tensor(indices)].float(), to_unit(pictures)
 
 
 def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,4 +113,4 @@ def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: 
     """
     held_out = held_out_pictures(seed, num_scenes, vae.device)
     latents = (vae.encode(truth).latent_dist.mode() for truth in held_out)
-    return mean_psnr_db((net(one), vae.decode(one).sample) for one in latents)
+    return mean_psnr_db((net(batch), vae.decode(batch).sample) for batch in latents)

@@ -98,9 +98,9 @@ def build_tokenizer(*, seed: int = 0, num_wishes: int = 30_000) -> PreTrainedTok
 
 
 def _corpus(seed: int, num_wishes: int) -> Iterable[str]:
-    for one in islice(wishes(seed, held_out=False), num_wishes):
-        yield f" {_plain(one.text)}"
-        yield one.caption
+    for wish in islice(wishes(seed, held_out=False), num_wishes):
+        yield f" {_plain(wish.text)}"
+        yield wish.caption
 
 
 def build_rewriter(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

@@ -63,26 +63,26 @@ def batches(tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, seed: i
     with_system = round(POOL_BATCHES * SYSTEM_SHARE)
     while True:
         drawn = [([*islice(source, max(1, size // 4))], _system(rng)) for _ in range(with_system)]
-        others = sorted(islice(source, (POOL_BATCHES - with_system) * size), key=lambda one: len(one.text))
-        drawn += [(others[start : start + size], "") for start in range(0, len(others), size)]
+        without_system = sorted(islice(source, (POOL_BATCHES - with_system) * size), key=lambda wish: len(wish.text))
+        drawn += [(without_system[start : start + size], "") for start in range(0, len(without_system), size)]
         rng.shuffle(drawn)
         while drawn:
             yield _pairs(tokenizer, *drawn.pop(), settings.device)
 
 
 def _system(rng: random.Random) -> str:
-    style, whole = rng.random(), system_prompt()
+    style, text = rng.random(), system_prompt()
     if style < 0.5:
-        return whole
+        return text
     if style < 0.75:
-        shown = whole.split("; ")
+        shown = text.split("; ")
         return "; ".join(rng.sample(shown, rng.randint(1, len(shown))))
     return rng.choice(INSTRUCTIONS)
 
 
 def _pairs(tokenizer: PreTrainedTokenizerFast, batch: Sequence[LooseWish], system: str, device: str) -> Pairs:
-    prompts = tokenizer([prompt(one.text, system) for one in batch]).input_ids
-    answers = tokenizer([answer(one.caption) for one in batch]).input_ids
+    prompts = tokenizer([prompt(wish.text, system) for wish in batch]).input_ids
+    answers = tokenizer([answer(wish.caption) for wish in batch]).input_ids
     length = max(len(before) + len(after) for before, after in zip(prompts, answers, strict=True))
     token_ids = torch.full((len(batch), -(-length // 4) * 4), tokenizer.pad_token_id)
     labels = torch.full_like(token_ids, IGNORED)
@@ -171,10 +171,10 @@ def rewrite(
     return rewritten
 
 
-def score(asked: Sequence[LooseWish], rewritten: Sequence[str]) -> TextScore:
+def score(wishes: Sequence[LooseWish], rewritten: Sequence[str]) -> TextScore:
     """Compare rewritten wishes with the originals by objects, counts, sizes, relation and background together."""
     spoken = sum(parse_sentence(caption) is not None for caption in rewritten)
-    granted = sum(wish.is_granted_by(caption) for wish, caption in zip(asked, rewritten, strict=True))
+    granted = sum(wish.is_granted_by(caption) for wish, caption in zip(wishes, rewritten, strict=True))
     return TextScore(len(rewritten), spoken, granted)
 
 
@@ -182,11 +182,11 @@ def score_rewriter(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 200
 ) -> dict[str, TextScore]:
     """Score ``count`` held-out wishes (all, complete, vague, by hand) and ``count`` held-out captions."""
-    asked = held_out_wishes(count)
+    originals = held_out_wishes(count)
     captions = [LooseWish.complete(words, scene) for scene, words in held_out(count)]
-    rewritten, recaptioned = (rewrite(model, tokenizer, [one.text for one in part]) for part in (asked, captions))
+    rewritten, recaptioned = (rewrite(model, tokenizer, [wish.text for wish in part]) for part in (originals, captions))
     scores = {
-        name: score([asked[at] for at in rows], [rewritten[at] for at in rows])
-        for name, rows in in_groups(asked).items()
+        name: score([originals[at] for at in rows], [rewritten[at] for at in rows])
+        for name, rows in in_groups(originals).items()
     }
     return scores | {"captions": score(captions, recaptioned)}

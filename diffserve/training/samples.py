@@ -82,11 +82,11 @@ def preview_sheet(net: nn.Module, vae: AutoencoderKL, path: Path) -> Path:
 def quick_score(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
     """Format exact matches, correct backgrounds, and requested objects in the images as one line."""
     verdicts = [check(pixels, scene) for pixels, scene in zip(pictures, truth, strict=True)]
-    wanted = sum(len(scene.objects) for scene in truth)
-    found = sum(
-        (Counter(one.name for one in verdict.reading.objects) & Counter(scene.names)).total()
+    num_requested = sum(len(scene.objects) for scene in truth)
+    num_detected = sum(
+        (Counter(detected.name for detected in verdict.reading.objects) & Counter(scene.names)).total()
         for verdict, scene in zip(verdicts, truth, strict=True)
     )
     exact = sum(verdict.exact for verdict in verdicts)
     grounds = sum(verdict.background for verdict in verdicts)
-    return f"exact {exact}/{len(truth)} background {grounds}/{len(truth)} objects {found}/{wanted}"
+    return f"exact {exact}/{len(truth)} background {grounds}/{len(truth)} objects {num_detected}/{num_requested}"

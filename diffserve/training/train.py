@@ -94,9 +94,9 @@ def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES
     """
     begin = work / "untuned"
     tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
-    kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
-    data = encode_scenes(kept, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
-    return Materials(kept, fingerprint(kept), data, tokenizer)
+    autoencoder = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
+    data = encode_scenes(autoencoder, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
+    return Materials(autoencoder, fingerprint(autoencoder), data, tokenizer)
 
 
 def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
@@ -108,7 +108,7 @@ def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> D
 
 def look_at_samples(
     stage: str,
-    made: Materials,
+    inputs: Materials,
     work: Path,
     *,
     done: int = 0,
@@ -119,7 +119,7 @@ def look_at_samples(
 
     Args:
         stage: prefix of the sheet's file name.
-        made: autoencoder and tokenizer.
+        inputs: autoencoder and tokenizer.
         work: directory of the sheets.
         done: iterations of earlier runs of this stage.
         truth: scenes with captions; by default held-out ones.
@@ -129,7 +129,7 @@ def look_at_samples(
 
     def look(net: Denoiser, iteration: int) -> None:
         words = [words for _, words in truth]
-        pictures = samples.paint(net, made.vae, made.tokenizer, words, **how)
+        pictures = samples.paint(net, inputs.vae, inputs.tokenizer, words, **how)
         samples.sheet([*pictures], 8, work / f"{stage}-{done + iteration:06d}.png")
         print(f"{stage} {done + iteration}: {samples.quick_score(pictures, [scene for scene, _ in truth])}", flush=True)
 
@@ -173,17 +173,17 @@ def denoiser(
 
     After the first run, ``finish`` iterations continue from its weights with a new learning-rate cycle.
     """
-    made = materials(work, device, num_scenes=num_scenes, start=start)
+    inputs = materials(work, device, num_scenes=num_scenes, start=start)
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
-    look = look_at_samples("denoiser", made, work)
+    look = look_at_samples("denoiser", inputs, work)
     trained = train_denoiser(
-        settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
+        settings, work, inputs.data, inputs.tokenizer, start, look, look_every, made_from=inputs.made_from
     )
     if finish:
         settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
-        later = look_at_samples("denoiser", made, work, done=iterations)
-        trained = continue_denoiser("finish", trained, settings, work, made.data, made.tokenizer, later, look_every)
-    print(export(work / "weights", made.vae, trained, made.tokenizer))
+        later = look_at_samples("denoiser", inputs, work, done=iterations)
+        trained = continue_denoiser("finish", trained, settings, work, inputs.data, inputs.tokenizer, later, look_every)
+    print(export(work / "weights", inputs.vae, trained, inputs.tokenizer))
 
 
 @app.command()
@@ -207,7 +207,7 @@ def tune(
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(start or work / "weights", part)
         part.rename(begin)
-    made = tuning_materials(work, device, num_scenes=num_scenes)
+    inputs = tuning_materials(work, device, num_scenes=num_scenes)
     settings = TrainSettings(
         iterations,
         batch,
@@ -220,25 +220,25 @@ def tune(
         max_seconds=minutes and 60 * minutes,
     )
     torch.manual_seed(settings.seed)  # the layout head is not exported and must be initialized identically
-    first = exported_denoiser(begin, made.tokenizer, device)
-    look = look_at_samples("tune", made, work)
-    trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
+    first = exported_denoiser(begin, inputs.tokenizer, device)
+    look = look_at_samples("tune", inputs, work)
+    trained = continue_denoiser("tune", first, settings, work, inputs.data, inputs.tokenizer, look, look_every)
     if (begin / "preview").is_dir():
         shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
-    print(export(work / "weights", made.vae, trained, made.tokenizer))
+    print(export(work / "weights", inputs.vae, trained, inputs.tokenizer))
 
 
 @app.command()
 def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
     """Train the tiny decoder of live previews for the exported weights."""
-    made = materials(work, device)
+    inputs = materials(work, device)
     settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
 
     def look(net: PreviewDecoder, iteration: int) -> None:
-        samples.preview_sheet(net, made.vae, work / f"preview-{iteration:06d}.png")
+        samples.preview_sheet(net, inputs.vae, work / f"preview-{iteration:06d}.png")
 
-    trained = train_preview(settings, work, made.data, look, made_from=made.made_from)
-    print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
+    trained = train_preview(settings, work, inputs.data, look, made_from=inputs.made_from)
+    print(f"previews {fidelity_db(trained, inputs.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
     print(save_preview(trained, work / "weights" / "preview"))
 
 
@@ -247,13 +247,13 @@ def distill(
     work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
 ) -> None:
     """Distill the exported denoiser into four steps without guidance."""
-    made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
+    inputs = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
     settings = distillation.DistillSettings(
         iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE
     )
-    teacher = exported_denoiser(work / "weights", made.tokenizer, device)
-    look = look_at_samples("distill", made, work, num_steps=4, guidance_scale=1.0)
-    change = distillation.distill(settings, work, teacher, made.data, made.tokenizer, look, look_every)
+    teacher = exported_denoiser(work / "weights", inputs.tokenizer, device)
+    look = look_at_samples("distill", inputs, work, num_steps=4, guidance_scale=1.0)
+    change = distillation.distill(settings, work, teacher, inputs.data, inputs.tokenizer, look, look_every)
     distillation.save_adapter(work / FULL_TURBO, change)
     truncate(work, device)
 
@@ -292,7 +292,7 @@ def adapters(
     """Train the small LoRA files that ship with the exported denoiser; its autoencoder stays unchanged."""
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = CLIPTokenizer.from_pretrained(start / "tokenizer")
-    kept = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
+    autoencoder = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
     teacher = exported_denoiser(start, tokenizer, device)
     settings = TrainSettings(
         iterations,
@@ -305,18 +305,18 @@ def adapters(
         checkpoint_every=50,
         max_seconds=minutes and 60 * minutes,
     )
-    for one in name:
-        lesson = LESSONS[one]
+    for adapter in name:
+        lesson = LESSONS[adapter]
         data = encode_scenes(
-            kept, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
+            autoencoder, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
         )
-        made = Materials(kept, fingerprint(kept), data, tokenizer)
-        truth = lessons_held_out(one, 8)
-        look = look_at_samples(one, made, work, truth=truth, num_steps=12)
-        change = train_adapter(one, settings, rank, work, teacher, data, tokenizer, look, look_every)
+        inputs = Materials(autoencoder, fingerprint(autoencoder), data, tokenizer)
+        truth = lessons_held_out(adapter, 8)
+        look = look_at_samples(adapter, inputs, work, truth=truth, num_steps=12)
+        change = train_adapter(adapter, settings, rank, work, teacher, data, tokenizer, look, look_every)
         folder = work / OWN_LORAS
         folder.mkdir(parents=True, exist_ok=True)
-        change.save(folder / f"{one}.safetensors", lesson.words)
+        change.save(folder / f"{adapter}.safetensors", lesson.words)
 
 
 @app.command()

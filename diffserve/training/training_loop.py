@@ -76,8 +76,10 @@ def muon_and_adamw(
 ) -> list[torch.optim.Optimizer]:
     """Build Muon for the ``hidden`` matrices and kernels of ``net``, AdamW for all others, at one learning rate."""
     taken = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken]
-    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
+    other_parameters = [
+        parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken
+    ]
+    return [Muon(hidden, lr=settings.learning_rate), adamw(other_parameters, settings)]
 
 
 def fingerprint(net: nn.Module) -> str:
@@ -199,8 +201,8 @@ class Run(Generic[Net]):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             optimizer.step()
-        kept = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
-        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - kept)
+        decay = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - decay)
         self.smooth_loss = value if math.isnan(self.smooth_loss) else 0.98 * self.smooth_loss + 0.02 * value
 
     def save(self) -> None:

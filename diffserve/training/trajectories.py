@@ -80,7 +80,7 @@ def collect(
     The path is the distilled model's, or the teacher's if ``distilled`` is None. The targets are recorded at every
     timestep of the distilled model.
     """
-    visited, wanted = [], []
+    visited, targets = [], []
     with torch.autocast(points.device.type, dtype=torch.bfloat16):
         cond, uncond = (teacher.text_encoder(ids).last_hidden_state for ids in (token_ids, empty_ids))
         both = torch.cat([cond, uncond.expand_as(cond)])
@@ -90,7 +90,7 @@ def collect(
                 with_text, without = teacher.unet(goal.repeat(2, 1, 1, 1), fine, both).sample.float().chunk(2)
                 goal = ddim_step(goal, without + guidance_scale * (with_text - without), small_angle)
             visited.append(points.half().cpu())
-            wanted.append(velocity_to(points, goal, angle).half().cpu())
-            own = None if distilled is None else distilled.unet(points, timestep, cond).sample.float()
-            points = goal if own is None else ddim_step(points, own, angle)
-    return Trajectories(torch.stack(visited, 1), torch.stack(wanted, 1), token_ids.cpu())
+            targets.append(velocity_to(points, goal, angle).half().cpu())
+            predicted = None if distilled is None else distilled.unet(points, timestep, cond).sample.float()
+            points = goal if predicted is None else ddim_step(points, predicted, angle)
+    return Trajectories(torch.stack(visited, 1), torch.stack(targets, 1), token_ids.cpu())

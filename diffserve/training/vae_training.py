@@ -118,8 +118,8 @@ def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
 
 def mean_psnr_db(batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Compute the mean PSNR in dB of pairs of images (B, 3, H, W), both clamped to -1..1."""
-    found = []
+    values = []
     for batch in batches:
         painted, truth = (part.clamp(-1, 1).cpu().numpy() for part in batch)
-        found += [psnr_db(one, other, peak=2.0) for one, other in zip(painted, truth, strict=True)]
-    return mean(found)
+        values += [psnr_db(image, reference, peak=2.0) for image, reference in zip(painted, truth, strict=True)]
+    return mean(values)

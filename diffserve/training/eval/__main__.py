@@ -93,9 +93,9 @@ def evaluate_precisions(
     out: Out = None,
 ) -> None:
     """Measure the rewriter's perplexity at lower precision; exit code 3 if it rises by more than is allowed."""
-    found = precisions.evaluate(names.split(","), count)
-    _show(found, out)
-    if not all(one["passes"] for one in found["precisions"].values()):
+    document = precisions.evaluate(names.split(","), count)
+    _show(document, out)
+    if not all(result["passes"] for result in document["precisions"].values()):
         raise typer.Exit(3)
 
 

@@ -28,14 +28,17 @@ def with_lora(how: DiffusionParams, name: str) -> DiffusionParams:
     return msgspec.structs.replace(how, loras=(Lora(name),))
 
 
-def gift_score(engine: Engine, asked: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
+def gift_score(engine: Engine, requested: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
     """Score generated scenes with gifts by the checker.
 
     "read" counts the images with exactly the requested objects, clear or smeared.
     """
-    pictures = paint(engine, [words for _, words in asked], with_lora(how, GIFT), first_seed=SEED)
-    judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(asked, pictures, strict=True)]
-    read = (sorted(found.name for found in verdict.reading.objects) == sorted(scene.names) for scene, verdict in judged)
+    pictures = paint(engine, [words for _, words in requested], with_lora(how, GIFT), first_seed=SEED)
+    judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(requested, pictures, strict=True)]
+    read = (
+        sorted(detected.name for detected in verdict.reading.objects) == sorted(scene.names)
+        for scene, verdict in judged
+    )
     return {**asdict(score(judged)), "read": sum(read)}
 
 
@@ -48,9 +51,9 @@ def drawn_in_sepia(engine: Engine, count: int, how: DiffusionParams = TEACHER) -
     prompts = [words for _, words in lessons_held_out(SEPIA, count)]
     plain = paint(engine, prompts, how, first_seed=SEED)
     drawn = paint(engine, prompts, with_lora(how, SEPIA), first_seed=SEED)
-    to_drawing = [_error(one, sepia(other)) for one, other in zip(drawn, plain, strict=True)]
-    to_picture = [_error(one, other) for one, other in zip(drawn, plain, strict=True)]
-    nearer = sum(style < own for style, own in zip(to_drawing, to_picture, strict=True))
+    to_drawing = [_error(styled, sepia(original)) for styled, original in zip(drawn, plain, strict=True)]
+    to_picture = [_error(styled, original) for styled, original in zip(drawn, plain, strict=True)]
+    nearer = sum(drawing < picture for drawing, picture in zip(to_drawing, to_picture, strict=True))
     return {
         "count": count,
         "nearer_to_sepia": nearer,
@@ -73,5 +76,5 @@ def evaluate(engine: Engine, count: int = 30, how: DiffusionParams = TEACHER) ->
     }
 
 
-def _error(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    return float(np.abs(one.astype(np.float32) - other.astype(np.float32)).mean() / 255)
+def _error(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    return float(np.abs(first.astype(np.float32) - second.astype(np.float32)).mean() / 255)

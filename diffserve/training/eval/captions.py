@@ -85,28 +85,30 @@ def categories(scene: Scene) -> set[str]:
 
 def scores(judged: Sequence[Judged]) -> dict[str, Score]:
     """Compute the scores overall ("all") and by category."""
-    parts = {name: [one for one in judged if name in categories(one[0])] for name in CATEGORIES}
+    parts = {name: [item for item in judged if name in categories(item[0])] for name in CATEGORIES}
     return {name: score(part) for name, part in {"all": judged, **parts}.items()}
 
 
 def confusions(judged: Sequence[Judged]) -> dict[str, Confusion]:
     """Count requests, recognitions and the most frequent substitutes of every requested object, in world order."""
-    asked: Counter[str] = Counter()
+    requested: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     instead: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for scene, verdict in judged:
-        wanted = Counter(scene.names)
-        seen = Counter(found.name for found in verdict.reading.objects if found.is_clear)
-        surplus = list((seen - wanted).elements())
-        smeared = any(not found.is_clear for found in verdict.reading.objects)
-        asked += wanted
-        missing += wanted - seen
-        for name in wanted - seen:
+        expected = Counter(scene.names)
+        clear = Counter(detected.name for detected in verdict.reading.objects if detected.is_clear)
+        surplus = list((clear - expected).elements())
+        smeared = any(not detected.is_clear for detected in verdict.reading.objects)
+        requested += expected
+        missing += expected - clear
+        for name in expected - clear:
             instead[name].update(surplus or [SMEAR if smeared else NOTHING])
     return {
-        name: Confusion(asked[name], asked[name] - missing[name], dict(instead[name].most_common(MAX_CONFUSIONS)))
+        name: Confusion(
+            requested[name], requested[name] - missing[name], dict(instead[name].most_common(MAX_CONFUSIONS))
+        )
         for name in OBJECTS
-        if asked[name]
+        if requested[name]
     }
 
 

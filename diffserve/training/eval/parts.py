@@ -41,11 +41,11 @@ def round_trip_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[f
 
 def preview_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[float]:
     """Compute the PSNR in dB of the preview of every held-out scene against the autoencoder's decode."""
-    found = []
+    values = []
     for scene in islice(scenes(SEED, held_out=True), num_scenes):
         latents = model.vae.encode(render(scene)[None])
-        found.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
-    return found
+        values.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
+    return values
 
 
 def giga_operations(call: Callable[[], Any]) -> float:
@@ -75,8 +75,8 @@ def median_s(calls: Iterable[Callable[[], Any]]) -> float:
 
 def checker_ms(num_scenes: int = 20) -> float:
     """Measure the median milliseconds of the checker on a clean rendering, without the first one."""
-    chosen = islice(scenes(SEED, held_out=True), num_scenes + 1)
-    return 1e3 * median_s(partial(check, render(scene), scene) for scene in chosen)
+    selected = islice(scenes(SEED, held_out=True), num_scenes + 1)
+    return 1e3 * median_s(partial(check, render(scene), scene) for scene in selected)
 
 
 def painting_seconds(engine: Engine) -> dict[str, float]:

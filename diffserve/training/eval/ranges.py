@@ -74,7 +74,8 @@ def objects_kept_away(engine: Engine, count: int) -> KeptAway:
     negatives = [f"{article_for(name)} {name}" for name in unasked.values()]
     after = _read(engine, [prompts[index] for index in unasked], negatives, unasked)
     avoided = [
-        name not in {found.name for found in now.objects} for now, name in zip(after, unasked.values(), strict=True)
+        name not in {detected.name for detected in now.objects}
+        for now, name in zip(after, unasked.values(), strict=True)
     ]
     right = [now.background == grounds[index] for now, index in zip(after, unasked, strict=True)]
     return _kept_away(avoided, right)

@@ -70,8 +70,8 @@ class Gain:
 
 def gain(results: Sequence[PairedResult], max_entropy: float) -> Gain:
     """Compute the gain of rewriting at a threshold; the interval resamples pairs."""
-    plain = [one.plain for one in results]
-    rewritten = [one.is_exact(max_entropy) for one in results]
+    plain = [result.plain for result in results]
+    rewritten = [result.is_exact(max_entropy) for result in results]
     points = [100.0 * (after - before) for before, after in zip(plain, rewritten, strict=True)]
     low, high = mean_interval(points)
     return Gain(
@@ -81,8 +81,8 @@ def gain(results: Sequence[PairedResult], max_entropy: float) -> Gain:
         gain=round(float(np.mean(points)), 2) if points else 0.0,
         low=round(low, 2),
         high=round(high, 2),
-        taken=sum(one.is_taken(max_entropy) for one in results),
-        granted=sum(one.is_granted(max_entropy) for one in results),
+        taken=sum(result.is_taken(max_entropy) for result in results),
+        granted=sum(result.is_granted(max_entropy) for result in results),
     )
 
 
@@ -113,7 +113,7 @@ def compare(
             shows(picture, wish.asked)
             for picture, wish in zip(paint(engine, prompts, how, first_seed=SEED), wishes, strict=True)
         ]
-        for prompts in ([wish.text for wish in wishes], [one.prompt for one in rewrites])
+        for prompts in ([wish.text for wish in wishes], [rewrite.prompt for rewrite in rewrites])
     )
     return [PairedResult(*parts) for parts in zip(wishes, rewrites, plain, rewritten, strict=True)]
 
@@ -122,35 +122,35 @@ def summarise(
     wishes: Sequence[PairedResult], captions: Sequence[PairedResult], *, max_entropy: float, head: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything as one JSON document, with ``head``, the names of models and settings, first."""
-    groups = in_groups([one.wish for one in wishes])
+    groups = in_groups([result.wish for result in wishes])
     return {
         **head,
         "max_entropy": max_entropy,
         "wishes": {name: asdict(gain([wishes[at] for at in rows], max_entropy)) for name, rows in groups.items()},
         "captions": asdict(gain(captions, max_entropy)),
-        "fallbacks": dict(Counter(one.rewrite.fallback for one in wishes if one.rewrite.fallback)),
+        "fallbacks": dict(Counter(result.rewrite.fallback for result in wishes if result.rewrite.fallback)),
         "thresholds": [
             {
-                "max_entropy": most,
-                "wishes_taken": sum(one.is_taken(most) for one in wishes),
-                "wishes_exact": sum(one.is_exact(most) for one in wishes),
-                "captions_taken": sum(one.is_taken(most) for one in captions),
-                "captions_exact": sum(one.is_exact(most) for one in captions),
+                "max_entropy": max_entropy,
+                "wishes_taken": sum(result.is_taken(max_entropy) for result in wishes),
+                "wishes_exact": sum(result.is_exact(max_entropy) for result in wishes),
+                "captions_taken": sum(result.is_taken(max_entropy) for result in captions),
+                "captions_exact": sum(result.is_exact(max_entropy) for result in captions),
             }
-            for most in THRESHOLDS
+            for max_entropy in THRESHOLDS
         ],
-        "trials": {"wishes": [_row(one) for one in wishes], "captions": [_row(one) for one in captions]},
+        "trials": {"wishes": [_row(result) for result in wishes], "captions": [_row(result) for result in captions]},
     }
 
 
-def _row(one: PairedResult) -> dict[str, Any]:
+def _row(result: PairedResult) -> dict[str, Any]:
     return {
-        "wish": one.wish.text,
-        "answer": one.rewrite.answer,
-        "fallback": one.rewrite.fallback,
-        "mean_entropy": round(one.rewrite.mean_entropy, 3),
-        "plain": one.plain,
-        "rewritten": one.rewritten,
+        "wish": result.wish.text,
+        "answer": result.rewrite.answer,
+        "fallback": result.rewrite.fallback,
+        "mean_entropy": round(result.rewrite.mean_entropy, 3),
+        "plain": result.plain,
+        "rewritten": result.rewritten,
     }
 
 

@@ -51,13 +51,13 @@ class LooseWish:
     @classmethod
     def complete(cls, text: str, scene: Scene) -> LooseWish:
         """Return a wish that states everything about ``scene``."""
-        said = Said.by(scene)
-        return cls(text, sentence(said), Asked.exactly(said), scene)
+        content = Said.by(scene)
+        return cls(text, sentence(content), Asked.exactly(content), scene)
 
     def is_granted_by(self, prompt: str) -> bool:
         """Whether ``prompt`` states everything that the wish settles, in a canonical sentence."""
-        said = parse_sentence(prompt)
-        return said is not None and self.asked.allows(said)
+        content = parse_sentence(prompt)
+        return content is not None and self.asked.allows(content)
 
 
 def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
@@ -81,8 +81,8 @@ def _complete(kind: str, scene: Scene, writer: Writer) -> LooseWish:
         text = caption(scene, writer.rng)
         return LooseWish.complete(misspell(text, writer.rng) if writer.chance(0.2) else text, scene)
     can_be_listed = scene.relation in (None, "next to")
-    said = Said.by(scene)
-    text = writer.tags(said) if kind == "tags" and can_be_listed else writer.free(said)
+    content = Said.by(scene)
+    text = writer.tags(content) if kind == "tags" and can_be_listed else writer.free(content)
     return LooseWish.complete(as_typed(text, writer.rng), scene)
 
 
@@ -95,10 +95,10 @@ def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
 
 def _vague(writer: Writer) -> LooseWish:
     while True:
-        text, asked, said = vague_wish(writer)
-        scene = said.stage(writer.rng)
+        text, settled, content = vague_wish(writer)
+        scene = content.stage(writer.rng)
         if writer.held_out or not is_held_out(scene):
-            return LooseWish(as_typed(text, writer.rng), sentence(said), asked, scene)
+            return LooseWish(as_typed(text, writer.rng), sentence(content), settled, scene)
 
 
 def held_out_wishes(count: int) -> list[LooseWish]:
@@ -115,13 +115,15 @@ def wishes_by_hand() -> list[LooseWish]:
 
 def _by_hand(line: str) -> LooseWish:
     text, objects, relation, background, size = (part.strip() for part in line.split(" | "))
-    names = tuple(frozenset(one.replace("_", " ").split("/")) for one in objects.split(" "))
+    names = tuple(frozenset(choices.replace("_", " ").split("/")) for choices in objects.split(" "))
     relations = {"-": (None,), "*": RELATIONS}.get(relation, (relation,))
     backgrounds = BACKGROUNDS if background == "*" else (background,)
-    asked = Asked(names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds))
+    settled = Asked(
+        names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds)
+    )
     picks = tuple(min(choices) for choices in names)
-    said = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
-    return LooseWish(text, sentence(said), asked, said.stage(random.Random(0)))
+    content = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
+    return LooseWish(text, sentence(content), settled, content.stage(random.Random(0)))
 
 
 def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
@@ -136,11 +138,11 @@ def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
     return {name: [at for at, wish in enumerate(wishes) if test(wish)] for name, test in belongs.items()}
 
 
-def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
+def shows(pixels: NDArray[np.uint8], settled: Asked) -> bool:
     """Whether the (height, width, 3) image satisfies a wish in every part, with any choice for what was left open."""
     reading = read_picture(pixels)
-    names = [one.name for one in reading.objects]
-    orders = set(permutations(names)) if len(names) == len(asked.names) else set()
-    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # sizes apply to single objects only
-    options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
-    return any(judge(reading, SceneSpec.of(said)).exact for said in options if asked.allows(said))
+    names = [placed.name for placed in reading.objects]
+    orders = set(permutations(names)) if len(names) == len(settled.names) else set()
+    sizes = settled.sizes if len(names) == 1 else settled.sizes & {"plain"}  # sizes apply to single objects only
+    options = (Said(*parts, reading.background) for parts in product(orders, settled.relations, sizes))
+    return any(judge(reading, SceneSpec.of(content)).exact for content in options if settled.allows(content))

@@ -33,8 +33,8 @@ MIN_LETTERS = 4
 def known_words() -> frozenset[str]:
     """Return every word of the captions and of clean wishes; a misspelling must not turn one word into another."""
     tables = (*msgspec.structs.astuple(sentences()), *msgspec.structs.astuple(words()), IRREGULAR)
-    known = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
-    return frozenset(re.findall(r"[a-z]+", str(known).lower()))
+    sources = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
+    return frozenset(re.findall(r"[a-z]+", str(sources).lower()))
 
 
 def slip(word: str, rng: random.Random) -> str:
@@ -43,13 +43,13 @@ def slip(word: str, rng: random.Random) -> str:
     A result that is another word of :func:`known_words` is discarded.
     """
     at = rng.randrange(len(word) - 1)
-    letter, rest = word[at], word[at + 1 :]
+    letter, tail = word[at], word[at + 1 :]
     changed = rng.choice(
         (
-            f"{word[:at]}{rest[0]}{letter}{rest[1:]}",
-            word[:at] + rest,
-            f"{word[:at]}{letter}{letter}{rest}",
-            f"{word[:at]}{rng.choice(NEIGHBOURS.get(letter, letter))}{rest}",
+            f"{word[:at]}{tail[0]}{letter}{tail[1:]}",
+            word[:at] + tail,
+            f"{word[:at]}{letter}{letter}{tail}",
+            f"{word[:at]}{rng.choice(NEIGHBOURS.get(letter, letter))}{tail}",
         )
     )
     return word if changed in known_words() else changed

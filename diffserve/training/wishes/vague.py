@@ -49,7 +49,7 @@ def vague_wish(writer: Writer) -> tuple[str, Asked, Said]:
     """Return the text of a vague wish, what it settles, and a sensible choice."""
     form = writer.rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     if form == "named":
-        return _named(writer)
+        return _wish_by_name(writer)
     mood = _mood(writer)
     if form in ("pair", "single"):
         return _described(writer, mood, 2 if form == "pair" else 1)
@@ -66,14 +66,14 @@ def _mood(writer: Writer) -> Mood:
     return Mood(writer.rng.choice(split(feelings)), *words().moods[feelings])
 
 
-def _named(writer: Writer) -> tuple[str, Asked, Said]:
+def _wish_by_name(writer: Writer) -> tuple[str, Asked, Said]:
     """Return a wish with objects and relation but no background."""
     kind = writer.rng.choices(list(KIND_SHARES), weights=list(KIND_SHARES.values()))[0]
-    said = Said.by(draw_scene(kind, writer.rng))
-    text = writer.around(writer.uncommon(lambda: writer.objects(said)))
-    homes = [home for name in said.names for home in homes_of(name)[:3]]
-    said = _with_background(said, sorted(homes, key=homes.index), writer)
-    return text, replace(Asked.exactly(said), backgrounds=frozenset(BACKGROUNDS)), said
+    content = Said.by(draw_scene(kind, writer.rng))
+    text = writer.around(writer.uncommon(lambda: writer.objects(content)))
+    homes = [home for name in content.names for home in homes_of(name)[:3]]
+    content = _with_background(content, sorted(homes, key=homes.index), writer)
+    return text, replace(Asked.exactly(content), backgrounds=frozenset(BACKGROUNDS)), content
 
 
 def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Asked, Said]:
@@ -108,7 +108,7 @@ def _settled(
     writer: Writer, text: str, slots: list[Slot], mood: Mood, background: str | None = None
 ) -> tuple[str, Asked, Said]:
     """Choose what is open: by the mood first, then by the objects' usual backgrounds; objects of the sky go above."""
-    asked = Asked(
+    settled = Asked(
         tuple(frozenset(slot.names) for slot in slots),
         frozenset(RELATIONS if len(slots) == 2 else (None,)),
         frozenset(SIZES_PX if len(slots) == 1 else ("plain",)),
@@ -122,18 +122,18 @@ def _settled(
     relation = None if len(names) == 1 else "next to"
     if len(names) == 2 and (names[0] in SKY) != (names[1] in SKY):
         relation = "above" if names[0] in SKY else "below"
-    said = Said(tuple(names), relation, "plain", background or "")
+    content = Said(tuple(names), relation, "plain", background or "")
     if background is None:
         homes = [*mood.backgrounds, *(home for name in reversed(names) for home in homes_of(name))]
-        said = _with_background(said, homes, writer)
-    return text, asked, said
+        content = _with_background(content, homes, writer)
+    return text, settled, content
 
 
-def _with_background(said: Said, likely: Sequence[str], writer: Writer) -> Said:
+def _with_background(content: Said, likely: Sequence[str], writer: Writer) -> Said:
     """Choose a background on which every object is visible, likely ones more often; training skips held-out scenes."""
-    options = [replace(said, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
-    clear = [one for one in options if not any((name, one.background) in CAMOUFLAGED for name in one.names)]
-    fair = [one for one in clear if writer.held_out or not is_held_out(one.stage(writer.rng))]
+    options = [replace(content, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
+    clear = [option for option in options if not any((name, option.background) in CAMOUFLAGED for name in option.names)]
+    fair = [option for option in clear if writer.held_out or not is_held_out(option.stage(writer.rng))]
     return _likely([*(fair or clear)][:3], writer.rng)
 
 

@@ -131,8 +131,8 @@ def colors_for(color: str) -> Wordings:
 @cache
 def homes_of(name: str) -> Wordings:
     """Return the backgrounds that suit an object, the likeliest first."""
-    own = [background for background, names in words().homes.items() if name in names]
-    return tuple(dict.fromkeys((*own, *words().default_homes)))
+    listed = [background for background, names in words().homes.items() if name in names]
+    return tuple(dict.fromkeys((*listed, *words().default_homes)))
 
 
 @cache
