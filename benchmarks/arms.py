@@ -68,7 +68,7 @@ class PipelineArm:
 
     @classmethod
     def load(cls, directory: Path, model: DiffusionModel) -> PipelineArm:
-        """The pipeline that diffusers loads from the files of ``model``."""
+        """Load the diffusers pipeline from the files of ``model``."""
         name = "StableDiffusionXLPipeline" if len(model.text.encoders) == 2 else "StableDiffusionPipeline"
         plain = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
         with hushed("transformers", "diffusers"):
@@ -78,7 +78,7 @@ class PipelineArm:
         return cls(pipeline.to(model.device), model)
 
     def compiled(self) -> PipelineArm:
-        """An arm whose UNet is made by ``torch.compile``, again for every shape; that takes a minute each.
+        """Return an arm whose UNet is compiled by ``torch.compile``, a minute for every shape.
 
         Weights are frozen into it on a CPU only: there it is faster, on a GPU it keeps compiled code out of caches.
         """
@@ -142,9 +142,9 @@ class PipelineArm:
 
 
 def make_arms(names: Sequence[str], engine: Engine, arm: PipelineArm, *, batch: int) -> dict[str, Paint]:
-    """The arms ``names``. ``batch``: of the static ones.
+    """Build the arms ``names``; ``batch`` is the size of static batches.
 
-    "engine-eager" is left out where the engine has nothing compiled: it is the same then.
+    "engine-eager" is left out if the engine has no compiled code, since it would be identical.
     """
     made: dict[str, Paint] = {}
     compiled = arm.compiled() if any(name in ("serial-compiled", "static-compiled") for name in names) else arm
@@ -169,7 +169,7 @@ def settle(engine: Engine) -> None:
 
 
 def compiled_sizes(engine: Engine) -> list[tuple[int, int]]:
-    """(width, height) of the first good sizes, as far as they are painted by compiled calls."""
+    """Return (width, height) of the first good sizes that have compiled calls."""
     groups = [(size, engine.runners.group_of_short_prompts(*size)) for size in engine.info.good_sizes[:2]]
     return [size for size, group in groups if engine.runners.groups.best(group).is_compiled]
 
@@ -182,7 +182,7 @@ def eager(engine: Engine) -> Engine:
 
 
 def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
-    """All requests at once, as they come."""
+    """Run all requests at once in order of arrival."""
     started_s = time.perf_counter()
     for request in requests:
         engine.submit(request)
@@ -193,7 +193,7 @@ def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
 
 
 def exactness(engine: Engine, arm: PipelineArm, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-    """A sample of ``requests`` painted together, alone, and by diffusers: equal bytes, and the largest difference."""
+    """Compare a sample of ``requests`` run together, alone, and by diffusers: equal bytes and largest difference."""
     together = engine.generate(requests)
     same_bytes, worst, spread = 0, 0.0, 0.0
     for mixed, request in zip(together, requests, strict=True):

@@ -1,12 +1,12 @@
-"""Bulk benchmark: a batch over Ray whose worker is killed twice and which is itself killed once, each picture once.
+"""Bulk benchmark: a batch over Ray whose worker is killed twice and whose command is killed once.
 
     python benchmarks/bench_bulk.py --lines 2000 --out benchmarks/results/bulk.json
     python benchmarks/bench_bulk.py --lines 100000 --workers 8 --shard-lines 200 --model DIR --webdataset
 
-``diffserve batch --cluster`` paints a file of prompts. After a quarter and after half of the shards a worker is killed,
-after three quarters the command itself (SIGKILL, with all that it started), and the same command goes on. Then every
-line must be told of once and every picture be there once. Told are pictures a second over all of it, and what was
-painted twice. Progress goes to stderr, one JSON document to stdout.
+``diffserve batch --cluster`` generates the images of a file of prompts. After a quarter and after half of the shards a
+worker is killed, after three quarters the command itself (SIGKILL, with all child processes), and the same command is
+started again. Then every line must be reported once and every image exist once. Results are images per second in total
+and the number of images generated twice. Progress goes to stderr, one JSON document to stdout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batch = subprocess.Popen[str]
 
 
 class Bulk:
-    """A batch that is begun, hurt and gone on with; ``look`` sees the command while its first worker paints."""
+    """A batch run that is killed and restarted; ``look`` sees the command while its first worker generates."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Bulk:
 
     @property
     def shards(self) -> dict[Path, int]:
-        """Those that are over, and when that was written."""
+        """Return the finished shards with the time at which each was written."""
         return {path: path.stat().st_mtime_ns for path in (self.folder / "shards").glob("*.jsonl")}
 
     def run(self, kills: tuple[int, int], restart: int) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Bulk:
             time.sleep(0.02)
 
     def _worker_of(self, batch: Batch) -> psutil.Process:
-        """One that paints."""
+        """Wait for a worker process of ``batch``. Raises TimeoutError if none starts."""
         until_s = time.monotonic() + self._patience_s
         while time.monotonic() < until_s:
             for child in psutil.Process(batch.pid).children(recursive=True):
@@ -127,9 +127,7 @@ class Bulk:
 
 
 def counted(folder: Path) -> dict[str, int]:
-    """What the results tell of, and what there is: lines, those told of more than once, pictures that are told of,
-    files, and files of which nobody tells or that are missing.
-    """
+    """Count lines, repeated lines, reported images, files, and files that are unreported or missing."""
     outcomes = list(read_outcomes(folder / NAME))
     lines = Counter(one.line for one in outcomes)
     told = Counter(name for one in outcomes for name in one.files)

@@ -84,7 +84,7 @@ def main(
 
 
 def without_engines(folder: Path) -> dict[str, str]:
-    """The environment in which whatever Python starts has engines that compute nothing, replicas of Ray's, too."""
+    """Return an environment in which Python processes, including Ray replicas, use engines that compute nothing."""
     own = folder / "site"
     own.mkdir()
     (own / "sitecustomize.py").write_text(
@@ -110,7 +110,7 @@ def cluster_of(
 
 
 def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps: int) -> dict[str, Any]:
-    """What a picture of the second takes more than one of the first."""
+    """Measure the additional time per image of the second server over the first."""
     askers = [Asker(server, steps) for server in pair]
     for seed in range(WARM):
         for asker in askers:
@@ -144,14 +144,14 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
 
 
 class Asker:
-    """One connection to a server, by which it is asked for pictures of so many ``steps``."""
+    """One connection to a server for requests of ``steps`` steps."""
 
     def __init__(self, server: RunningServer, steps: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         self._asked = {"prompt": "a red fox", "num_inference_steps": steps}
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def ask_s(self, seed: int) -> float:

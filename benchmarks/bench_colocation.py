@@ -1,14 +1,13 @@
-"""Pictures and rewrites on one device: what each side loses when the other is there too.
+"""Images and rewrites on one device: the slowdown of each by the other.
 
     python benchmarks/bench_colocation.py --model embedded
 
-Three arms: rewrites alone, pictures alone, both. So many requests are kept in flight, fresh ones in place of those that
-are finished. A round is rewrites, then pictures that go on and on while rewrites come and go, then rewrites again;
-ratios are of arms of the same round. Two views of the time of an output token: of each token (from one to the next),
-and of each rewrite (its mean, ``timings.tpot_s``).
+Three arms: rewrites alone, images alone, both. A fixed number of requests is in flight; each finished request is
+replaced by a new one. A round is rewrites, then images that continue while rewrites start and stop, then rewrites
+again; ratios compare arms of the same round. The time of an output token is reported per token (from one to the next)
+and per rewrite (its mean, ``timings.tpot_s``).
 
-``--clock cpu`` counts the seconds that this process computed, in one thread: on a machine that has other work to do,
-what the clock on the wall would show if it had not.
+``--clock cpu`` counts the CPU seconds of this process in one thread, for machines with other work.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -63,13 +62,13 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
 class Window:
-    """What happened while it was open: token times by token and by rewrite, and UNet rows."""
+    """Measurements of one time window: token times by token and by rewrite, and UNet rows."""
 
     seconds: float = 0.0
     token_s: list[float] = field(default_factory=list)
@@ -84,7 +83,7 @@ class Window:
     text_s: float = 0.0
 
     def add(self, before: EngineStats, after: EngineStats) -> None:
-        """What the engine did between two snapshots."""
+        """Add the engine's work between two snapshots."""
         self.num_rows += after.images.num_rows - before.images.num_rows
         self.num_steps += after.images.num_steps - before.images.num_steps
         self.busy_s += after.images.busy_s - before.images.busy_s
@@ -97,7 +96,7 @@ class Window:
         return self.num_rows / self.seconds
 
     def told(self) -> dict[str, float]:
-        """In milliseconds and per second."""
+        """Return the results in milliseconds and per second."""
         found = {"rows_per_s": self.rows_per_s}
         if self.num_rows:
             found |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
@@ -119,7 +118,7 @@ class Window:
 
 
 class WatchedRewriter(Rewriter):
-    """Tells ``watched`` when tokens come; a piece of several tokens took its time for each of them alike."""
+    """Rewriter that records token times in ``watched``; the time of several tokens is split equally."""
 
     def __init__(self, texts: TextEngine, *, style: str, window: TextWindow, clock: Clock) -> None:
         super().__init__(texts, style=style, window=window, max_entropy=UNSURE_OF_NOTHING)
@@ -128,7 +127,7 @@ class WatchedRewriter(Rewriter):
         self._said_s: dict[str, float] = {}
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
-        """See ``Rewriter``."""
+        """Handle text events as ``Rewriter`` does, and record token times."""
         told = list(events)
         now_s = self.clock()
         for event in told:
@@ -159,7 +158,7 @@ class Load:
         self._seeds = itertools.count()
 
     def run(self, window: Window, *, pictures: int, rewrites: int, seconds: float, settle_s: float) -> None:
-        """``seconds`` of it into ``window``, after ``settle_s`` that are not counted. Pictures in flight go on."""
+        """Record ``seconds`` into ``window`` after ``settle_s`` of warm-up; images in flight continue afterwards."""
         rewriter = self.studio.rewriter
         assert isinstance(rewriter, WatchedRewriter)
         self._leave("picture" if not pictures else "rewrite" if not rewrites else "")
@@ -174,7 +173,7 @@ class Load:
         rewriter.watched = None
 
     def stop(self) -> None:
-        """Everything is over when this returns."""
+        """Cancel all requests and wait until they have ended."""
         self._leave("picture")
         self._leave("rewrite")
         for event in self.studio.events():
@@ -216,7 +215,7 @@ class Load:
 
 
 def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[str, str, str]:
-    """What to load as image model and as language model, and what the latter is."""
+    """Return the image model, the language model, and a description of the latter."""
     if model in NAMES:
         say(f"making {model}")
         model = str(save_random_model(model, scratch, dtype=choose_device("auto", dtype).compute_dtype))
@@ -234,7 +233,7 @@ def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[s
 
 
 def open_engine(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> CombinedEngine:
-    """A warm studio whose rewriter is watched."""
+    """Load and warm up an engine for images and text whose rewriter is recorded."""
     env = {"DIFFSERVE_MODEL_DEVICE": device, "DIFFSERVE_MODEL_DTYPE": dtype, "DIFFSERVE_TEXT_MODEL": rewriter}
     found = load_settings(model=model, env=env)
     engine, texts, plain = load_parts(found.model, found.engine, found.text, clock=clock)

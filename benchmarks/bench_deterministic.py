@@ -48,7 +48,7 @@ def requests(images: int, steps: int, side_px: int, num_round: int) -> list[Gene
 
 
 def seconds_of(paint: Paint, wanted: Sequence[GenerationRequest]) -> float:
-    """What ``paint`` takes for ``wanted``."""
+    """Measure the seconds that ``paint`` takes for the requests ``wanted``."""
     started_s = time.perf_counter()
     paint(wanted)
     return time.perf_counter() - started_s

@@ -1,14 +1,13 @@
-"""What does ``--config edge`` hold, and what does it cost? A server of the embedded model with it and without.
+"""Memory and latency of ``--config edge``: a server of the embedded model with and without it.
 
     python benchmarks/bench_edge.py
     python benchmarks/bench_edge.py --rounds 3 --pictures 10
 
-Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
-of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
-of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
-memory of the last three pictures over the first three, by their medians: other sizes are measured meanwhile, and a
-heap that is given back now and then is as large as it happens to be. Linux only. Progress goes to stderr, one JSON
-document to stdout and to results/.
+Every arm is a server with API process, engine and spare; rounds alternate (ABBA). Measured are the seconds of a single
+image and the memory of all processes after the last one: resident (shared pages count in every process) and
+proportional. ``growth`` is the anonymous memory of the last three images over the first three, by their medians; other
+sizes are measured meanwhile, and the heap's size varies because memory is returned only now and then. Linux only.
+Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ def memory_of_tree(pid: int) -> dict[str, int]:
 def measure(
     options: Sequence[str], num_pictures: int, settle_s: float = 0.0, fields: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next;
-    ``fields``: what is asked beside prompt and seed.
+    """Run one server with ``options`` and generate at least two images.
+
+    ``settle_s`` is the pause after the first image; ``fields`` are sent in addition to prompt and seed.
     """
     seconds: list[float] = []
     anonymous: list[int] = []

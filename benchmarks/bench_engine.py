@@ -4,12 +4,12 @@
     python benchmarks/bench_engine.py --rungs same,+guidance --arms engine,serial,static --divisor 2
     python benchmarks/bench_engine.py --model sd15-random --device cuda --dtype bfloat16
 
-Arms with the same weights and precision, saturated: diffusers behind a lock, diffusers in static batches of equal
-requests, each also with ``torch.compile`` (which compiles for minutes at the start, not counted), and the engine on the
-shuffled mixture, as served (with the packages of ``diffserve warm``, where there are any) and without. Arms go there
-and back (engine, serial, static, static, serial, engine, ...), each ratio is of two runs of the same round; a warm-up
-of every arm with every kind of request in one step comes first and is not counted. Threads that wait spin as shortly as
-under diffserve's own commands, in all arms alike. Progress goes to stderr, one JSON document to stdout and to results/.
+Arms with equal weights and precision, saturated: diffusers behind a lock, diffusers in static batches of equal
+requests, each also with ``torch.compile`` (compilation is not counted), and the engine on the shuffled mixture, as
+served (with the packages of ``diffserve warm``, if any) and without them. Arms alternate (engine, serial, static,
+static, serial, engine, ...), each ratio compares two runs of one round; a warm-up of every arm with every kind of
+request in one step is not counted. Waiting threads spin as briefly as under diffserve's own commands, in all arms.
+Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ONE_STEP = 1 << 20
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engine, PipelineArm]:
-    """The engine and diffusers' pipeline on "embedded", a model of random weights, or a directory."""
+    """Load the engine and diffusers' pipeline for "embedded", a model of random weights, or a directory."""
     config = EngineConfig(max_rows=max_rows or None, max_waiting=4096)
     say(f"loading {model}")
     with directory_of(model, device, dtype) as directory:
@@ -167,7 +167,7 @@ def main(
 
 
 def curve(engine: Engine, group: GroupKey, *, repeats: int, most_rows: int) -> dict[str, Any]:
-    """The cost curve at the native size."""
+    """Measure the cost curve at the native size."""
     with torch.inference_mode():
         measured = measure_cost_curve(
             engine.model, random_rows(engine.model, group.shape, most_rows), repeats=repeats, most_rows=most_rows

@@ -1,15 +1,15 @@
-"""One key asks for ten times what a server can do: what does that cost another key? And are times left told truly?
+"""Fairness benchmark: the effect of one overloading API key on another key, and the accuracy of time-left estimates.
 
     python benchmarks/bench_fairness.py --model embedded
 
-A server of its own is started. In ``--rounds`` rounds, for the machine may be faster now and slower then, a guest asks
-for one picture after another: first alone, then beside a crowd of one key, which sends ``--times`` what the server does
-when that key has it for itself, whether or not it is answered. The result is the ratio of the 95th percentiles of the
-guest's times beside the crowd and alone.
+A server is started. In ``--rounds`` rounds, because the machine's speed may vary, a guest requests one image after
+another: first alone, then together with a crowd of one key, which sends ``--times`` the server's capacity for that key
+alone, whether or not it is answered. The result is the ratio of the 95th percentiles of the guest's times with and
+without the crowd.
 
-The guest's pictures are streamed. Each event tells the seconds that are left, and is held against when the picture came
-in truth, as ``bench_time_left`` does; where others compete for the cores, that says more of them. At last a mixed load
-without a crowd is held against its events in the same way: Poisson arrivals of several keys, sizes and steps.
+The guest's images are streamed. The remaining seconds in each event are compared with the actual ones, as in
+``bench_time_left``; on a busy machine the errors reflect the other work too. Finally a mixed load without a crowd is
+evaluated in the same way: Poisson arrivals of several keys, sizes and steps.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -51,7 +51,7 @@ class Watched(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What is asked for."""
+    """Settings of the load."""
 
     url: str
     num_steps: int
@@ -61,7 +61,7 @@ class Load(NamedTuple):
 
 
 async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watched | None:
-    """Ask for a streamed picture; ``None`` where it was refused."""
+    """Request a streamed image; ``None`` if it was rejected."""
     started_s, told = time.perf_counter(), list[tuple[bool, float, float]]()
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", GENERATIONS, json=body | {"stream": True}, headers=headers) as response:
@@ -78,13 +78,13 @@ async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watc
 
 
 def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
-    """How far what was told is from the truth, before or after the first step."""
+    """Summarize the errors of the estimates before or after the first step."""
     found = [(told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun]
     return spread(found)
 
 
 def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
-    """Of events with steps, and of those with places in the queue."""
+    """Summarize the errors of events with steps and of events with queue positions."""
     return {"steps": errors_of(watched, begun=True), "queue": errors_of(watched, begun=False)}
 
 
@@ -148,18 +148,18 @@ async def mixed(load: Load, http: httpx.AsyncClient, rate: float) -> dict[str, A
 
 
 def p95(watched: Sequence[Watched]) -> float:
-    """Seconds."""
+    """Return the 95th percentile in seconds."""
     return quantile([one.seconds for one in watched], 0.95)
 
 
 def seconds_of(watched: Sequence[Watched]) -> dict[str, float]:
-    """How many, and their seconds."""
+    """Return the number of images and quantiles of their seconds."""
     p50 = quantile([one.seconds for one in watched], 0.5)
     return {"pictures": len(watched), "p50": round(p50, 3), "p95": round(p95(watched), 3)}
 
 
 async def measure(load: Load) -> dict[str, Any]:
-    """All of it."""
+    """Measure the crowd and the mixed load."""
     async with httpx.AsyncClient(base_url=load.url, timeout=600.0) as http:
         found = await crowded(load, http)
         say(json.dumps(found["time_left"]))
@@ -175,7 +175,7 @@ def main(
     times: Annotated[float, typer.Option(help="How many times what the server does the crowd asks for.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Crowd a server and say what a guest has of it."""
+    """Overload a server and report the effect on a guest."""
     with serving(model, backlog_s=20.0) as (url, _):
         found = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
     now = datetime.datetime.now(datetime.UTC)

@@ -1,13 +1,12 @@
-"""What keeping the UNet's cross-attention keys and values in pages costs and saves, against diffusers' own attention.
+"""Cost and savings of keeping the UNet's cross-attention keys and values in pages, against diffusers' own attention.
 
     python benchmarks/bench_kv_cross_attention.py --model embedded
     python benchmarks/bench_kv_cross_attention.py --model sd15-random --device cuda --dtype float16 --rows 2,8
 
-Four questions. A UNet step: the same rows with embeddings (plain) and with keys and values gathered from pages
-(paged), call by call in turn, plain first in one round and paged first in the next. Gathering: paid once for as long as
-the same rows run together. Texts of one and of two windows: in one call behind a mask, or in two calls. A prompt:
-encoding it, plain and paged, when it is new, when its beginning is known, and when it was said before. Progress goes to
-stderr, one JSON document to stdout and to results/.
+Four measurements. A UNet step: the same rows with embeddings (plain) and with keys and values gathered from pages
+(paged), in alternating order. Gathering: paid once for as long as the same rows run together. Texts of one and of two
+windows: in one call behind a mask, or in two calls. A prompt: encoding it, plain and paged, when it is new, when its
+prefix is cached, and when it is fully cached. Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ Arms = dict[str, Callable[[], object]]
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_model(name: str, device: str, dtype: str) -> DiffusionModel:
-    """ "embedded", a model of random weights, or a diffusers directory."""
+    """Load "embedded", a model of random weights, or a diffusers directory."""
     if name not in NAMES:
         return load_model(name, device=device, dtype=dtype)
     with tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +86,7 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
-    """``ours`` over ``theirs``: of the medians, of the least, and the median over neighbouring pairs."""
+    """Compute ``ours`` over ``theirs``: of the medians, of the minima, and the median over neighboring pairs."""
     mine, other = seconds[ours], seconds[theirs]
     return {
         "of_medians": round(statistics.median(mine) / statistics.median(other), 4),
@@ -97,7 +96,7 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, 
 
 
 def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
-    """One UNet call of ``rows`` rows at the native size, plain and paged; equal rows, told in two ways."""
+    """Measure one UNet call of ``rows`` equal rows at the native size, plain and paged."""
     width_px, height_px = model.info.good_sizes[0]
     inputs = random_inputs(model, (height_px, width_px, model.text.window_tokens), rows)
     embeddings = inputs.pop("contexts")
@@ -118,7 +117,7 @@ def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, r
 
 
 def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
-    """Stacking what ``rows`` rows of different prompts are told: once for each set of rows that runs together."""
+    """Measure stacking the conditioning of ``rows`` different prompts, once per set of rows that runs together."""
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     arms: Arms = {}
     held: list[AnyConditioning] = []
@@ -167,8 +166,9 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
 
 
 def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
-    """Encoding one prompt, by what is known of it already; pages exact (cut at logical pages) and free (in one
-    piece).
+    """Measure encoding one prompt by how much of it is cached.
+
+    Pages are exact (cut at logical pages) or free (in one piece).
     """
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     numbers = itertools.count(1000)
@@ -230,7 +230,7 @@ def main(
 
 
 def tenants(model: DiffusionModel) -> dict[str, Any]:
-    """What a prompt of one window takes in each tenant."""
+    """Return the memory of a one-window prompt in each tenant."""
     specs = image_specs(model, is_exact=True)
     page_bytes = PagePlan.smallest_page_bytes(specs)
     found: dict[str, Any] = {}

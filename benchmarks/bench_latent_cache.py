@@ -1,12 +1,12 @@
-"""What the semantic cache costs in pictures, and which steps it saves, on the embedded model.
+"""Quality cost of the semantic cache and the steps it saves, on the embedded model.
 
     python benchmarks/bench_latent_cache.py
     python benchmarks/bench_latent_cache.py --prompts 96 --thresholds 0.95,0.9,0.8
 
-Held-out captions are painted from noise, and with every threshold from a cache that holds the picture of one relative
-of each: in turns the same scene in other words, the scene with another object, the scene on another background. The
-checker says how many pictures are right in everything: of all, of those that began from a kept picture, and of the same
-captions from noise; by relative and by the steps left out. One JSON document to stdout and to results/.
+Held-out captions are generated from noise, and with every threshold from a cache that holds one related image of each:
+in turns the same scene in other words, the scene with another object, the scene on another background. The checker
+counts the exact images in total, among results that started from a cached image, and for the same captions from noise;
+by relation and by skipped steps. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def cases(count: int) -> list[Case]:
-    """The first ``count`` held-out captions, each with a relative."""
+    """Return the first ``count`` held-out captions, each with a related caption."""
     rng = random.Random(RELATIVES_SEED)
     made = []
     for place, (scene, prompt) in enumerate(held_out(count)):
@@ -69,7 +69,7 @@ def _relative(scene: Scene, relation: str, rng: random.Random) -> Scene:
 
 
 def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_seed: int) -> list[ImageResult]:
-    """Prompt i with seed ``first_seed`` + i."""
+    """Generate prompt i with seed ``first_seed`` + i."""
     return engine.generate(
         [
             GenerationRequest(prompt=prompt, seed=first_seed + place, diffusion=how)
@@ -79,14 +79,14 @@ def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_se
 
 
 def filled(engine: Engine, relatives: LatentCache) -> Engine:
-    """A fresh engine on the same model, with all that ``relatives`` keeps."""
+    """Return a new engine on the same model with the content of ``relatives``."""
     fresh = Engine(engine.model, engine.config)
     relatives.copy_to(fresh.runners.kept)
     return fresh
 
 
 def tally(found: Sequence[tuple[bool, bool, ImageResult]]) -> dict[str, Any]:
-    """Of (right, right from noise, result): how many, and how many of those that began from a kept picture."""
+    """Count (correct, correct from noise, result) in total and for results that started from a cached image."""
     begun = [one for one in found if one[2].similarity is not None]
     steps = sum(result.num_steps for _, _, result in found)
     return {

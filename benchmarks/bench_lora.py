@@ -105,8 +105,9 @@ def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
-    """The network's own calls of ``rows`` random rows of ``group``, with an adapter each and without, in turns; CPU
-    time beside wall time, for machines that are shared.
+    """Measure the network's own calls of ``rows`` random rows of ``group`` with and without adapters, in turns.
+
+    CPU time is reported in addition to wall time, for shared machines.
     """
     call = random_call(engine.model, group.shape, rows, engine.runners.conditioner)
     loras = RowLoRAs([engine.runners.loras.take([Lora(f"lora{place}", 0.8)]) for place in range(rows)])
@@ -141,7 +142,7 @@ def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
 
 
 def pin(engine: Engine, group: GroupKey, size: int) -> None:
-    """Have calls of ``group`` made with ``size`` rows where bytes allow, whatever a busy moment said that they cost."""
+    """Force calls of ``group`` to ``size`` rows where batch invariance allows, regardless of measured costs."""
     groups = engine.runners.groups
     if size in groups.known(group).curve.buckets:
         groups._known[group] = groups.known(group)._replace(curve=CostCurve((size,)))

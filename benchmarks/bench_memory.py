@@ -52,7 +52,7 @@ ANONYMOUS = re.compile(rb"^Anonymous:\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for: ``aborts`` and ``texts`` are shares of all requests, ``clients`` is how many ask at once."""
+    """Settings of the load: ``aborts`` and ``texts`` are shares of all requests, ``clients`` is the concurrency."""
 
     requests: int
     clients: int
@@ -132,7 +132,7 @@ def _is_ready(url: str) -> bool:
 
 
 def engine_of(server_pid: int) -> int:
-    """The process id of its engine; a spare one is younger."""
+    """Return the process id of the server's engine; a spare one is younger."""
     found = [child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()]
     return int(min(found, key=lambda child: child.create_time()).pid)
 
@@ -164,7 +164,7 @@ class RunningQueue:
         await asyncio.gather(*(client() for _ in range(self._load.clients)))
 
     async def _one(self, http: httpx.AsyncClient, rng: random.Random) -> str:
-        """Ask for something; what became of it."""
+        """Send one request and return its outcome."""
         is_aborted, is_text = rng.random() < self._load.aborts, rng.random() < self._load.texts
         path, body = (wish if is_text else picture)(rng, is_aborted, self._load.size)
         try:
@@ -192,12 +192,12 @@ def picture(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[
 
 
 def wish(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[str, Any]]:
-    """The same of a wish to be rewritten."""
+    """Return path and body of a request to rewrite a wish."""
     return "/v1/prompts/rewrite", {"prompt": words(rng, 4), "stream": rng.random() < 0.3}
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Words that nobody said before."""
+    """Return new random words."""
     return " ".join("".join(rng.choices(SYLLABLES, k=3)) for _ in range(count))
 
 

@@ -1,14 +1,14 @@
-"""What the server itself takes: of every picture, of memory, and of a step while a thousand readers wait for events.
+"""Overhead of the server: per image, in memory, and per step while many clients hold idle event streams.
 
     python benchmarks/bench_overhead.py
     python benchmarks/bench_overhead.py --parts request,memory
 
-request  pictures of an engine that computes nothing (``noop_engine``), one after the other on one connection: from the
-         first byte sent to the last byte read, and the CPU time that the server's process takes, which others on the
-         machine do not make longer; whole, and streamed. Beside it the PNG alone, encoded in this process.
-memory   resident bytes of the process that answers, when it is ready and after pictures, with the page and without.
-readers  steps of a real model while so many readers hold an event stream of the page open on which nothing happens, and
-         while none does, in turns; from the server's own metrics, with the CPU time that the engine took for a step.
+request  images of an engine that computes nothing (``noop_engine``), sequentially on one connection: time from the
+         first byte sent to the last byte read, and CPU time of the server process; whole, and streamed. For comparison
+         the PNG encoder alone, in this process.
+memory   resident bytes of the API process, when it is ready and after images, with the page and without.
+readers  steps of a real model with and without many idle event streams of the page, in turns; from the server's own
+         metrics, with the CPU time of the engine per step.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterator[tuple[str, int]]:
-    """A server with an empty folder of its own."""
+    """Start a server with an empty data directory."""
     with tempfile.TemporaryDirectory() as folder:
         own = ("--data-dir", str(Path(folder) / "data"))
         with server((*options, *own), Path(folder), entry=entry) as started:
@@ -63,8 +63,9 @@ def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterat
 
 
 def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) -> dict[str, Any]:
-    """Milliseconds of each of ``count`` requests, whole and streamed in turns, after twenty that do not count; and the
-    CPU milliseconds of the server's process for one of either kind.
+    """Measure ``count`` requests, whole and streamed in turns, after twenty that are not counted.
+
+    Returns the milliseconds of each kind, and the CPU milliseconds of the server process per request.
     """
     taken: dict[str, list[float]] = {"whole": [], "stream": []}
     process, before_s = psutil.Process(pid), 0.0
@@ -112,7 +113,7 @@ def wait_for_page(url: str) -> None:
 
 
 def steps_of(url: str) -> tuple[float, float]:
-    """Steps that did nothing beside, and the seconds that they took, so far."""
+    """Return the number of steps without other work and their total seconds so far."""
     found = {"count": 0.0, "sum": 0.0}
     for name, value in STEP.findall(httpx.get(f"{url}/metrics", trust_env=False, timeout=60.0).text):
         found[name] += float(value)
@@ -146,7 +147,7 @@ async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num
                 writer.close()
 
     def ratio(name: str) -> dict[str, float]:
-        """With readers over without, turn by turn."""
+        """Compute values with readers over values without, pair by pair."""
         both = zip(points["readers"][name], points["none"][name], strict=True)
         return summary([with_ / without for with_, without in both])
 
@@ -155,7 +156,7 @@ async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num
 
 
 async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
-    """A connection on which the page's events for a visitor come, of which there are none; RuntimeError if refused."""
+    """Open a connection that waits for the page's events of a visitor. Raises RuntimeError if refused."""
     place = httpx.URL(url)
     reader, writer = await asyncio.open_connection(place.host, place.port)
     asked = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"

@@ -1,15 +1,15 @@
-"""Ten times what a server can do, for a minute: who is let in, how fast the others are told, and how soon it is over.
+"""Overload benchmark: ten times the capacity of a server for a minute; admission, rejection latency and recovery.
 
     python benchmarks/bench_overload.py --model embedded
 
-A server of its own is started with ``--backlog-s`` as ``serve.max_backlog_s``. Then, one after the other: single
-requests; as many at once as fill its ticks, which is what it can do; an open loop at ``--times`` that rate, beside
-which a guest (another key) asks for a picture now and then; as many at once again, for the machine may have become
-slower or faster; and single requests until one takes no longer than at first.
+A server is started with ``--backlog-s`` as ``serve.max_backlog_s``. Then, in this order: single requests; enough
+concurrent requests to fill the ticks, which measures the capacity; an open loop at ``--times`` that rate, during which
+a guest with another key requests an image now and then; the capacity again, because the machine's speed may have
+changed; and single requests until one is as fast as at first.
 
-Answers are timed here, in a process that competes with the server for the cores. Where others compete, too, what can be
-done changes from minute to minute; so pictures are also given for each second that the engine computed. Progress goes
-to stderr, one JSON document to stdout and to results/.
+Responses are timed in this process, which competes with the server for the cores. On a busy machine the capacity
+changes from minute to minute, so images per CPU second of the engine are reported too. Progress goes to stderr, one
+JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for, and how much of it."""
+    """Settings of the load."""
 
     url: str
     pid: int
@@ -72,7 +72,7 @@ class Load:
     times: float
 
     def sender(self, key: str) -> Callable[[int], Awaitable[Answer]]:
-        """Who asks for a picture of the seed it is given."""
+        """Return a function that requests an image by seed."""
 
         async def send(seed: int) -> Answer:
             return await ask(
@@ -84,14 +84,14 @@ class Load:
 
 @dataclass(frozen=True)
 class CpuSeconds:
-    """What the server has computed so far: its ``door``, and its ``engine`` with whatever else it started."""
+    """CPU seconds of the server: of the API process (``door``) and of its child processes (``engine``)."""
 
     door: float
     engine: float
 
     @classmethod
     def of(cls, pid: int) -> CpuSeconds:
-        """As of now."""
+        """Return the CPU seconds until now."""
         process = psutil.Process(pid)
         times = [child.cpu_times() for child in process.children(recursive=True)]
         own = process.cpu_times()
@@ -142,7 +142,7 @@ async def measure(load: Load) -> dict[str, Any]:
 def judge(
     answers: Sequence[Answer], started_s: float, flood_s: float, saturated_per_s: float, recovery_s: float | None
 ) -> dict[str, Any]:
-    """What the flood showed, held against the goals."""
+    """Compare the results of the overload with the goals."""
     refused = [answer for answer in answers if answer.status == 429]
     painted = [answer.seconds for answer in answers if answer.status == 200]
     told = [answer.retry_after_s for answer in refused]
@@ -200,10 +200,10 @@ async def _guests(load: Load, until_s: float) -> list[Answer]:
 
 
 async def _recover(load: Load, solo_s: float) -> tuple[float | None, list[float]]:
-    """Seconds from the end of the flood until a single request that took as long as usual began; and what each took.
+    """Measure the seconds from the end of the overload to the first single request that is as fast as before.
 
-    Usual is what it took before, or what it takes at the end of all of them where that is more (but not half as much
-    again): a shared machine is now faster, now slower.
+    The reference is the time before the overload, or the final time if that is larger (by less than half), because the
+    speed of a shared machine varies. Also returns the time of each request.
     """
     send, ended_s = load.sender("later"), time.perf_counter()
     probes: list[tuple[float, Answer]] = []

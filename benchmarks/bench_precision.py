@@ -1,11 +1,11 @@
-"""Precision benchmark: what a UNet row costs in each precision, and what the weights take.
+"""Precision benchmark: the cost of a UNet row and the size of the weights in each precision.
 
     python benchmarks/bench_precision.py
     python benchmarks/bench_precision.py --names float32,int8_static --rows 2,8 --rounds 9
 
-Arms take turns, call by call, so that whatever else the machine does falls on all alike; a reading is the median of the
-rounds, with the least and the most. Whether the pictures are any good is what ``diffserve sweep --gate`` says. The last
-line of stdout is one JSON document.
+Arms alternate call by call, so that other work on the machine affects all of them; results are the median of the
+rounds, with minimum and maximum. ``diffserve sweep --gate`` measures image quality. The last line of stdout is one JSON
+document.
 """
 
 from __future__ import annotations

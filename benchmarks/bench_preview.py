@@ -1,11 +1,11 @@
-"""Preview benchmark: what a live preview costs beside the VAE's decode of the same latents, and how close it comes.
+"""Preview benchmark: the cost of a live preview against the VAE's decode of the same latents, and its fidelity.
 
     python benchmarks/bench_preview.py --model embedded
     python benchmarks/bench_preview.py --model /models/sd15 --device cuda
 
-Both run from latents on the device to pixels on the CPU, in turns, so that whatever else the machine does falls on both
-alike; each time is a median, and a ratio is of two medians. Closeness is measured on the embedded model's held-out
-scenes, whatever the model. One JSON document to stdout and to results/.
+Both run from latents on the device to pixels on the CPU, in turns, so that other work on the machine affects both; each
+time is a median, and a ratio is of two medians. Fidelity is measured on the embedded model's held-out scenes for every
+model. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations

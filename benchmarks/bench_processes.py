@@ -1,15 +1,14 @@
-"""Processes benchmark: an engine on every core with one thread each, against one engine on all of them.
+"""Processes benchmark: one single-threaded engine per core, against one engine on all cores.
 
     python benchmarks/bench_processes.py
     python benchmarks/bench_processes.py --rounds 3 --requests 8 --model /models/sd15
 
-Two arms, each made of processes that load, warm up and wait: ``one`` engine with as many threads as there are cores,
-and as ``many`` engines of one thread. They paint in turns, there and back: the same mixed requests, all sent at once
-and dealt out in equal parts (pictures a second until the last is done), and one picture alone, which one engine of
-``many`` paints while the others wait. Each ratio is of two runs of the same round. Requests are dealt out anew every
-round, and pictures must be the same bytes whichever engine of an arm painted them; between one thread and several a
-network may round differently, and how many pictures are equal there is told, too. Progress goes to stderr, one JSON
-document to stdout and to results/.
+Two arms of processes that load, warm up and wait: ``one`` engine with a thread per core, and ``many`` engines of one
+thread. They alternate on the same mixed requests, sent at once and split evenly (images per second until the last is
+done), and on a single image, which one engine of ``many`` generates while the others wait. Each ratio compares two runs
+of one round. Requests are split differently every round, and images must have the same bytes on every engine of an arm;
+one thread and several may round differently, so the number of equal images between arms is reported. Progress goes to
+stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def serve(model: str, threads: int, steps: int, compile_: str) -> None:
 
 
 def saturated(processes: Sequence[ArmProcess], num_requests: int, dealer: int) -> tuple[float, list[str]]:
-    """Requests 0 to ``num_requests``, dealt out from ``dealer`` on: pictures a second, and their digests in order."""
+    """Run requests 0 to ``num_requests``, split from ``dealer`` on; return images per second and ordered digests."""
     hands = [
         list(range((dealer + place) % len(processes), num_requests, len(processes))) for place in range(len(processes))
     ]

@@ -41,7 +41,7 @@ WHOLE = "whole"
 
 
 def cost(path: str, dtype: str, settings: Settings) -> dict[str, Any]:
-    """What the UNet at ``path`` holds, and what a row at the native size takes."""
+    """Measure the size of the UNet at ``path`` and the time of a row at the native size."""
     needs = needs_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
     unet = next(part for part in needs.model.memory_report() if part.component == "unet")
     return {

@@ -1,20 +1,20 @@
-"""What the text engine is worth for rewriting: against transformers' own continuous batching, and against itself.
+"""Text engine benchmark for rewriting: against transformers' own continuous batching, and against its own options.
 
     python benchmarks/bench_rewriter.py
     python benchmarks/bench_rewriter.py --model /models/smollm2-135m-instruct --style tags --device cuda
 
-Three questions, each with its goal.
+Three measurements, each with a goal.
 
-    crowd    8 wishes at once, each behind the shared system text: tokens a second, at least twice those of
+    crowd    8 wishes at once, each behind the shared system text: tokens per second, at least twice those of
              ``generate_batch`` (same weights, dtype and threads, its manager kept alive, prefixes shared, greedy)
-    first    8 wishes at once, and one alone: seconds to the first token, where the system text is in the page pool at
-             most a quarter of where every wish has to compute its own (cold: each behind a salt that nobody had)
-    lookup   one user, one wish after another as the rewriter asks them: time of the tokens after the first, with
+    first    8 wishes at once, and one alone: seconds to the first token, with the system text in the page pool at
+             most a quarter of the time without it (cold: each wish behind a unique salt)
+    lookup   one client, sequential wishes as the rewriter sends them: time of the tokens after the first, with
              prompt lookup at most 1 / 1.3 of that without
 
-Every figure is a median over interleaved pairs: the arms take turns at going first, and no wish comes twice. Beside
-wall time stands the processor time of all threads, which says more on a machine that has other work. Progress goes to
-stderr, one JSON document to stdout and to results/.
+Every figure is a median over interleaved pairs: the arms alternate in going first, and no wish is repeated. CPU time of
+all threads is reported in addition to wall time, for machines with other work. Progress goes to stderr, one JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def _sum(measures: Sequence[Measure]) -> Measure:
 
 
 def clocks() -> tuple[tuple[str, Callable[[Measure], float]], ...]:
-    """The two kinds of seconds, by name."""
+    """Return the two kinds of seconds by name."""
     return ("s", lambda one: one.wall_s), ("cpu_s", lambda one: one.cpu_s)
 
 
 def shared_system(style: Style) -> str:
-    """The system text that requests share: the style's own, or where it has none the embedded rewriter's."""
+    """Return the shared system text: the style's own, else the embedded rewriter's."""
     from diffserve.training.rewriter_model import system_prompt
 
     return style.prompt.system_for(CLIP_TOKENS) or system_prompt()

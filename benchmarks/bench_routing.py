@@ -58,7 +58,7 @@ class Arrival(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Its rows."""
+        """Number of UNet rows."""
         params = self.request.diffusion
         return float((params.num_steps or 0) * (2 if (params.guidance_scale or 0.0) > 1.0 else 1))
 
@@ -72,14 +72,14 @@ class Outcome(NamedTuple):
 
 
 def drawn(count: int, *, members: int, load: float, seed: int) -> list[Arrival]:
-    """A trace that keeps ``members`` busy for a ``load`` of the time."""
+    """Draw a trace that keeps ``members`` busy for a share ``load`` of the time."""
     draw = random.Random(seed)
     subjects = [prompt for _, prompt in held_out(400)]
     words = sorted({word for prompt in subjects for word in prompt.split()})
     authors: list[tuple[str, str, str]] = []
     made: list[GenerationRequest] = []
     for number in range(count):
-        if len(authors) < NEAR or draw.random() < 0.1:  # a new author, so that nobody stays for ever
+        if len(authors) < NEAR or draw.random() < 0.1:  # a new author, so that authors change over time
             style, negative = (" ".join(draw.choices(words, k=draw.randint(*some))) for some in ((12, 30), (0, 20)))
             authors = [*authors[-NEAR + 1 :], (style, draw.choice(subjects), negative)]
         place = draw.randrange(len(authors))
@@ -125,7 +125,7 @@ def run(trace: Sequence[Arrival], choose: Choose, *, members: int, pool_windows:
 
 @cache
 def window(text: str) -> tuple[int, ...]:
-    """The ids that the embedded model's tokenizer makes of ``text``, in a window as long as Stable Diffusion's."""
+    """Tokenize ``text`` with the embedded model's tokenizer into a window as long as Stable Diffusion's."""
     ids = _tokenizer()(text, truncation=True, max_length=WINDOW_TOKENS).input_ids
     return tuple(ids + ids[-1:] * (WINDOW_TOKENS - len(ids)))
 
@@ -139,7 +139,7 @@ def _tokenizer() -> Any:
 
 
 def routed(bounds: AffinityWeights | None = None) -> Choose:
-    """By a router, which hears what was sent."""
+    """Return a policy that uses the product's router."""
     router = Router(bounds)
 
     def choose(request: GenerationRequest, cost: float, queues: dict[str, float]) -> str:
@@ -152,13 +152,13 @@ def routed(bounds: AffinityWeights | None = None) -> Choose:
 
 
 def at_random(seed: int = 0) -> Choose:
-    """To anybody."""
+    """Return a policy that picks a random member."""
     draw = random.Random(seed)
     return lambda _request, _cost, queues: draw.choice(sorted(queues))
 
 
 def shortest(_request: GenerationRequest, _cost: float, queues: dict[str, float]) -> str:
-    """To whoever has the least to do."""
+    """Pick the member with the least queued work."""
     return min(queues, key=lambda member: queues[member])
 
 

@@ -1,13 +1,13 @@
-"""Threads benchmark: a picture beside busy neighbours, on one thread, on all, and on as many as prove fastest.
+"""Threads benchmark: an image on a busy machine with one thread, with all, and with the fastest measured number.
 
     python benchmarks/bench_threads.py
     python benchmarks/bench_threads.py --loads 0,2 --rounds 9 --model /models/sd15
 
-A neighbour is a child process that computes and nothing else; it ends with this program, or by itself after ten
-minutes. Each arm is a process of its own, for how long threads spin is settled when torch is loaded. ``today`` is what
-torch does by itself: all cores, and the spinning that the OpenMP library is built with. The arms paint the same picture
-in turns, so that whatever else the machine does falls on all alike; each ratio is the median of the rounds'. The first
-picture after the neighbours have changed is told apart. One JSON document to stdout and to results/.
+The load is child processes that only compute; they end with this program, or after ten minutes. Each arm is a separate
+process, because spinning is fixed when torch is loaded. ``today`` is torch's default: all cores, and the spinning of
+the OpenMP library. The arms generate the same image in turns, so that other work on the machine affects all of them;
+each ratio is the median of the rounds. The first image after the load has changed is reported separately. One JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def burning(count: int) -> Iterator[None]:
 
 
 def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, Any]:
-    """One point: all arms in turns beside ``load`` neighbours, ``today`` only once, for it takes minutes there."""
+    """Measure one point: all arms in turns under ``load`` processes; the slow arm ``today`` runs only once."""
     with burning(load):
         first = {name: arm.ask("paint") for name, arm in arms.items()}
         names = [name for name in arms if name != "today" or not load]

@@ -1,16 +1,16 @@
-"""Are times left told truly? Every event of a mixed load beside when its picture came.
+"""Accuracy of time-left estimates: every event of a mixed load against the time when its image was finished.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_time_left.py --model embedded
 
-The engine paints on a clock of its own, the processor time of the thread that ticks (``painted_trace``), so that
-neighbours on a shared machine do not count. Requests are of ``KEYS`` keys, some of batch priority, with 4 to 50 steps
-in two sizes. An error is (told - true) / true, of what came more than ``LEAST_S`` later.
+The engine runs on the CPU time of its own thread (``painted_trace``), so that other work on the machine does not count.
+Requests come from ``KEYS`` keys, some of batch priority, with 4 to 50 steps in two sizes. An error is (estimate - true)
+/ true, for true times above ``LEAST_S``.
 
-alone        each comes when the one before it is done
-all at once  and none after them, which is what the forecast knows of
-load         Poisson arrivals at ``--loads`` times what it can do. What the forecast cannot know, those who come later
-             and go first, is in ``steps``; ``until_next`` are those of its events after which nobody came before the
-             picture was there
+alone        each request arrives when the one before it is done
+all at once  all requests arrive together, which matches the forecast's assumption
+load         Poisson arrivals at ``--loads`` times the capacity. ``steps`` includes requests that arrive later and go
+             first, which the forecast cannot know; ``until_next`` covers events without a later arrival before the
+             image was finished
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -49,7 +49,7 @@ SIZES: Final = ((128, 128), (192, 128))
 
 
 def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """How far what was told is from the truth, of (told, true) seconds."""
+    """Summarize the errors of (estimate, true) seconds."""
     errors = [(told_s - true_s) / true_s for told_s, true_s in told if true_s > LEAST_S]
     if not errors:
         return {"events": 0}
@@ -99,7 +99,7 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
 
 
 def requests(count: int, seed: int) -> list[Recorded]:
-    """Of several keys, some of batch priority."""
+    """Draw requests of several keys, some of batch priority."""
     drawn = mixed(count, SIZES, seed=seed)
     return [
         msgspec.structs.replace(

@@ -1,13 +1,13 @@
-"""UNet benchmark: ms a row by number of rows, ours as served against torch, its compiler, OpenVINO and onnxruntime.
+"""UNet benchmark: ms a row by number of rows, as served and with torch, its compiler, OpenVINO and onnxruntime.
 
     python benchmarks/bench_unet.py
     python benchmarks/bench_unet.py --rows 1,2 --arms torch,ours,openvino-bf16 --rounds 2
 
-The arms take turns and go the other way round in every second round, so that whatever else the machine does falls on
-all alike; a turn is one call that is not counted and the median of ``--calls``. Beside every figure stands the largest
-relative error of a row (2-norm) against the network in float32, and whether a row has the same bytes as in the smallest
-call. An arm that cannot run is named with the reason and left out; what an arm took to be made is told apart. Packages
-of ours are those of ``diffserve warm``. Progress goes to stderr, one JSON document to stdout and to results/.
+The arms alternate and reverse their order in every second round, so that other work on the machine affects all of them;
+a turn is one uncounted call and the median of ``--calls``. Every figure comes with the largest relative error of a row
+(2-norm) against the network in float32, and with whether a row has the same bytes as in the smallest call. An arm that
+cannot run is reported with the reason; build times are reported separately. The engine uses the packages of
+``diffserve warm``. Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def say(text: str) -> None:
 
 
 def relative_error(output: Tensor, wanted: Tensor) -> float:
-    """The largest of the rows', each the 2-norm of the difference over that of ``wanted``."""
+    """Return the largest relative error of a row, the 2-norm of the difference over that of ``wanted``."""
     difference = (output - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
     return float(difference.max())
 

@@ -1,9 +1,9 @@
-"""Watermark benchmark: what the mark costs, how loud it is, what it outlives, and whether it is found where it is not.
+"""Watermark benchmark: cost, visibility, robustness and false positives.
 
     python benchmarks/bench_watermark.py
 
-Times are medians of turns: a PNG of 512 x 512 with the mark and without, and the mark alone, beside one picture of that
-size painted by the embedded model. Photographs stand in as colours with their spectrum, noise as itself. One JSON
+Times are medians of turns: a PNG of 512 x 512 with the mark and without, and the mark alone, compared with one image of
+that size by the embedded model. Photographs are simulated as colors with their spectrum, noise as itself. One JSON
 document to stdout and to results/.
 """
 
@@ -66,7 +66,7 @@ CHANGES: Final[dict[str, Change]] = {
 
 
 def outlived(side_px: int) -> dict[str, Any]:
-    """Of marked pictures of that side, in how many the mark is found after each change, and how loud it is."""
+    """Count the marked images of a size in which the mark is detected after each change, and its visibility."""
     pictures = [photo_like(seed, side_px) for seed in range(MARKED)]
     marked = [embed(picture, "generated") for picture in pictures]
     pairs = zip(marked, pictures, strict=True)
@@ -77,7 +77,7 @@ def outlived(side_px: int) -> dict[str, Any]:
 
 
 def unmarked() -> Iterator[tuple[str, Picture]]:
-    """Pictures that nobody marked."""
+    """Yield images without a mark."""
     for seed in range(NUM_NOISE):
         pixels = np.random.default_rng(seed).integers(0, 256, (SIDE_PX, SIDE_PX, 3), dtype=np.uint8)
         yield "noise", Picture.from_array(pixels)

@@ -1,7 +1,7 @@
-"""How many GPUs for a load at an SLO, and what breaks first: ``python benchmarks/capacity.py`` writes docs/capacity.md.
+"""Capacity planning: GPUs for a load at an SLO, and the first bottleneck; writes docs/capacity.md.
 
-    python benchmarks/capacity.py                 # simulate anew, and write figures and page: ten minutes
-    python benchmarks/capacity.py --page-only     # the page from the figures that are there
+    python benchmarks/capacity.py                 # simulate, and write figures and page: ten minutes
+    python benchmarks/capacity.py --page-only     # write the page from the existing figures
 
 Engines are simulated (``simulator.py``) over the cost of their calls. It was measured on a CPU and on an H200
 (``gpu_suite.py``), and is predicted for other GPUs from the roofline (``diffserve.runtime.dry_run``), the share of it
@@ -121,7 +121,7 @@ def assumptions(launches_s: Sequence[float]) -> tuple[Assumptions, Assumptions, 
 
 @cache
 def needs_of_model(model: str) -> Needs:
-    """The work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, counted without a GPU."""
+    """Count the work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, without a GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         path = save_hollow_model(model, Path(scratch), dtype=torch.bfloat16)
         return needs_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
@@ -159,8 +159,9 @@ def suite_costs(model: str, row: str) -> Costs:
 
 
 def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dict[str, Any]:
-    """The most load under which ``num_engines`` keep ``WITHIN`` of the mixed workload within ``slo_s``; loads are
-    looked at by halving, so that they count as ordered.
+    """Find the highest load at which ``num_engines`` keep ``WITHIN`` of the mixed workload within ``slo_s``.
+
+    The search is a bisection over ordered loads.
     """
     config = EngineConfig(max_waiting=100_000)
     requests = mixed(num_requests, costs.sizes, seed=1)
@@ -189,7 +190,7 @@ def full_rate_per_s(costs: Costs) -> float:
 
 
 def predicted_ranges(model: str, gpu: GPU, launches_s: Sequence[float]) -> dict[str, Any]:
-    """The range of each figure of an arm, by ``assumptions``: of times, and of the rate as factors on it."""
+    """Return the range of each figure of an arm by ``assumptions``: of times, and of factors on the rate."""
     slow, expected, fast = (gpu_costs(model, gpu, each) for each in assumptions(launches_s))
     [(size, _)] = expected.calls.items()
     rates = [full_rate_per_s(costs) for costs in (slow, expected, fast)]
@@ -244,7 +245,7 @@ def arm(name: str, engines: list[int], most_requests: int, launches_s: Sequence[
 
 
 def front_costs(num_commits: int) -> dict[str, float]:
-    """What is measured here of what all pictures pass: a commit of the store."""
+    """Measure the per-image cost of the store on this machine: the median commit in milliseconds."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
         history = History(Database(Path(folder)))

@@ -120,7 +120,7 @@ age of the queue (`diffserve_queue_age_seconds`) grows. `python benchmarks/gpu_s
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Render the page."""
     arms, assumptions = document["arms"], document["assumptions"]
     command = f"`{document['command']}`"
     prices = ", ".join(f"${arm['price_per_hour']:.2f} {arm['name'].rpartition(', ')[2]}" for arm in _once(arms))
@@ -152,8 +152,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def engines_for(arm: Mapping[str, Any], load_per_s: float) -> tuple[int, float] | None:
-    """How many engines bear ``load_per_s`` at the SLO, and pictures a second of each as they stand together; ``None``
-    where none do. By the largest pool that was simulated and is not larger than what is needed.
+    """Return how many engines serve ``load_per_s`` at the SLO, and the images per second of each in that pool.
+
+    ``None`` if no pool does. Uses the largest simulated pool that is not larger than needed.
     """
     found = None
     for pool in arm["pools"]:
@@ -271,13 +272,13 @@ def _with_range(value: float, ends: Sequence[float] | None, digits: int = 3) -> 
 
 
 def _rate(arm: Mapping[str, Any], value: float) -> str:
-    """A figure that is proportional to the rate of an engine."""
+    """Format a figure that is proportional to the rate of an engine."""
     factors = _ranges(arm).get("rate")
     return _with_range(value, None if factors is None else [value * factor for factor in factors])
 
 
 def _time(arm: Mapping[str, Any], value: float, digits: int = 3) -> str:
-    """A figure that is inversely proportional to the rate of an engine."""
+    """Format a figure that is inversely proportional to the rate of an engine."""
     factors = _ranges(arm).get("rate")
     return _with_range(value, None if factors is None else [value / factor for factor in reversed(factors)], digits)
 

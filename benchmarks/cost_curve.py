@@ -1,4 +1,4 @@
-"""What a UNet call costs by number of rows, beside the arithmetic it does and the machine's measured peak."""
+"""Cost of a UNet call by number of rows, with its arithmetic and the machine's measured peak."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""An engine that computes nothing: it says what an engine says, at once, with one grey picture for everybody.
+"""Engine that computes nothing: it sends all events of an engine immediately, with the same grey image.
 
     python benchmarks/noop_engine.py serve --model embedded --port 8000
 
 With ``serve`` it is diffserve's own server over such engines; with ``--fd`` such an engine, as that server starts it.
-What a request then takes is all the server's own.
+The time of a request is then the server's overhead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATS = EngineStats(num_live=0, num_wishes=0, images=NOTHING, share=ShareStats(s
 
 
 def info_of(profile: ModelProfile) -> ModelInfo:
-    """A model of nothing with the name, the sizes and the defaults of ``profile``."""
+    """Describe an empty model with the name, the sizes and the defaults of ``profile``."""
     return ModelInfo(
         model_id=profile.model_id, family="sd15", digest="0" * 12, prediction_type="epsilon", vae_factor=8,
         latent_channels=4, size_multiple_px=8, good_sizes=profile.good_sizes, max_side_px=profile.max_side_px,
@@ -76,7 +76,7 @@ def answer(end: ipc.EngineEnd, request: GenerationRequest) -> None:
 
 
 def run(fd: int) -> None:
-    """Be an engine until the other side is gone."""
+    """Run as an engine until the connection closes."""
     with socket.socket(fileno=fd) as connection:
         end = ipc.EngineEnd(connection)
         for command in end.commands():
@@ -98,7 +98,7 @@ def run(fd: int) -> None:
 
 
 def main(arguments: list[str]) -> Any:
-    """A server over such engines, or one of them."""
+    """Run a server over such engines, or one such engine."""
     if arguments[:1] == ["--fd"]:
         return run(int(arguments[1]))
     from diffserve.cli import main as command

@@ -20,7 +20,10 @@ REFUSED_AGAIN_S = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: ``status`` 0 where the connection broke. Times in seconds, ``started_s`` on the clock of all."""
+    """Response to a request; ``status`` is 0 if the connection broke.
+
+    Times are in seconds, ``started_s`` on the common clock.
+    """
 
     status: int
     started_s: float
@@ -29,7 +32,7 @@ class Answer:
 
     @property
     def ended_s(self) -> float:
-        """When it was there, on the clock of all."""
+        """End of the request on the common clock."""
         return self.started_s + self.seconds
 
 
@@ -69,7 +72,7 @@ async def flood(send: Callable[[int], Awaitable[Answer]], *, rate_per_s: float, 
 
 
 async def saturate(send: Callable[[int], Awaitable[Answer]], *, num_workers: int, seconds: float) -> list[Answer]:
-    """So many at a time for ``seconds``, each asking anew once it was answered; who was refused asks again soon."""
+    """Keep ``num_workers`` requests in flight for ``seconds``; a rejected request is repeated after a short pause."""
     until_s = time.perf_counter() + seconds
     answers: list[Answer] = []
 
@@ -93,6 +96,6 @@ def goodput(answers: Sequence[Answer], from_s: float, until_s: float) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lie; 0 where there are none."""
+    """Return the value below which ``share`` of ``values`` lie; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

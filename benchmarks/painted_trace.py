@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 
 class WallTime:
-    """The time of the wall, that can be put forward over time in which nothing is to do."""
+    """Wall clock that skips idle time."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -44,7 +44,7 @@ class WallTime:
 
 
 class WorkingTime(WallTime):
-    """The same, but counting only what this thread computes."""
+    """Clock of the CPU time of this thread that skips idle time."""
 
     def _read(self) -> float:
         return time.thread_time()
@@ -59,8 +59,10 @@ class RealTime(WallTime):
 
 
 class PaintedTrace(NamedTuple):
-    """``served``: every request with its latency; ``ticks`` as far as the engine remembers; SHA-256 of the pictures of
-    each request, in their order.
+    """Result of running a trace.
+
+    ``served`` has every request with its latency; ``ticks`` are those still in the engine's history; the digests are
+    SHA-256 of the images of each request in order.
     """
 
     served: list[Recorded]

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """What the figures were measured on; says plainly when there is no GPU."""
+    """Describe the hardware of the measurement, including the absence of a GPU."""
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict[str, Any]:
-    """The document's beginning; ``name`` is what the model was asked for as."""
+    """Return the head of a document; ``name`` is the model's name in the request."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -97,7 +97,7 @@ def default_path(document: dict[str, Any]) -> Path:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """Paths without their directories: a result says nothing about somebody's disk."""
+    """Strip the directories from paths, so that results contain no local paths."""
     return [Path(argument).name if "/" in argument else argument for argument in arguments]
 
 

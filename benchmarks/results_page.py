@@ -1,6 +1,6 @@
-"""The page RESULTS.md from the JSON in results/: ``python benchmarks/results_page.py`` writes it anew.
+"""Renders the page RESULTS.md from the JSON in results/: ``python benchmarks/results_page.py``.
 
-Of each benchmark the newest document counts. A figure that was never measured is told as owed, with the command that
+The newest document of each benchmark counts. A figure that was never measured is listed as owed, with the command that
 measures it.
 """
 
@@ -73,7 +73,7 @@ def gpu_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The newest document of each benchmark, with its ``file``."""
+    """Return the newest document of each benchmark, with its ``file``."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted([*folder.glob("*.json"), *folder.glob("simulator-*/validation.json")]):
         document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.relative_to(folder).as_posix()}
@@ -84,7 +84,7 @@ def newest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def follow(document: Any, path: str) -> Any:
-    """What ``path`` leads to, ``None`` where it ends before."""
+    """Return the value at ``path``, or ``None`` if the path does not exist."""
     for part in path.split("/"):
         key, is_search, value = part.partition("=")
         if is_search and isinstance(document, list):
@@ -95,7 +95,7 @@ def follow(document: Any, path: str) -> Any:
 
 
 def figure(value: Any) -> str:
-    """For people: median, least and most."""
+    """Format a figure as median, minimum and maximum."""
     if isinstance(value, Mapping) and "median" in value:
         spread = f" ({value['min']:.3g} to {value['max']:.3g})" if "min" in value else ""
         return f"{value['median']:.3g}{spread}"
@@ -103,7 +103,7 @@ def figure(value: Any) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Format a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
@@ -126,7 +126,7 @@ def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
 
 
 def told(document: dict[str, Any]) -> str:
-    """On what, when, how."""
+    """Describe machine, date and command of a document."""
     machine, model = document.get("hardware", {}), document.get("model", {})
     load = machine.get("load_average_at_start", [None])[0]
     threads = machine.get("torch_threads")
@@ -142,7 +142,7 @@ def told(document: dict[str, Any]) -> str:
 
 
 def cost_curve(document: dict[str, Any]) -> str:
-    """What a call costs, by rows."""
+    """Render the cost of a call by rows."""
     points = document["cost_curve"]["points"]
     return table(
         ("rows", *(str(point["rows"]) for point in points)),
@@ -437,7 +437,7 @@ def _ended(row: Mapping[str, Any] | None) -> str:
 
 
 def page(documents: Documents, runs: Sequence[dict[str, Any]]) -> str:
-    """The page from the newest document of each benchmark and the runs of the GPU suite."""
+    """Render the page from the newest document of each benchmark and the runs of the GPU suite."""
     parts = [INTRODUCTION]
     for design in DESIGNS:
         document = documents.get(design.benchmark)

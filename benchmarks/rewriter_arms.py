@@ -1,4 +1,4 @@
-"""The arms of the rewriter benchmark: who is measured, in turns, on new wishes, beside transformers' own batching."""
+"""Arms of the rewriter benchmark, measured in turns on new wishes, with transformers' own batching as the peer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Measure:
 
     @classmethod
     def since(cls, wall_s: float, cpu_s: float, tokens: int) -> Measure:
-        """From two earlier readings of the clocks until now."""
+        """Create a measure from two earlier clock readings until now."""
         return cls(time.perf_counter() - wall_s, time.process_time() - cpu_s, tokens)
 
 
@@ -69,7 +69,7 @@ def in_turns(arms: Mapping[str, Callable[[], Measure]], rounds: int) -> dict[str
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """``ours`` over ``theirs``: of the medians, and the median over pairs."""
+    """Compute ``ours`` over ``theirs``: of the medians, and the median over pairs."""
     return {
         "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
         "median_of_pairs": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
@@ -86,9 +86,9 @@ def figures(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 class Desk:
-    """Wishes that nobody had before, asked of the model as the rewriter asks them.
+    """Text engine that is sent new wishes in the rewriter's format.
 
-    system  the system text that many requests share
+    system  the shared system text
     """
 
     def __init__(self, texts: TextEngine, style: Style, system: str) -> None:
@@ -102,7 +102,7 @@ class Desk:
         self.constraint = caption_constraint(model.tokenizer, model.end_ids) if is_embedded else None
 
     def prompts(self, count: int, *, with_system: bool) -> list[str]:
-        """What the model continues for ``count`` new wishes."""
+        """Return the prompts of ``count`` new wishes."""
         options = RewriteOptions(system=self.system if with_system else None)
         requests = [RewriteRequest(wish=wish, options=options) for wish in islice(self._wishes, count)]
         window = TextWindow(CLIP_TOKENS, len)
@@ -111,7 +111,7 @@ class Desk:
     def request(
         self, prompt: str, speculation: Speculation, *, max_tokens: int | None = None, deltas: bool = False
     ) -> TextRequest:
-        """A request for the likeliest prompt, as the rewriter makes it."""
+        """Create a greedy request as the rewriter does."""
         limit = max_tokens or self.style.answer.max_tokens
         return TextRequest(
             prompt=prompt,
@@ -126,9 +126,9 @@ class Desk:
         return measured(lambda: num_tokens(self.texts.generate(requests, constraint=constraint)))
 
     def first_tokens(self, users: int, *, is_warm: bool) -> Measure:
-        """So many wishes at once behind the shared system text: the median wait for a first token, and all work for it.
+        """Run concurrent wishes behind the shared system text: the median time to the first token, and all work for it.
 
-        Cold: each has a salt that nobody had, so it finds nothing and shares nothing.
+        Cold: each has a unique salt, so it finds no cached prefix and shares none.
         """
         requests = [self.request(prompt, "off", max_tokens=1) for prompt in self.prompts(users, with_system=True)]
         if not is_warm:
@@ -178,7 +178,7 @@ class Peer:
         )
 
     def generate(self, prompts: Sequence[str]) -> list[list[int]]:
-        """What it says after each prompt, in order."""
+        """Return the generated tokens for each prompt, in order."""
         ids = [self._tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
         answers = self._network.generate_batch(
             ids,
@@ -195,5 +195,5 @@ class Peer:
 
 
 def num_tokens(answers: Sequence[TextFinished]) -> int:
-    """Tokens that were said."""
+    """Count the generated tokens."""
     return sum(answer.usage.output_tokens for answer in answers)

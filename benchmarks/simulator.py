@@ -53,12 +53,12 @@ SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine was measured to take, in seconds.
+    """Measured times of a machine, in seconds.
 
     calls      "128x192" (width x height) -> rows in a call -> seconds; the first size is the native one
-    prepare_s  of a newcomer: its texts are read, its noise is drawn
-    decode_s   of a picture
-    tick_s     of a tick besides
+    prepare_s  of a new image: encode its text, draw its noise
+    decode_s   of an image
+    tick_s     of a tick in addition
     """
 
     calls: dict[str, dict[int, float]]
@@ -145,7 +145,7 @@ class SimulatedEngine:
 
 
 class Served(NamedTuple):
-    """A request that was served: what it took from its arrival, and what it takes alone, in seconds."""
+    """Served request: seconds from its arrival to its end, and seconds that it takes alone."""
 
     latency_s: float
     solo_s: float
@@ -166,7 +166,7 @@ class Replay(NamedTuple):
     num_ticks: int
 
     def summary(self, slo_scale: float) -> dict[str, float]:
-        """The figures of it."""
+        """Return the figures of the replay."""
         return summary(self.served, slo_scale) | {"utilisation": round(self.utilisation, 4), "ticks": self.num_ticks}
 
 
@@ -248,7 +248,7 @@ def isolated_s(live: LiveRequest, calls: SimulatedCalls, costs: Costs) -> float:
 
 
 def model_info(costs: Costs) -> ModelInfo:
-    """A model that has the sizes that were measured, and nothing else."""
+    """Describe a model that has only the measured sizes."""
     return ModelInfo(
         model_id="simulated",
         family="sd1",
@@ -274,7 +274,7 @@ def model_info(costs: Costs) -> ModelInfo:
 
 
 def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineConfig) -> float:
-    """Requests a second of which one engine can do as many as come, all of its ticks full."""
+    """Compute the requests per second of one engine with always full ticks."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
     seconds = 0.0
     for number, one in enumerate(requests):
@@ -294,7 +294,7 @@ def isolated_times(trace: Sequence[Recorded], costs: Costs, config: EngineConfig
 
 
 def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: int = 1, seed: int) -> list[Recorded]:
-    """``requests`` at Poisson times, at ``load`` times what ``engines`` can do with full ticks."""
+    """Place ``requests`` at Poisson times, at ``load`` times the capacity of ``engines`` with full ticks."""
     capacity = engines * capacity_per_s(requests[:2000], costs, EngineConfig())
     return at_poisson_times(requests, load * capacity, seed=seed)
 
@@ -302,8 +302,9 @@ def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: 
 def busy_for(
     requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int, policy: str = ""
 ) -> list[Recorded]:
-    """``requests`` at Poisson times such that one simulated engine is busy for ``share`` of the time until the last of
-    them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served.
+    """Place ``requests`` at Poisson times so that one simulated engine is busy for ``share`` of the time.
+
+    Unlike ``loaded``, it accounts for ticks that are not full: 0.95 can be served.
     """
     slow, fast = 0.0, 2.0  # of what full ticks can do
     for _ in range(HALVINGS):
@@ -360,7 +361,7 @@ def main(
 
 
 def read_costs(path: Path) -> Costs:
-    """Raises typer.BadParameter where it holds no costs."""
+    """Read costs from a file. Raises typer.BadParameter if it has none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Costs)
     except (OSError, msgspec.MsgspecError) as error:

@@ -36,7 +36,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float | None = None
 
     def request(self, request_id: str) -> GenerationRequest:
-        """As it is sent."""
+        """Convert the entry to a request to the engine."""
         return GenerationRequest(
             request_id=request_id,
             prompt=f"a fox on the beach {self.seed}",
@@ -79,7 +79,7 @@ def mixed(
 
 
 def at_poisson_times(requests: Iterable[Recorded], rate_per_s: float, *, seed: int) -> list[Recorded]:
-    """``requests`` in their order, with independent exponential gaps of mean 1 / ``rate_per_s``."""
+    """Place ``requests`` in order, with independent exponential gaps of mean 1 / ``rate_per_s``."""
     draw, now_s, placed = random.Random(seed), 0.0, []
     for request in requests:
         now_s += draw.expovariate(rate_per_s)
@@ -94,7 +94,7 @@ def save(trace: Iterable[Recorded], path: Path) -> None:
 
 
 def load(path: Path) -> list[Recorded]:
-    """Raises ValueError, naming the line, where one is no request."""
+    """Read a trace. Raises ValueError with the line that is not a request."""
     decoder = msgspec.json.Decoder(Recorded)
     trace = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):

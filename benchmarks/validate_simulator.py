@@ -1,13 +1,12 @@
-"""Is the simulator right? The engine paints recorded traces; the simulator replays them over costs of the same runs.
+"""Validation of the simulator: the engine runs recorded traces, and the simulator replays them with measured costs.
 
     OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --requests 100
     OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --policy goodput --loads 0.3,0.7,0.95
 
-The engine lives on a clock of its own: the processor time of the thread that ticks, which jumps to the next arrival
-when there is nothing to do. So neighbours on a shared machine do not count (but for what they take of its caches), and
-one thread is all there is; compiled calls, which compute in threads of their own, are not made. Pictures are painted;
-HTTP is not in it. Least squares over the ticks of a run give what a call of each size, a newcomer and a decoded picture
-take; the simulator is given these, and nothing of when what was done.
+The engine's clock is the CPU time of its thread, which jumps to the next arrival when there is no work. So other work
+on the machine does not count (except for cache effects), and there is only one thread: compiled calls, which use their
+own threads, are not made. HTTP is not included. Least squares over the ticks of a run give the time of a call of each
+size, of a new image and of decoding; the simulator gets only these costs, not the order of events.
 
 Traces, costs and the comparison go to results/simulator-<model>/.
 """
@@ -48,10 +47,10 @@ LEAST_SEEN = 5
 
 
 def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Costs:
-    """What calls of each number of rows, newcomers and decoding took in ``ticks``, by least squares.
+    """Fit the costs of calls by rows, of new images and of decoding to ``ticks`` by least squares.
 
-    size   "128x128": of all pictures in ``ticks``
-    known  gives the calls that were hardly ever made
+    size   "128x128": of all images in ``ticks``
+    known  supplies the calls that are rare in ``ticks``
     """
     ticks = list(ticks)
     rows = [[len(call.rows) + call.num_padded for call in tick.calls] for tick in ticks]
@@ -70,7 +69,7 @@ def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Co
 
 
 def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig, policy: str = "") -> dict[str, Any]:
-    """The figures of a run beside those of its replay, and the relative errors."""
+    """Return the figures of a run and of its replay, and the relative errors."""
     alone = isolated_times(real, costs, config)
     painted = [
         Served(math.nan if one.latency_s is None else one.latency_s, solo)
@@ -143,7 +142,7 @@ def open_network(model: str) -> DiffusionModel:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    """As ``simulator.py --costs`` reads them."""
+    """Write the costs in the format of ``simulator.py --costs``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n")
 

@@ -28,7 +28,7 @@ class Kind:
 
 
 def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
-    """The sixteen kinds of a rung. A rung contains all that stands before it in ``RUNGS``."""
+    """Return the sixteen kinds of a rung, which includes all earlier ones of ``RUNGS``."""
     height = RUNGS.index(rung)
     made = []
     for place in range(16):
@@ -48,7 +48,7 @@ def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
 def batches(
     rung: str, sizes: Sequence[tuple[int, int]], *, copies: int, round_index: int, step_divisor: int = 1
 ) -> list[list[GenerationRequest]]:
-    """``copies`` requests of each kind, one batch of equal requests a kind; prompts and seeds depend on the round.
+    """Return ``copies`` requests of each kind, one batch per kind; prompts and seeds depend on the round.
 
     ``step_divisor``: fewer steps for a smoke run.
     """
