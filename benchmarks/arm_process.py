@@ -19,8 +19,8 @@ class ArmProcess:
     """
 
     def __init__(self, arguments: Sequence[str], *, bounds_spinning: bool = True) -> None:
-        chosen = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
-        environment = {key: value for key, value in os.environ.items() if key not in chosen}
+        inherited = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
+        environment = {key: value for key, value in os.environ.items() if key not in inherited}
         if bounds_spinning:
             bound_spinning(environment)
         self.process = subprocess.Popen(
@@ -45,8 +45,8 @@ class ArmProcess:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"an arm ended with exit code {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def close(self) -> None:
         """Stop the process."""

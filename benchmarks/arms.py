@@ -146,18 +146,18 @@ def make_arms(names: Sequence[str], engine: Engine, arm: PipelineArm, *, batch: 
 
     "engine-eager" is left out if the engine has no compiled code, since it would be identical.
     """
-    made: dict[str, Paint] = {}
+    arms: dict[str, Paint] = {}
     compiled = arm.compiled() if any(name in ("serial-compiled", "static-compiled") for name in names) else arm
     for name in names:
         pipeline = compiled if name.endswith("-compiled") else arm
         if name.startswith("serial"):
-            made[name] = lambda groups, order, pipeline=pipeline: pipeline.serial(shuffled(groups, order))  # type: ignore[misc]
+            arms[name] = lambda groups, order, pipeline=pipeline: pipeline.serial(shuffled(groups, order))  # type: ignore[misc]
         elif name.startswith("static"):
-            made[name] = lambda groups, order, pipeline=pipeline: pipeline.static(groups, batch)  # type: ignore[misc]
+            arms[name] = lambda groups, order, pipeline=pipeline: pipeline.static(groups, batch)  # type: ignore[misc]
         elif name == "engine" or compiled_sizes(engine):
             used = engine if name == "engine" else eager(engine)
-            made[name] = lambda groups, order, used=used: run_engine(used, shuffled(groups, order))  # type: ignore[misc]
-    return made
+            arms[name] = lambda groups, order, used=used: run_engine(used, shuffled(groups, order))  # type: ignore[misc]
+    return arms
 
 
 def settle(engine: Engine) -> None:
@@ -201,9 +201,9 @@ def exactness(engine: Engine, arm: PipelineArm, requests: Sequence[GenerationReq
         assert alone.latents is not None
         assert mixed.latents is not None
         same_bytes += alone.picture == mixed.picture and alone.latents.data == mixed.latents.data
-        theirs = arm.paint([request], output_type="latent")[0]
-        worst = max(worst, float(np.abs(alone.latents.array - theirs).max()))
-        spread = max(spread, float(theirs.std()))
+        reference = arm.paint([request], output_type="latent")[0]
+        worst = max(worst, float(np.abs(alone.latents.array - reference).max()))
+        spread = max(spread, float(reference.std()))
     return {
         "images": len(requests),
         "bytes_equal_to_solo_run": same_bytes,

@@ -82,22 +82,22 @@ class Bulk:
             children = psutil.Process(batch.pid).children(recursive=True)
             batch.send_signal(signal.SIGKILL)
             batch.wait(ENDS_S)
-        for one in psutil.wait_procs(children, 20)[1]:
+        for child in psutil.wait_procs(children, 20)[1]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
         psutil.wait_procs(children, ENDS_S)
         before = self.shards
         print(f"the command is killed after {len(before)} shards, and begun again", file=sys.stderr)
         with self._start() as batch:
-            said, told = batch.communicate()
+            stdout, stderr = batch.communicate()
         if batch.returncode:
-            raise RuntimeError(f"the batch ended with {batch.returncode}: {told[-2000:]}")
+            raise RuntimeError(f"the batch ended with {batch.returncode}: {stderr[-2000:]}")
         return {
             "seconds": round(time.monotonic() - begun_s, 1),
             "num_shards": len(self.shards),
             "num_shards_before_restart": len(before),
-            "num_shards_painted_again": sum(self.shards[path] != told_ns for path, told_ns in before.items()),
-            "said": said.strip().splitlines()[-1],
+            "num_shards_painted_again": sum(self.shards[path] != written_ns for path, written_ns in before.items()),
+            "said": stdout.strip().splitlines()[-1],
         }
 
     def _start(self) -> Batch:
@@ -129,8 +129,8 @@ class Bulk:
 def counted(folder: Path) -> dict[str, int]:
     """Count lines, repeated lines, reported images, files, and files that are unreported or missing."""
     outcomes = list(read_outcomes(folder / NAME))
-    lines = Counter(one.line for one in outcomes)
-    told = Counter(name for one in outcomes for name in one.files)
+    lines = Counter(outcome.line for outcome in outcomes)
+    reported = Counter(name for outcome in outcomes for name in outcome.files)
     there = Counter(path.name for path in folder.glob("*.png"))
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
@@ -138,9 +138,9 @@ def counted(folder: Path) -> dict[str, int]:
     return {
         "num_lines": len(lines),
         "num_lines_twice": sum(count > 1 for count in lines.values()),
-        "num_pictures": sum(told.values()),
+        "num_pictures": sum(reported.values()),
         "num_files": sum(there.values()),
-        "num_files_amiss": sum(((told - there) + (there - told)).values()),
+        "num_files_amiss": sum(((reported - there) + (there - reported)).values()),
         "num_parts_left": sum(1 for _ in folder.rglob("*part")),
     }
 
@@ -164,10 +164,10 @@ def main(
         options += ["--webdataset"] if webdataset else []
         num_shards = -(-lines // shard_lines)
         bulk = Bulk(prompts, folder / "out", *options)
-        told = bulk.run((max(1, num_shards // 4), num_shards // 2), 3 * num_shards // 4)
-        found = counted(bulk.folder)
-    is_right = found["num_files"] == found["num_pictures"] == found["num_lines"] == lines
-    is_right = is_right and not found["num_lines_twice"] and not found["num_files_amiss"]
+        timing = bulk.run((max(1, num_shards // 4), num_shards // 2), 3 * num_shards // 4)
+        counts = counted(bulk.folder)
+    is_right = counts["num_files"] == counts["num_pictures"] == counts["num_lines"] == lines
+    is_right = is_right and not counts["num_lines_twice"] and not counts["num_files_amiss"]
     report = {
         "benchmark": "bulk",
         "command": " ".join(["python", "benchmarks/bench_bulk.py", *sys.argv[1:]]),
@@ -178,9 +178,9 @@ def main(
         "killed_workers": 2,
         "restarts": 1,
         "each_once": is_right,
-        "pictures_per_s": round(lines / told["seconds"], 3),
-        **told,
-        **found,
+        "pictures_per_s": round(lines / timing["seconds"], 3),
+        **timing,
+        **counts,
     }
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

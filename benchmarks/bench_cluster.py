@@ -62,10 +62,10 @@ def main(
         directory = model or save_model("sd15", folder / "model")
         if replicas > 1:
             with (
-                cluster_of(1, directory, folder / "one") as one,
-                cluster_of(replicas, directory, folder / "more") as it,
+                cluster_of(1, directory, folder / "one") as single,
+                cluster_of(replicas, directory, folder / "more") as multiple,
             ):
-                report = throughput((one, it), replicas, rounds, requests, steps or 20)
+                report = throughput((single, multiple), replicas, rounds, requests, steps or 20)
         else:
             env = {} if model else without_engines(folder)
             with (
@@ -77,7 +77,7 @@ def main(
             report["engines"] = "of nothing" if model is None else "painting"
     report["command"] = " ".join(["python", "benchmarks/bench_cluster.py", *sys.argv[1:]])
     report["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
-    report["load"] = [round(one, 1) for one in os.getloadavg()]
+    report["load"] = [round(single, 1) for single in os.getloadavg()]
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report))
@@ -85,12 +85,12 @@ def main(
 
 def without_engines(folder: Path) -> dict[str, str]:
     """Return an environment in which Python processes, including Ray replicas, use engines that compute nothing."""
-    own = folder / "site"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text(
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
         f"from diffserve.service.engine import connection\nconnection.ENGINE_MODULE = {MODULE!r}\n"
     )
-    return {"PYTHONPATH": f"{own}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def cluster_of(
     (folder / "cluster.toml").write_text(f"[replicas]\nmin = {num_replicas}\nmax = {num_replicas}\ncpus = 1.0\n")
     command = ["-m", "diffserve", "cluster", "up", str(folder / "cluster.toml")]
     with running_server(model, folder / "server", config=CONFIG, command=command, env=env) as server:
-        told = folder / "server" / "data" / "cluster.json"
+        cluster_file = folder / "server" / "data" / "cluster.json"
         server.wait_until_ready()
-        wait_for(lambda: told.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
+        wait_for(lambda: cluster_file.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
         print(f"{num_replicas} replicas are ready", file=sys.stderr)
         yield server
 
@@ -121,7 +121,7 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
     for seed in range(num_measures):
         order = (0, 1, 1, 0) if seed % 2 else (1, 0, 0, 1)
         took = [(place, askers[place].ask_s(seed)) for place in order]
-        local, cluster = (sum(one for at, one in took if at == place) / 2 for place in (0, 1))
+        local, cluster = (sum(seconds for at, seconds in took if at == place) / 2 for place in (0, 1))
         here_s.append(local)
         there_s.append(cluster)
     gc.enable()
@@ -130,7 +130,7 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
     more_ms = sorted(1e3 * (there - here) for here, there in zip(here_s, there_s, strict=True))
     low, middle, high = statistics.quantiles(more_ms, n=4)
     off = math.ceil(0.98 * math.sqrt(num_measures))  # of ranks: a median's bounds by the sign test, 95 %
-    least, most = max(0, num_measures // 2 - off), min(num_measures - 1, num_measures // 2 + off)
+    lower, upper = max(0, num_measures // 2 - off), min(num_measures - 1, num_measures // 2 + off)
     return {
         "benchmark": "cluster",
         "num_measures": num_measures,
@@ -139,7 +139,7 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
         "cluster_ms": round(1e3 * statistics.median(there_s), 2),
         "more_ms": round(middle, 2),
         "more_ms_quartiles": [round(low, 2), round(high, 2)],
-        "more_ms_bounds": [round(more_ms[least], 2), round(more_ms[most], 2)],
+        "more_ms_bounds": [round(more_ms[lower], 2), round(more_ms[upper], 2)],
     }
 
 
@@ -160,10 +160,10 @@ class Asker:
         begun_s = time.perf_counter()
         self._connection.request("POST", GENERATIONS, body, {"Content-Type": "application/json"})
         reply = self._connection.getresponse()
-        told = reply.read()
+        content = reply.read()
         took_s = time.perf_counter() - begun_s
         if reply.status != 200:
-            raise RuntimeError(f"a server answered {reply.status}: {told[:500]!r}")
+            raise RuntimeError(f"a server answered {reply.status}: {content[:500]!r}")
         return took_s
 
 
@@ -182,10 +182,10 @@ def throughput(
     rates: list[tuple[float, float]] = []
     for number in range(num_rounds):
         first, second = pair if number % 2 else pair[::-1]
-        one, other = (painted_per_s(each, num_clients, num_pictures, steps) for each in (first, second))
-        rates.append((one, other) if number % 2 else (other, one))
+        first_rate, second_rate = (painted_per_s(each, num_clients, num_pictures, steps) for each in (first, second))
+        rates.append((first_rate, second_rate) if number % 2 else (second_rate, first_rate))
         print(f"round {number + 1}: {rates[-1][0]:.2f} and {rates[-1][1]:.2f} pictures/s", file=sys.stderr)
-    ratios = [more / one for one, more in rates]
+    ratios = [multiple / single for single, multiple in rates]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
         "benchmark": "cluster-throughput",
@@ -194,8 +194,8 @@ def throughput(
         "num_pictures": num_pictures,
         "num_clients": num_clients,
         "steps": steps,
-        "one_per_s": round(statistics.median(one for one, _ in rates), 3),
-        "more_per_s": round(statistics.median(more for _, more in rates), 3),
+        "one_per_s": round(statistics.median(single for single, _ in rates), 3),
+        "more_per_s": round(statistics.median(multiple for _, multiple in rates), 3),
         "ratio": round(middle, 3),
         "ratio_quartiles": [round(low, 3), round(high, 3)],
     }

@@ -97,14 +97,14 @@ class Window:
 
     def told(self) -> dict[str, float]:
         """Return the results in milliseconds and per second."""
-        found = {"rows_per_s": self.rows_per_s}
+        values = {"rows_per_s": self.rows_per_s}
         if self.num_rows:
-            found |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
+            values |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
         if self.image_s:
-            found["text_share"] = self.text_s / (self.image_s + self.text_s)
+            values["text_share"] = self.text_s / (self.image_s + self.text_s)
         if self.token_s:
             tokens = sorted(self.token_s)
-            found |= {
+            values |= {
                 "tokens_per_s": len(tokens) / self.seconds,
                 "rewrites_per_s": self.num_rewrites / self.seconds,
                 "token_p50_ms": 1e3 * statistics.median(tokens),
@@ -114,7 +114,7 @@ class Window:
                 "ttft_p50_ms": 1e3 * statistics.median(self.ttft_s or [0.0]),
                 "total_p50_ms": 1e3 * statistics.median(self.total_s or [0.0]),
             }
-        return {name: round(value, 4) for name, value in found.items()}
+        return {name: round(value, 4) for name, value in values.items()}
 
 
 class WatchedRewriter(Rewriter):
@@ -128,12 +128,12 @@ class WatchedRewriter(Rewriter):
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
         """Handle text events as ``Rewriter`` does, and record token times."""
-        told = list(events)
+        text_events = list(events)
         now_s = self.clock()
-        for event in told:
+        for event in text_events:
             if isinstance(event, TextDelta) and event.token_ids:
                 self._note(f"{event.request_id} {event.text_index}", now_s, len(event.token_ids))
-        return super().feed(told)
+        return super().feed(text_events)
 
     def _note(self, name: str, now_s: float, num_tokens: int) -> None:
         before_s = self._said_s.get(name)
@@ -180,7 +180,7 @@ class Load:
             self._take(event, Window())
 
     def _leave(self, kind: str) -> None:
-        for request_id in [name for name, own in self.live.items() if own == kind]:
+        for request_id in [name for name, live_kind in self.live.items() if live_kind == kind]:
             self.studio.cancel(request_id)
 
     def _tick_until(self, end_s: float, pictures: int, rewrites: int, window: Window) -> None:
@@ -235,32 +235,32 @@ def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[s
 def open_engine(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> CombinedEngine:
     """Load and warm up an engine for images and text whose rewriter is recorded."""
     env = {"DIFFSERVE_MODEL_DEVICE": device, "DIFFSERVE_MODEL_DTYPE": dtype, "DIFFSERVE_TEXT_MODEL": rewriter}
-    found = load_settings(model=model, env=env)
-    engine, texts, plain = load_parts(found.model, found.engine, found.text, clock=clock)
+    settings = load_settings(model=model, env=env)
+    engine, texts, plain = load_parts(settings.model, settings.engine, settings.text, clock=clock)
     if texts is None or plain is None:
         raise typer.BadParameter(f"{rewriter} cannot rewrite: give a model with a chat template.")
     watched = WatchedRewriter(texts, style=plain.style.name, window=plain.window, clock=clock)
-    studio = CombinedEngine(engine, texts, watched, time_share=found.text.time_share, clock=clock)
+    studio = CombinedEngine(engine, texts, watched, time_share=settings.text.time_share, clock=clock)
     studio.warm_up()
     return studio
 
 
 def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
     """Medians over rounds of what each side loses, and whether that is within the goals."""
-    token, tpot, kept = [], [], []
-    for one in rounds:
-        alone, both = one["rewrites"], one["both"]
+    token, tpot, rows_kept = [], [], []
+    for windows in rounds:
+        alone, both = windows["rewrites"], windows["both"]
         token.append(statistics.median(both.token_s) / statistics.median(alone.token_s))
         tpot.append(statistics.median(both.tpot_s) / statistics.median(alone.tpot_s))
-        kept.append(both.rows_per_s / one["pictures"].rows_per_s)
+        rows_kept.append(both.rows_per_s / windows["pictures"].rows_per_s)
     return {
         "token_p50_ratio": summary(token),
         "tpot_p50_ratio": summary(tpot),
-        "unet_rows_kept": summary(kept),
+        "unet_rows_kept": summary(rows_kept),
         "goals": {
             f"token p50 at most {MOST_RATIO:g} times": statistics.median(token) <= MOST_RATIO,
             f"tpot p50 at most {MOST_RATIO:g} times": statistics.median(tpot) <= MOST_RATIO,
-            f"UNet loses at most {MOST_LOSS:.0%}": 1.0 - statistics.median(kept) <= MOST_LOSS,
+            f"UNet loses at most {MOST_LOSS:.0%}": 1.0 - statistics.median(rows_kept) <= MOST_LOSS,
         },
     }
 
@@ -270,22 +270,22 @@ def measure(
 ) -> dict[str, Any]:
     """All arms in turn, ``rounds`` times, at one time share."""
     load.studio.share = TimeShare(share)
-    asked = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
-    found: list[dict[str, Window]] = []
+    in_flight = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
+    windows_by_round: list[dict[str, Window]] = []
     for index in range(rounds):
-        found.append({arm: Window() for arm in asked})
+        windows_by_round.append({arm: Window() for arm in in_flight})
         for arm in ROUND:
-            counts = dict(zip(("pictures", "rewrites"), asked[arm], strict=True))
-            load.run(found[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
+            counts = dict(zip(("pictures", "rewrites"), in_flight[arm], strict=True))
+            load.run(windows_by_round[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
         load.stop()
-        for arm, window in found[-1].items():
+        for arm, window in windows_by_round[-1].items():
             say(f"share {share} round {index} {arm:9} {window.told()}")
     return {
         "time_share": share,
         "pictures": pictures,
         "rewrites": rewrites,
-        "rounds": [{arm: window.told() for arm, window in one.items()} for one in found],
-        **compare(found),
+        "rounds": [{arm: window.told() for arm, window in windows.items()} for windows in windows_by_round],
+        **compare(windows_by_round),
     }
 
 
@@ -333,8 +333,8 @@ def main(
             "buckets": [list(b) for b in studio.engine.buckets.values()],
         }
         document["points"] = []
-        wanted = [float(share) for share in shares.split(",") if share] or [studio.share.share]
-        for share, count in itertools.product(wanted, rewrites.split(",")):
+        time_shares = [float(share) for share in shares.split(",") if share] or [studio.share.share]
+        for share, count in itertools.product(time_shares, rewrites.split(",")):
             point = measure(
                 load, share, rounds=rounds, pictures=pictures, rewrites=int(count), seconds=seconds, settle_s=settle
             )

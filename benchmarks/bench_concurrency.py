@@ -42,9 +42,9 @@ def forget_highest(pid: int) -> None:
 
 def highest_bytes(pid: int) -> int:
     """Return the peak resident set of the process since the last reset, in bytes."""
-    found = HIGHEST.search(Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = HIGHEST.search(Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> list[float]:
@@ -54,9 +54,9 @@ async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> 
     async def client() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=LONGEST_S, trust_env=False) as http:
             for _ in range(rounds):
-                asked = {**body, "prompt": words(rng, 6), "seed": rng.randrange(1 << 32)}
+                request = {**body, "prompt": words(rng, 6), "seed": rng.randrange(1 << 32)}
                 started_s = time.monotonic()
-                (await http.post("/v1/images/generations", json=asked)).raise_for_status()
+                (await http.post("/v1/images/generations", json=request)).raise_for_status()
                 taken.append(time.monotonic() - started_s)
 
     await asyncio.gather(*(client() for _ in range(num_clients)))

@@ -47,28 +47,28 @@ def requests(images: int, steps: int, side_px: int, num_round: int) -> list[Gene
     ]
 
 
-def seconds_of(paint: Paint, wanted: Sequence[GenerationRequest]) -> float:
-    """Measure the seconds that ``paint`` takes for the requests ``wanted``."""
+def seconds_of(paint: Paint, requests_to_run: Sequence[GenerationRequest]) -> float:
+    """Measure the seconds that ``paint`` takes for the requests."""
     started_s = time.perf_counter()
-    paint(wanted)
+    paint(requests_to_run)
     return time.perf_counter() - started_s
 
 
 def measure(paints: dict[str, Paint], images: int, steps: int, side_px: int, rounds: int) -> dict[str, Any]:
     """Seconds by arm, and those of the first over every other's."""
-    found: dict[str, list[float]] = {name: [] for name in paints}
+    seconds: dict[str, list[float]] = {name: [] for name in paints}
     for name, paint in paints.items():
         print(f"{name}: {seconds_of(paint, requests(images, 2, side_px, 0)):.2f} s to begin with", file=sys.stderr)
     for turn in range(rounds):
         for name in list(paints)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(seconds_of(paints[name], requests(images, steps, side_px, turn + 1)))
-            print(f"{name}: {found[name][-1]:.2f} s", file=sys.stderr, flush=True)
-    first, *others = found
+            seconds[name].append(seconds_of(paints[name], requests(images, steps, side_px, turn + 1)))
+            print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+    first, *baselines = seconds
     ratios = {
-        f"{first}_over_{name}": summary([a / b for a, b in zip(found[first], found[name], strict=True)])
-        for name in others
+        f"{first}_over_{name}": summary([a / b for a, b in zip(seconds[first], seconds[name], strict=True)])
+        for name in baselines
     }
-    return {"seconds": {name: summary(values) for name, values in found.items()}, **ratios}
+    return {"seconds": {name: summary(values) for name, values in seconds.items()}, **ratios}
 
 
 def same_alone(engine: Engine, images: int, side_px: int) -> bool:

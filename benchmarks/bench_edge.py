@@ -41,12 +41,12 @@ SPARE_S: Final = 25.0
 
 def memory_of_tree(pid: int) -> dict[str, int]:
     """Bytes of a process and all its descendants together, by kind: Rss, Pss, Anonymous."""
-    found = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    totals = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
     for process in (parent := psutil.Process(pid), *parent.children(recursive=True)):
         rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
-        for name in found:
-            found[name] += 1024 * int(re.findall(rf"^{name}:\s+(\d+)", rollup, re.MULTILINE)[0])
-    return found
+        for name in totals:
+            totals[name] += 1024 * int(re.findall(rf"^{name}:\s+(\d+)", rollup, re.MULTILINE)[0])
+    return totals
 
 
 def measure(
@@ -73,7 +73,7 @@ def measure(
         "resident_bytes": after["Rss"],
         "proportional_bytes": after["Pss"],
         "growth_bytes": median(anonymous[-3:]) - median(anonymous[:3]),
-        "seconds": [round(one, 3) for one in seconds],
+        "seconds": [round(image_s, 3) for image_s in seconds],
     }
 
 
@@ -82,20 +82,20 @@ def main(
     pictures: Annotated[int, typer.Option(min=2, help="Asked of each server.")] = 5,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for number in range(rounds):
         for name in list(ARMS)[:: -1 if number % 2 else 1]:
-            found[name].append(measure(ARMS[name], pictures, SPARE_S))
-            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    pairs = zip(found["edge"], found["default"], strict=True)
+            results[name].append(measure(ARMS[name], pictures, SPARE_S))
+            print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
+    pairs = zip(results["edge"], results["default"], strict=True)
     document = {
         "benchmark": "edge",
         "command": " ".join(["python", "benchmarks/bench_edge.py", *sys.argv[1:]]),
         "hardware": hardware("cpu"),
         "versions": versions(),
-        "found": found,
+        "found": results,
         "edge_over_default_seconds": [round(median(a["seconds"]) / median(b["seconds"]), 3) for a, b in pairs],
-        "holds": all(one["resident_bytes"] < GOAL_BYTES for one in found["edge"]),
+        "holds": all(result["resident_bytes"] < GOAL_BYTES for result in results["edge"]),
     }
     write(document, RESULTS / "edge.json")
     print(json.dumps(document), flush=True)

@@ -79,10 +79,13 @@ def run_rung(
         for name in arms if round_index % 2 == 0 else reversed(arms):
             runs[name].append(run(name, round_index, divisor))
             say(f"{rung:10} round {round_index} {name:15} {runs[name][-1].images_per_s:8.3f} images/s")
-    rates = {name: [one.images_per_s for one in runs[name]] for name in arms}
+    rates = {name: [result.images_per_s for result in runs[name]] for name in arms}
     ratios = {
         f"engine_over_{name}": summary(
-            [ours / theirs for ours, theirs in zip(rates["engine"], rates[name], strict=True)]
+            [
+                engine_rate / baseline_rate
+                for engine_rate, baseline_rate in zip(rates["engine"], rates[name], strict=True)
+            ]
         )
         for name in arms
         if name != "engine"

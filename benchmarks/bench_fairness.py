@@ -62,7 +62,7 @@ class Load(NamedTuple):
 
 async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watched | None:
     """Request a streamed image; ``None`` if it was rejected."""
-    started_s, told = time.perf_counter(), list[tuple[bool, float, float]]()
+    started_s, estimates = time.perf_counter(), list[tuple[bool, float, float]]()
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", GENERATIONS, json=body | {"stream": True}, headers=headers) as response:
         if response.status_code != 200:
@@ -72,15 +72,17 @@ async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watc
                 continue
             event, now_s = json.loads(line[6:]), time.perf_counter()
             if event.get("seconds_left") is not None:
-                told.append((bool(event["step"]), event["seconds_left"], now_s))
+                estimates.append((bool(event["step"]), event["seconds_left"], now_s))
     ended_s = time.perf_counter()
-    return Watched(ended_s - started_s, [(begun, left_s, ended_s - at_s) for begun, left_s, at_s in told])
+    return Watched(ended_s - started_s, [(has_begun, left_s, ended_s - at_s) for has_begun, left_s, at_s in estimates])
 
 
 def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
     """Summarize the errors of the estimates before or after the first step."""
-    found = [(told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun]
-    return spread(found)
+    errors_s = [
+        (estimate_s, true_s) for image in watched for has_begun, estimate_s, true_s in image.told if has_begun is begun
+    ]
+    return spread(errors_s)
 
 
 def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
@@ -90,14 +92,14 @@ def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
 
 async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Watched]:
     """One picture after the other; none of them is refused."""
-    until_s, found = time.perf_counter() + seconds, list[Watched]()
+    until_s, images = time.perf_counter() + seconds, list[Watched]()
     while time.perf_counter() < until_s:
-        body = {"prompt": "a fox on the beach", "seed": len(found), "num_inference_steps": load.num_steps}
+        body = {"prompt": "a fox on the beach", "seed": len(images), "num_inference_steps": load.num_steps}
         watched = await watch(http, body, "guest")
         if watched is None:
             raise RuntimeError("the guest was refused")
-        found.append(watched)
-    return found
+        images.append(watched)
+    return images
 
 
 async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
@@ -109,7 +111,7 @@ async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
 
     started_s = time.perf_counter()
     answers = await saturate(send, num_workers=8, seconds=load.part_s)
-    rate = sum(one.status == 200 for one in answers) / (time.perf_counter() - started_s)
+    rate = sum(answer.status == 200 for answer in answers) / (time.perf_counter() - started_s)
     say(f"the crowd alone: {rate:.2f} pictures/s")
     quiet, busy, sent = list[Watched](), list[Watched](), list[Answer]()
     for number in range(load.rounds):
@@ -133,38 +135,38 @@ async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
 
 async def mixed(load: Load, http: httpx.AsyncClient, rate: float) -> dict[str, Any]:
     """Poisson arrivals at half of what the server does."""
-    draw, asked = random.Random(1), list[asyncio.Task[Watched | None]]()
+    draw, tasks = random.Random(1), list[asyncio.Task[Watched | None]]()
     until_s = time.perf_counter() + load.rounds * load.part_s
     while time.perf_counter() < until_s:
         body = {
-            "prompt": "a ship on a lake", "seed": len(asked), "size": draw.choice(MIXED_SIZES),
+            "prompt": "a ship on a lake", "seed": len(tasks), "size": draw.choice(MIXED_SIZES),
             "num_inference_steps": draw.choice(MIXED_STEPS),
         }  # fmt: skip
-        asked.append(asyncio.create_task(watch(http, body, f"key {draw.randrange(MIXED_KEYS)}")))
+        tasks.append(asyncio.create_task(watch(http, body, f"key {draw.randrange(MIXED_KEYS)}")))
         await asyncio.sleep(draw.expovariate(0.5 * rate))
-    answers = await asyncio.gather(*asked)
-    found = [one for one in answers if one is not None]
-    return {"requests": len(asked), "refused": len(asked) - len(found), "time_left": times_left(found)}
+    answers = await asyncio.gather(*tasks)
+    finished = [answer for answer in answers if answer is not None]
+    return {"requests": len(tasks), "refused": len(tasks) - len(finished), "time_left": times_left(finished)}
 
 
 def p95(watched: Sequence[Watched]) -> float:
     """Return the 95th percentile in seconds."""
-    return quantile([one.seconds for one in watched], 0.95)
+    return quantile([image.seconds for image in watched], 0.95)
 
 
 def seconds_of(watched: Sequence[Watched]) -> dict[str, float]:
     """Return the number of images and quantiles of their seconds."""
-    p50 = quantile([one.seconds for one in watched], 0.5)
+    p50 = quantile([image.seconds for image in watched], 0.5)
     return {"pictures": len(watched), "p50": round(p50, 3), "p95": round(p95(watched), 3)}
 
 
 async def measure(load: Load) -> dict[str, Any]:
     """Measure the crowd and the mixed load."""
     async with httpx.AsyncClient(base_url=load.url, timeout=600.0) as http:
-        found = await crowded(load, http)
-        say(json.dumps(found["time_left"]))
-        found["mixed"] = await mixed(load, http, found["crowd_alone_per_s"])
-    return found
+        results = await crowded(load, http)
+        say(json.dumps(results["time_left"]))
+        results["mixed"] = await mixed(load, http, results["crowd_alone_per_s"])
+    return results
 
 
 def main(
@@ -177,7 +179,7 @@ def main(
 ) -> None:
     """Overload a server and report the effect on a guest."""
     with serving(model, backlog_s=20.0) as (url, _):
-        found = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
+        results = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "fairness",
@@ -186,7 +188,7 @@ def main(
         "settings": {"num_steps": num_steps, "rounds": rounds, "part_s": part_s, "times": times},
         "hardware": hardware("cpu") | {"load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(),
-        **found,
+        **results,
     }
     write(document, output or RESULTS / f"fairness-{Path(model).name}-{now:%Y-%m-%d}.json")
     print(json.dumps(document, indent=1))

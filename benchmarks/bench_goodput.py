@@ -52,19 +52,19 @@ Kind = tuple[int, bool]
 """Steps, and whether guided: what decides how long a request takes alone."""
 
 
-def kind_of(one: Recorded) -> Kind:
+def kind_of(request: Recorded) -> Kind:
     """Return the kind of a recorded request."""
-    return one.num_steps, one.guidance_scale > 1.0
+    return request.num_steps, request.guidance_scale > 1.0
 
 
-def rows_of(one: Recorded) -> int:
+def rows_of(request: Recorded) -> int:
     """Return the number of UNet rows of a request; every sampler of the workload evaluates once a step."""
-    return one.num_steps * (1 + (one.guidance_scale > 1.0))
+    return request.num_steps * (1 + (request.guidance_scale > 1.0))
 
 
 def shorter(requests: Sequence[Recorded], divisor: int) -> list[Recorded]:
     """Divide the steps of ``requests`` by ``divisor``, with at least one step each."""
-    return [msgspec.structs.replace(one, num_steps=max(1, one.num_steps // divisor)) for one in requests]
+    return [msgspec.structs.replace(request, num_steps=max(1, request.num_steps // divisor)) for request in requests]
 
 
 def capacity_per_s(engine: Engine, requests: Sequence[Recorded], seconds: float) -> float:
@@ -89,13 +89,13 @@ def capacity_per_s(engine: Engine, requests: Sequence[Recorded], seconds: float)
 
 def isolated_s(engine: Engine, clock: WallTime, requests: Sequence[Recorded]) -> dict[Kind, float]:
     """Seconds that a request of each kind among ``requests`` takes alone; the lesser of two."""
-    examples = {kind_of(one): one for one in requests}
-    found: dict[Kind, float] = {}
-    for kind, one in examples.items():
-        alone = msgspec.structs.replace(one, arrival_s=0.0)
+    examples = {kind_of(request): request for request in requests}
+    seconds_by_kind: dict[Kind, float] = {}
+    for kind, request in examples.items():
+        alone = msgspec.structs.replace(request, arrival_s=0.0)
         taken = [run(engine, clock, [alone]).served[0].latency_s for _ in range(2)]
-        found[kind] = min(latency_s for latency_s in taken if latency_s is not None)
-    return found
+        seconds_by_kind[kind] = min(latency_s for latency_s in taken if latency_s is not None)
+    return seconds_by_kind
 
 
 def num_requests(seconds: float, *, runs: int, num_arms: int, capacity: float, alone_s: float) -> int:
@@ -115,27 +115,27 @@ def point_of(
     goodputs: dict[str, list[float]] = defaultdict(list)
     num_equal = num_all = 0
     for painted in rounds:
-        for name, one in painted.items():
-            these = [Served(each.latency_s or 0.0, alone[kind_of(each)]) for each in one.served]
+        for name, trace in painted.items():
+            these = [Served(each.latency_s or 0.0, alone[kind_of(each)]) for each in trace.served]
             served[name] += these
             goodputs[name].append(summary(these, scale)["goodput"])
-        equal = [len(set(digests)) == 1 for digests in zip(*(one.digests for one in painted.values()), strict=True)]
+        equal = [len(set(digests)) == 1 for digests in zip(*(trace.digests for trace in painted.values()), strict=True)]
         num_equal, num_all = num_equal + sum(equal), num_all + len(equal)
     arms = {name: summary(these, scale) for name, these in served.items()}
-    *others, ours = arms
+    *baselines, engine_arm = arms
     over = {
         name: {
-            "goodput": round(arms[ours]["goodput"] / arms[name]["goodput"], 3) if arms[name]["goodput"] else None,
-            "p50_s": round(arms[ours]["p50_s"] / arms[name]["p50_s"], 3),
-            "mean_s": round(arms[ours]["mean_s"] / arms[name]["mean_s"], 3),
+            "goodput": round(arms[engine_arm]["goodput"] / arms[name]["goodput"], 3) if arms[name]["goodput"] else None,
+            "p50_s": round(arms[engine_arm]["p50_s"] / arms[name]["p50_s"], 3),
+            "mean_s": round(arms[engine_arm]["mean_s"] / arms[name]["mean_s"], 3),
         }
-        for name in others
+        for name in baselines
     }
     return {
         "load": load,
         "arms": arms,
         "goodput_of_rounds": goodputs,
-        "ours": ours,
+        "ours": engine_arm,
         "ours_over": over,
         "pictures_equal_in_all_arms": f"{num_equal} of {num_all}",
     }
@@ -189,7 +189,7 @@ def main(
     reference = engines["latency"]
     alone = isolated_s(reference, clock, kinds)
     capacity = capacity_per_s(reference, kinds, capacity_s)
-    mean_alone_s = statistics.fmean(alone[kind_of(one)] for one in kinds)
+    mean_alone_s = statistics.fmean(alone[kind_of(request)] for request in kinds)
     parts = [float(part) for part in loads.split(",")]
     count = num_requests(
         60 * minutes, runs=rounds * len(parts), num_arms=len(names), capacity=capacity, alone_s=mean_alone_s

@@ -85,9 +85,9 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
-    """Compute ``ours`` over ``theirs``: of the medians, of the minima, and the median over neighboring pairs."""
-    mine, other = seconds[ours], seconds[theirs]
+def ratio(seconds: dict[str, list[float]], numerator: str, denominator: str) -> dict[str, float]:
+    """Compute the ratio of two arms: of the medians, of the minima, and the median over neighboring pairs."""
+    mine, other = seconds[numerator], seconds[denominator]
     return {
         "of_medians": round(statistics.median(mine) / statistics.median(other), 4),
         "of_least": round(min(mine) / min(other), 4),
@@ -100,10 +100,10 @@ def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, r
     width_px, height_px = model.info.good_sizes[0]
     inputs = random_inputs(model, (height_px, width_px, model.text.window_tokens), rows)
     embeddings = inputs.pop("contexts")
-    told = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
+    contexts_by_way = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
 
     def step(name: str) -> Tensor:
-        return model.unet.predict(contexts=told[name], **inputs).cpu()
+        return model.unet.predict(contexts=contexts_by_way[name], **inputs).cpu()
 
     seconds = in_turn({name: partial(step, name) for name in ways}, rounds)
     point = {
@@ -120,14 +120,14 @@ def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, ro
     """Measure stacking the conditioning of ``rows`` different prompts, once per set of rows that runs together."""
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     arms: Arms = {}
-    held: list[AnyConditioning] = []
+    open_conditionings: list[AnyConditioning] = []
     for name, way in ways.items():
-        told = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
-        arms[name] = partial(way.contexts, [ConditioningRow(one, False) for one in told])
-        held += told
+        conditionings = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
+        arms[name] = partial(way.contexts, [ConditioningRow(conditioning, False) for conditioning in conditionings])
+        open_conditionings += conditionings
     seconds = in_turn(arms, rounds)
-    for one in held:
-        one.close()
+    for conditioning in open_conditionings:
+        conditioning.close()
     point = {"rows": rows, "ms": {name: milliseconds(times) for name, times in seconds.items()}}
     say(f"gathering {point}")
     return point
@@ -139,28 +139,28 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
     size: dict[str, Any] = {"width_px": width_px, "height_px": height_px}
     inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)
     del inputs["contexts"]
-    held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
-    rows_of = [[ConditioningRow(one, False)] * rows for one in held]
+    conditionings = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
+    rows_of = [[ConditioningRow(conditioning, False)] * rows for conditioning in conditionings]
     parts = [(slice(0, rows), way.contexts(rows_of[0])), (slice(rows, 2 * rows), way.contexts(rows_of[1]))]
-    whole = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
+    single_call = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
 
     def run(calls: list[tuple[slice, Contexts]]) -> Tensor:
         return torch.cat(
             [
-                model.unet.predict(contexts=told, **{name: value[part] for name, value in inputs.items()})
-                for part, told in calls
+                model.unet.predict(contexts=contexts, **{name: value[part] for name, value in inputs.items()})
+                for part, contexts in calls
             ]
         ).cpu()
 
-    seconds = in_turn({"two calls": partial(run, parts), "one call": partial(run, whole)}, rounds)
+    seconds = in_turn({"two calls": partial(run, parts), "one call": partial(run, single_call)}, rounds)
     point = {
         "rows": [rows, rows],
         "ms": {name: milliseconds(times) for name, times in seconds.items()},
         "one_over_two": ratio(seconds, "one call", "two calls"),
-        "max_difference": float((run(whole) - run(parts)).abs().max()),
+        "max_difference": float((run(single_call) - run(parts)).abs().max()),
     }
-    for one in held:
-        one.close()
+    for conditioning in conditionings:
+        conditioning.close()
     say(f"lengths {point}")
     return point
 
@@ -187,10 +187,10 @@ def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
         arms[f"{name}, said before"] = partial(paged, way, START)
     with torch.inference_mode():
         seconds = in_turn(arms, rounds)
-    found = {name: milliseconds(times) for name, times in seconds.items()}
-    for name, times in found.items():
+    milliseconds_by_arm = {name: milliseconds(times) for name, times in seconds.items()}
+    for name, times in milliseconds_by_arm.items():
         say(f"{name:26} {times} ms")
-    return found
+    return milliseconds_by_arm
 
 
 def main(
@@ -233,17 +233,17 @@ def tenants(model: DiffusionModel) -> dict[str, Any]:
     """Return the memory of a one-window prompt in each tenant."""
     specs = image_specs(model, is_exact=True)
     page_bytes = PagePlan.smallest_page_bytes(specs)
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for spec in specs:
         plan = PagePlan(spec, page_bytes)
-        found[spec.tenant.split(":")[0]] = {
+        description[spec.tenant.split(":")[0]] = {
             "layers": len(spec.layers),
             "bytes_per_token": spec.bytes_per_token,
             "pages": plan.num_pages(model.text.window_tokens),
             "page_bytes": page_bytes,
             "used_share_of_a_sheet": round(plan.used_share, 3),
         }
-    return found
+    return description
 
 
 if __name__ == "__main__":

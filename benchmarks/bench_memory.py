@@ -74,22 +74,22 @@ class Sample:
 def memory_of(pid: int) -> int:
     """Anonymous bytes of a process, or what only it has where the system does not tell these."""
     try:
-        found = ANONYMOUS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+        match = ANONYMOUS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
     except OSError:
-        found = None
-    return 1024 * int(found[1]) if found else int(psutil.Process(pid).memory_full_info().uss)
+        match = None
+    return 1024 * int(match[1]) if match else int(psutil.Process(pid).memory_full_info().uss)
 
 
 def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float]:
     """Megabytes for 1000 requests of the process ``name`` after the first ``settle`` requests, fitted in two ways."""
-    kept = [sample for sample in samples if sample.num_requests >= settle]
-    if len(kept) < 3:
-        raise ValueError(f"{len(kept)} samples after {settle} requests; 3 make a slope: ask for more requests.")
-    at = [sample.num_requests / 1000 for sample in kept]
-    megabytes = [getattr(sample, name) / 1e6 for sample in kept]
+    settled = [sample for sample in samples if sample.num_requests >= settle]
+    if len(settled) < 3:
+        raise ValueError(f"{len(settled)} samples after {settle} requests; 3 make a slope: ask for more requests.")
+    at = [sample.num_requests / 1000 for sample in settled]
+    megabytes = [getattr(sample, name) / 1e6 for sample in settled]
     slopes = [
         (megabytes[b] - megabytes[a]) / (at[b] - at[a])
-        for a, b in itertools.combinations(range(len(kept)), 2)
+        for a, b in itertools.combinations(range(len(settled)), 2)
         if at[b] > at[a]
     ]
     return {
@@ -133,8 +133,10 @@ def _is_ready(url: str) -> bool:
 
 def engine_of(server_pid: int) -> int:
     """Return the process id of the server's engine; a spare one is younger."""
-    found = [child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()]
-    return int(min(found, key=lambda child: child.create_time()).pid)
+    engines = [
+        child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()
+    ]
+    return int(min(engines, key=lambda child: child.create_time()).pid)
 
 
 class RunningQueue:
@@ -163,7 +165,7 @@ class RunningQueue:
 
         await asyncio.gather(*(client() for _ in range(self._load.clients)))
 
-    async def _one(self, http: httpx.AsyncClient, rng: random.Random) -> str:
+    async def _send_one(self, http: httpx.AsyncClient, rng: random.Random) -> str:
         """Send one request and return its outcome."""
         is_aborted, is_text = rng.random() < self._load.aborts, rng.random() < self._load.texts
         path, body = (wish if is_text else picture)(rng, is_aborted, self._load.size)
@@ -218,15 +220,15 @@ def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
         asyncio.run(crowd.run(every, sample))
         wall_s = time.monotonic() - started_s
         same_engine = engine_of(server_pid) == engine_pid
-    found = {name: growth(samples, name, settle) for name in ("server", "engine")}
+    slopes = {name: growth(samples, name, settle) for name in ("server", "engine")}
     return {
-        **found,
+        **slopes,
         "goal_mb_per_1000": GOAL_MB_PER_1000,
-        "holds": same_engine and all(one["mb_per_1000_median"] < GOAL_MB_PER_1000 for one in found.values()),
+        "holds": same_engine and all(slope["mb_per_1000_median"] < GOAL_MB_PER_1000 for slope in slopes.values()),
         "is_same_engine": same_engine,
         "outcomes": dict(sorted(crowd.outcomes.items())),
         "wall_s": round(wall_s, 1),
-        "samples": [asdict(one) for one in samples],
+        "samples": [asdict(sample) for sample in samples],
     }
 
 

@@ -57,8 +57,8 @@ def say(text: str) -> None:
 def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterator[tuple[str, int]]:
     """Start a server with an empty data directory."""
     with tempfile.TemporaryDirectory() as folder:
-        own = ("--data-dir", str(Path(folder) / "data"))
-        with server((*options, *own), Path(folder), entry=entry) as started:
+        data_options = ("--data-dir", str(Path(folder) / "data"))
+        with server((*options, *data_options), Path(folder), entry=entry) as started:
             yield started
 
 
@@ -79,8 +79,8 @@ def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) 
                 if number >= 20:
                     ms.append(1e3 * (time.perf_counter() - started_s))
     cpu_ms = 1e3 * (used_s(process) - before_s) / (2 * count)
-    told = {kind: summary(ms) | {"p95": round(sorted(ms)[int(0.95 * len(ms))], 3)} for kind, ms in taken.items()}
-    return told | {"server_cpu_ms": round(cpu_ms, 3)}
+    figures = {kind: summary(ms) | {"p95": round(sorted(ms)[int(0.95 * len(ms))], 3)} for kind, ms in taken.items()}
+    return figures | {"server_cpu_ms": round(cpu_ms, 3)}
 
 
 def encode_ms(size: str) -> float:
@@ -114,10 +114,10 @@ def wait_for_page(url: str) -> None:
 
 def steps_of(url: str) -> tuple[float, float]:
     """Return the number of steps without other work and their total seconds so far."""
-    found = {"count": 0.0, "sum": 0.0}
+    totals = {"count": 0.0, "sum": 0.0}
     for name, value in STEP.findall(httpx.get(f"{url}/metrics", trust_env=False, timeout=60.0).text):
-        found[name] += float(value)
-    return found["count"], found["sum"]
+        totals[name] += float(value)
+    return totals["count"], totals["sum"]
 
 
 async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num_steps: int) -> dict[str, Any]:
@@ -151,16 +151,16 @@ async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num
         both = zip(points["readers"][name], points["none"][name], strict=True)
         return summary([with_ / without for with_, without in both])
 
-    told = {kind: {name: summary(values) for name, values in of.items()} for kind, of in points.items()}
-    return told | {"num_readers": num_readers, "ratio": ratio("step_ms"), "cpu_ratio": ratio("cpu_ms")}
+    figures = {kind: {name: summary(values) for name, values in of.items()} for kind, of in points.items()}
+    return figures | {"num_readers": num_readers, "ratio": ratio("step_ms"), "cpu_ratio": ratio("cpu_ms")}
 
 
 async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
     """Open a connection that waits for the page's events of a visitor. Raises RuntimeError if refused."""
     place = httpx.URL(url)
     reader, writer = await asyncio.open_connection(place.host, place.port)
-    asked = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"
-    writer.write(asked.encode())
+    request = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"
+    writer.write(request.encode())
     head = await reader.readuntil(b"\r\n\r\n")
     if b" 200 " not in head.splitlines()[0]:
         raise RuntimeError(f"reader {number} was refused: {head.splitlines()[0].decode()}")
@@ -189,13 +189,17 @@ def main(
         "command": " ".join(["python", "benchmarks/bench_overhead.py", *sys.argv[1:]]),
         "hardware": hardware("cpu"), "versions": versions(), "goals": GOALS,
     }  # fmt: skip
-    wanted = set(parts.split(","))
-    if "request" in wanted:
+    selected_parts = set(parts.split(","))
+    if "request" in selected_parts:
         with serving("--model", model, "--no-page", entry=NOOP) as (url, pid):
-            found = {size: measure_requests(url, pid, count, steps, size) for size in ("64x64", "128x128", "512x512")}
-        document["request_ms"] = {size: told | {"png_cpu_ms": encode_ms(size)} for size, told in found.items()}
+            results_by_size = {
+                size: measure_requests(url, pid, count, steps, size) for size in ("64x64", "128x128", "512x512")
+            }
+        document["request_ms"] = {
+            size: results | {"png_cpu_ms": encode_ms(size)} for size, results in results_by_size.items()
+        }
         say(json.dumps(document["request_ms"]))
-    if "memory" in wanted:
+    if "memory" in selected_parts:
         document["memory"] = {}
         for name in ("no-page", "page"):
             with serving("--model", model, f"--{name}", entry=NOOP) as (url, pid):
@@ -203,7 +207,7 @@ def main(
                     wait_for_page(url)
                 document["memory"][name] = measure_memory(url, pid)
         say(json.dumps(document["memory"]))
-    if "readers" in wanted:
+    if "readers" in selected_parts:
         with serving("--model", model, "--page") as (url, pid):
             wait_for_page(url)
             document["readers"] = asyncio.run(measure_readers(url, pid, readers, rounds, reader_steps))

@@ -94,8 +94,11 @@ class CpuSeconds:
         """Return the CPU seconds until now."""
         process = psutil.Process(pid)
         times = [child.cpu_times() for child in process.children(recursive=True)]
-        own = process.cpu_times()
-        return cls(own.user + own.system, sum(one.user + one.system for one in times))
+        process_times = process.cpu_times()
+        return cls(
+            process_times.user + process_times.system,
+            sum(child_times.user + child_times.system for child_times in times),
+        )
 
 
 async def measure(load: Load) -> dict[str, Any]:
@@ -145,23 +148,25 @@ def judge(
     """Compare the results of the overload with the goals."""
     refused = [answer for answer in answers if answer.status == 429]
     painted = [answer.seconds for answer in answers if answer.status == 200]
-    told = [answer.retry_after_s for answer in refused]
+    retry_after_s = [answer.retry_after_s for answer in refused]
     share = goodput(answers, started_s, started_s + flood_s) / saturated_per_s
     rejection_p99_s = quantile([answer.seconds for answer in refused], 0.99)
     return {
-        "statuses": {str(status): number for status, number in sorted(Counter(one.status for one in answers).items())},
+        "statuses": {
+            str(status): number for status, number in sorted(Counter(answer.status for answer in answers).items())
+        },
         "rejection_s": {
             "p50": round(quantile([answer.seconds for answer in refused], 0.5), 4),
             "p99": round(rejection_p99_s, 4),
             "max": round(max((answer.seconds for answer in refused), default=0.0), 4),
         },
-        "retry_after_s": {str(told_s): number for told_s, number in sorted(Counter(map(str, told)).items())},
+        "retry_after_s": {str(delay_s): number for delay_s, number in sorted(Counter(map(str, retry_after_s)).items())},
         "painted_s": {"p50": round(quantile(painted, 0.5), 3), "p99": round(quantile(painted, 0.99), 3)},
         "goodput_share": round(share, 3),
         "recovery_s": recovery_s if recovery_s is None else round(recovery_s, 2),
         "goals": {
             "only 200 and 429": {answer.status for answer in answers} <= {200, 429},
-            "every 429 says when": all(one is not None and 1 <= one <= 60 for one in told),
+            "every 429 says when": all(delay_s is not None and 1 <= delay_s <= 60 for delay_s in retry_after_s),
             "rejections p99 under 50 ms": rejection_p99_s < GOALS["rejection_p99_s"],
             "goodput at least 90 % of saturated": share >= GOALS["goodput_share"],
             "back to normal within 5 s": recovery_s is not None and recovery_s <= GOALS["recovery_s"],
@@ -183,11 +188,11 @@ async def _saturated(load: Load) -> tuple[float, float]:
 
     working = asyncio.create_task(saturate(send, num_workers=load.num_workers, seconds=load.saturated_s))
     await asyncio.sleep(0.25 * load.saturated_s)
-    begun = CpuSeconds.of(load.pid)
+    before = CpuSeconds.of(load.pid)
     await asyncio.sleep(0.75 * load.saturated_s)
-    ended = CpuSeconds.of(load.pid)
+    after = CpuSeconds.of(load.pid)
     rate = goodput(await working, started_s + 0.25 * load.saturated_s, started_s + load.saturated_s)
-    return rate, rate * 0.75 * load.saturated_s / (ended.engine - begun.engine)
+    return rate, rate * 0.75 * load.saturated_s / (after.engine - before.engine)
 
 
 async def _guests(load: Load, until_s: float) -> list[Answer]:
@@ -245,11 +250,11 @@ def serving(model: str, *, backlog_s: float, engine: str = "") -> Iterator[tuple
 def _ready(process: subprocess.Popen[bytes], folder: Path) -> str:
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s and process.poll() is None:
-        found = LISTENING.search((folder / "out").read_text())
+        match = LISTENING.search((folder / "out").read_text())
         try:
-            if found:
-                with urllib.request.urlopen(f"{found[1]}/readyz", timeout=5.0):
-                    return found[1]
+            if match:
+                with urllib.request.urlopen(f"{match[1]}/readyz", timeout=5.0):
+                    return match[1]
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.1)
@@ -271,7 +276,7 @@ def main(
     """Overload a server and say how it took it."""
     with serving(model, backlog_s=backlog_s) as (url, pid):
         load = Load(url, pid, num_steps, num_workers, saturated_s, flood_s, times)
-        found = asyncio.run(measure(load))
+        results = asyncio.run(measure(load))
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "overload",
@@ -283,7 +288,7 @@ def main(
         },
         "hardware": hardware("cpu") | {"load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(),
-        **found,
+        **results,
     }  # fmt: skip
     write(document, output or RESULTS / f"overload-{Path(model).name}-{now:%Y-%m-%d}.json")
     print(json.dumps(document, indent=1))

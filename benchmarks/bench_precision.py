@@ -43,7 +43,7 @@ def main(
     models = {name: load_model(model, dtype=name) for name in names.split(",")}
     readings = []
     for num_rows in map(int, rows.split(",")):
-        found: dict[str, list[float]] = {name: [] for name in models}
+        seconds: dict[str, list[float]] = {name: [] for name in models}
         for number in range(rounds + 1):  # the first warms up
             for name, loaded in models.items():
                 size = (*loaded.info.good_sizes[0][::-1], loaded.text.window_tokens)
@@ -51,8 +51,8 @@ def main(
                 started_s = time.perf_counter()
                 loaded.unet.predict(**inputs).cpu()  # a device is done when it is there
                 if number:
-                    found[name].append(1000 * (time.perf_counter() - started_s) / num_rows)
-        for name, each in found.items():
+                    seconds[name].append(1000 * (time.perf_counter() - started_s) / num_rows)
+        for name, each in seconds.items():
             reading = {"precision": name, "rows": num_rows, "row_ms": statistics.median(each)}
             readings.append(reading | {"least_ms": min(each), "most_ms": max(each)})
             spread = f"{min(each):.2f} to {max(each):.2f}"

@@ -61,8 +61,8 @@ def cost(model: DiffusionModel, latents: Tensor, rounds: int) -> dict[str, Any]:
 
 def closeness_db(model: DiffusionModel, num_scenes: int) -> dict[str, float]:
     """PSNR in dB of previews of held-out scenes' latents against the VAE's decodes."""
-    found = preview_db(model, num_scenes)
-    return {"mean": round(statistics.mean(found), 2), **summary(found)}
+    values = preview_db(model, num_scenes)
+    return {"mean": round(statistics.mean(values), 2), **summary(values)}
 
 
 def main(

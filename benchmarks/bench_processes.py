@@ -104,8 +104,8 @@ def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -
         "pictures_per_s": {name: summary(each) for name, each in rates.items()},
         "alone_s": {name: summary(each) for name, each in alone_s.items()},
         "many_over_one": {
-            "pictures_per_s": summary([many / one for many, one in zip(rates["many"], rates["one"], strict=True)]),
-            "alone_s": summary([many / one for many, one in zip(alone_s["many"], alone_s["one"], strict=True)]),
+            "pictures_per_s": summary([a / b for a, b in zip(rates["many"], rates["one"], strict=True)]),
+            "alone_s": summary([a / b for a, b in zip(alone_s["many"], alone_s["one"], strict=True)]),
         },
         "pictures_equal_in_all_rounds": {name: equal(*each) for name, each in painted.items()},
         "pictures_equal_in_both_arms": equal(painted["one"][0], painted["many"][0]),

@@ -94,8 +94,8 @@ def main(
             row.precision: {**cost(paths[row.precision], dtype, settings), **msgspec.to_builtins(row)}
             for row in report.rows
         }
-    for one in document["models"].values():
-        one.pop("engine_s")  # the models painted one after the other, not in turns
+    for result in document["models"].values():
+        result.pop("engine_s")  # the models painted one after the other, not in turns
     info = document["model"]
     write(document, out or RESULTS / f"pruning-{name}-{info['device']}-{info['dtype']}-{document['date'][:10]}.json")
     print(json.dumps(document))

@@ -49,7 +49,7 @@ def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
     def prompts() -> list[str]:
         return desk.prompts(CROWD, with_system=True)
 
-    found = in_turns(
+    measures_by_arm = in_turns(
         {
             "generate_batch": lambda: peer.together(prompts()),
             "engine": lambda: desk.together([desk.request(prompt, "off") for prompt in prompts()], None),
@@ -57,16 +57,20 @@ def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
         },
         rounds,
     )
-    asked = prompts()
-    answers = desk.texts.generate([desk.request(prompt, "off") for prompt in asked])
-    pairs = zip(answers, peer.generate(asked), strict=True)
+    compared_prompts = prompts()
+    answers = desk.texts.generate([desk.request(prompt, "off") for prompt in compared_prompts])
+    pairs = zip(answers, peer.generate(compared_prompts), strict=True)
+    num_equal = sum(list(answer.results[0].token_ids) == peer_tokens for answer, peer_tokens in pairs)
     document: dict[str, Any] = {
         "users": CROWD,
         "prompt_tokens": answers[0].usage.prompt_tokens,
-        "equal_answers": f"{sum(list(ours.results[0].token_ids) == theirs for ours, theirs in pairs)} of {CROWD}",
+        "equal_answers": f"{num_equal} of {CROWD}",
     }
     for unit, seconds in clocks():
-        rates = {name: [one.tokens / seconds(one) for one in measures] for name, measures in found.items()}
+        rates = {
+            name: [measure.tokens / seconds(measure) for measure in measures]
+            for name, measures in measures_by_arm.items()
+        }
         document[f"tokens_per_{unit}"] = {name: figures(values) for name, values in rates.items()}
         document[f"over_generate_batch_by_{unit}"] = {
             name: compared(rates[name], rates["generate_batch"]) for name in ("engine", "rewriter")
@@ -79,10 +83,10 @@ def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for users in (CROWD, 1):
         arms = {name: partial(desk.first_tokens, users, is_warm=name == "warm") for name in ("cold", "warm")}
-        found = in_turns(arms, rounds)
+        measures_by_arm = in_turns(arms, rounds)
         part: dict[str, Any] = {}
         for unit, seconds in clocks():
-            times = {name: [seconds(one) for one in measures] for name, measures in found.items()}
+            times = {name: [seconds(measure) for measure in measures] for name, measures in measures_by_arm.items()}
             part[f"ms_by_{unit}"] = {name: figures(values, 1e3) for name, values in times.items()}
             part[f"warm_over_cold_by_{unit}"] = compared(times["warm"], times["cold"])
         document[f"{users} at once" if users > 1 else "alone"] = part
@@ -97,15 +101,15 @@ def lookup(desk: Desk, rounds: int) -> dict[str, Any]:
         pairs = [_pair(desk, index, with_system=with_system) for index in range(-WARM_UPS, rounds)][WARM_UPS:]
         after = desk.texts.stats()
         drafted = after.draft_tokens - before.draft_tokens
-        found: dict[str, Any] = {
+        figures_of_case: dict[str, Any] = {
             "drafted_tokens": drafted,
             "acceptance": round((after.accepted_tokens - before.accepted_tokens) / max(drafted, 1), 3),
         }
         for unit, seconds in clocks():
             times = {arm: [seconds(pair[arm]) / pair[arm].tokens for pair in pairs] for arm in ("off", "on")}
-            found[f"ms_per_token_by_{unit}"] = {arm: figures(values, 1e3) for arm, values in times.items()}
-            found[f"speedup_by_{unit}"] = compared(times["off"], times["on"])
-        document[name] = found
+            figures_of_case[f"ms_per_token_by_{unit}"] = {arm: figures(values, 1e3) for arm, values in times.items()}
+            figures_of_case[f"speedup_by_{unit}"] = compared(times["off"], times["on"])
+        document[name] = figures_of_case
     return document | {"goal": GOALS["lookup"]}
 
 
@@ -120,13 +124,13 @@ def _pair(desk: Desk, index: int, *, with_system: bool) -> dict[str, Measure]:
 
 
 def _sum(measures: Sequence[Measure]) -> Measure:
-    wall_s, cpu_s = sum(one.wall_s for one in measures), sum(one.cpu_s for one in measures)
-    return Measure(wall_s, cpu_s, sum(one.tokens for one in measures))
+    wall_s, cpu_s = sum(measure.wall_s for measure in measures), sum(measure.cpu_s for measure in measures)
+    return Measure(wall_s, cpu_s, sum(measure.tokens for measure in measures))
 
 
 def clocks() -> tuple[tuple[str, Callable[[Measure], float]], ...]:
     """Return the two kinds of seconds by name."""
-    return ("s", lambda one: one.wall_s), ("cpu_s", lambda one: one.cpu_s)
+    return ("s", lambda measure: measure.wall_s), ("cpu_s", lambda measure: measure.cpu_s)
 
 
 def shared_system(style: Style) -> str:

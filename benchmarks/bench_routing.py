@@ -77,7 +77,7 @@ def drawn(count: int, *, members: int, load: float, seed: int) -> list[Arrival]:
     subjects = [prompt for _, prompt in held_out(400)]
     words = sorted({word for prompt in subjects for word in prompt.split()})
     authors: list[tuple[str, str, str]] = []
-    made: list[GenerationRequest] = []
+    requests: list[GenerationRequest] = []
     for number in range(count):
         if len(authors) < NEAR or draw.random() < 0.1:  # a new author, so that authors change over time
             style, negative = (" ".join(draw.choices(words, k=draw.randint(*some))) for some in ((12, 30), (0, 20)))
@@ -91,10 +91,10 @@ def drawn(count: int, *, members: int, load: float, seed: int) -> list[Arrival]:
         [num_steps] = draw.choices(list(STEPS), list(STEPS.values()))
         params = DiffusionParams(num_steps=num_steps, guidance_scale=draw.choice(GUIDANCE))
         prompt = subject if asks == "new" else f"{style} {subject}"
-        made.append(GenerationRequest(prompt=prompt, negative_prompt=negative, seed=number, diffusion=params))
-    gap = mean(Arrival(0.0, one).cost for one in made) / (members * load)
+        requests.append(GenerationRequest(prompt=prompt, negative_prompt=negative, seed=number, diffusion=params))
+    gap = mean(Arrival(0.0, request).cost for request in requests) / (members * load)
     now, placed = 0.0, []
-    for request in made:
+    for request in requests:
         now += draw.expovariate(1.0 / gap)
         placed.append(Arrival(now, request))
     return placed
@@ -106,7 +106,7 @@ def run(trace: Sequence[Arrival], choose: Choose, *, members: int, pool_windows:
     page_bytes = PagePlan.smallest_page_bytes([SPEC])
     pools = {str(number): PagePool.for_specs(pages * page_bytes, [SPEC]) for number in range(members)}
     free_at = dict.fromkeys(pools, 0.0)
-    asked = found = 0
+    num_pages = num_found = 0
     waits = []
     for arrival in trace:
         queues = {member: max(0.0, until - arrival.at) for member, until in free_at.items()}
@@ -118,9 +118,9 @@ def run(trace: Sequence[Arrival], choose: Choose, *, members: int, pool_windows:
             table, num_cached = pools[member].open(SPEC.tenant, ids, reserve=len(ids))
             pools[member].commit(table, ids)
             pools[member].close(table)
-            asked += SPEC.num_logical_pages(len(ids))
-            found += SPEC.num_logical_pages(num_cached)
-    return Outcome(asked, found, mean(waits) / mean(arrival.cost for arrival in trace))
+            num_pages += SPEC.num_logical_pages(len(ids))
+            num_found += SPEC.num_logical_pages(num_cached)
+    return Outcome(num_pages, num_found, mean(waits) / mean(arrival.cost for arrival in trace))
 
 
 @cache
@@ -173,16 +173,20 @@ def main(
     rows = []
     for num_members in map(int, members.split(",")):
         trace = drawn(requests, members=num_members, load=load, seed=17)
-        one = run(trace, shortest, members=1).found_pages
-        large = run(trace, shortest, members=1, pool_windows=POOL_WINDOWS * num_members).found_pages
+        found_by_one = run(trace, shortest, members=1).found_pages
+        found_by_large = run(trace, shortest, members=1, pool_windows=POOL_WINDOWS * num_members).found_pages
         arms: dict[str, Choose] = {"random": at_random(), "shortest": shortest}
         arms |= {f"router {bound}": routed(AffinityWeights(prefix=float(bound))) for bound in bounds.split(",")}
         for name, choose in arms.items():
             outcome = run(trace, choose, members=num_members)
             share, wait = outcome.found_pages / outcome.asked_pages, round(outcome.mean_wait, 3)
-            told = {"of_asked": share, "of_one": outcome.found_pages / one, "of_one_large": outcome.found_pages / large}
-            found = {f"found_{name}": round(part, 3) for name, part in told.items()}
-            rows.append({"members": num_members, "arm": name, **found, "mean_wait_in_requests": wait})
+            shares = {
+                "of_asked": share,
+                "of_one": outcome.found_pages / found_by_one,
+                "of_one_large": outcome.found_pages / found_by_large,
+            }
+            found_shares = {f"found_{name}": round(part, 3) for name, part in shares.items()}
+            rows.append({"members": num_members, "arm": name, **found_shares, "mean_wait_in_requests": wait})
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "routing",

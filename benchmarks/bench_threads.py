@@ -82,7 +82,7 @@ def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, An
     return {
         "neighbours": load,
         "load_average": round(os.getloadavg()[0], 2),
-        "first_s": {name: round(told["s"], 3) for name, told in first.items()},
+        "first_s": {name: round(result["s"], 3) for name, result in first.items()},
         "s": {name: summary([turn[name]["s"] for turn in turns]) for name in names},
         "threads_of_auto": [turn["auto"]["threads"] for turn in turns],
         "auto_over_better_of_one_and_all": ratio(turns, "auto", ("one", "all")),

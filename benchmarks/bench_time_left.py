@@ -48,9 +48,9 @@ BATCH_EVERY: Final = 6
 SIZES: Final = ((128, 128), (192, 128))
 
 
-def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
+def spread(estimates: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Summarize the errors of (estimate, true) seconds."""
-    errors = [(told_s - true_s) / true_s for told_s, true_s in told if true_s > LEAST_S]
+    errors = [(estimate_s - true_s) / true_s for estimate_s, true_s in estimates if true_s > LEAST_S]
     if not errors:
         return {"events": 0}
     far = [abs(error) for error in errors]
@@ -59,13 +59,13 @@ def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
         "median": round(statistics.median(errors), 3),
         "median_far": round(quantile(far, 0.5), 3),
         "p90_far": round(quantile(far, 0.9), 3),
-        "within_20_percent": round(statistics.fmean(one <= WITHIN for one in far), 3),
+        "within_20_percent": round(statistics.fmean(error <= WITHIN for error in far), 3),
     }
 
 
 def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> dict[str, Any]:
     """Paint ``trace`` and hold its events against the truth: those with steps, and those that let a request in."""
-    told: list[tuple[str, float, float]] = []
+    estimates: list[tuple[str, float, float]] = []
     num_silent, began_s = 0, clock()
     done: dict[str, float] = {}
     accepted: dict[str, float] = {}
@@ -76,7 +76,7 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
             case Accepted() if event.seconds_left is not None:
                 accepted[event.request_id] = event.seconds_left
             case Progress() if event.seconds_left is not None:
-                told.append((event.request_id, event.seconds_left, now_s))
+                estimates.append((event.request_id, event.seconds_left, now_s))
             case Progress():
                 num_silent += 1
             case Painted():
@@ -84,15 +84,19 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
 
     painted = run(engine, clock, trace, watch)
     latency_s = dict(zip(done, (0.0,) * len(done), strict=True))
-    for place, one in enumerate(painted.served):
+    for place, request in enumerate(painted.served):
         name = next(name for name in latency_s if name.endswith(f" {place}"))
-        latency_s[name] = one.latency_s or 0.0
-    arrivals_s = [began_s + one.arrival_s for one in trace]
-    quiet = [one for one in told if not any(one[2] < arrival_s < done[one[0]] for arrival_s in arrivals_s)]
+        latency_s[name] = request.latency_s or 0.0
+    arrivals_s = [began_s + request.arrival_s for request in trace]
+    quiet = [
+        request
+        for request in estimates
+        if not any(request[2] < arrival_s < done[request[0]] for arrival_s in arrivals_s)
+    ]
     return {
         "requests": len(trace),
         "without_a_time": num_silent,
-        "steps": spread([(seconds, done[name] - at_s) for name, seconds, at_s in told]),
+        "steps": spread([(seconds, done[name] - at_s) for name, seconds, at_s in estimates]),
         "until_next": spread([(seconds, done[name] - at_s) for name, seconds, at_s in quiet]),
         "accepted": spread([(seconds, latency_s[name]) for name, seconds in accepted.items()]),
     }
@@ -103,9 +107,9 @@ def requests(count: int, seed: int) -> list[Recorded]:
     drawn = mixed(count, SIZES, seed=seed)
     return [
         msgspec.structs.replace(
-            one, client=f"key {place % KEYS}", priority="batch" if place % BATCH_EVERY == 0 else "interactive"
+            request, client=f"key {place % KEYS}", priority="batch" if place % BATCH_EVERY == 0 else "interactive"
         )
-        for place, one in enumerate(drawn)
+        for place, request in enumerate(drawn)
     ]
 
 
@@ -125,7 +129,8 @@ def main(
     document = head("time-left", model, loaded.info) | {"count": count, "parts": {}}
     run(engine, clock, requests(6, seed=5))
     apart = [
-        msgspec.structs.replace(one, arrival_s=APART_S * place) for place, one in enumerate(requests(count, seed=1))
+        msgspec.structs.replace(request, arrival_s=APART_S * place)
+        for place, request in enumerate(requests(count, seed=1))
     ]
     parts = {"alone": measure(engine, clock, apart)}
     begun_s = clock()

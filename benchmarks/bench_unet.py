@@ -41,9 +41,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def relative_error(output: Tensor, wanted: Tensor) -> float:
-    """Return the largest relative error of a row, the 2-norm of the difference over that of ``wanted``."""
-    difference = (output - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+def relative_error(output: Tensor, reference: Tensor) -> float:
+    """Return the largest relative error of a row, the 2-norm of the difference over that of ``reference``."""
+    difference = (output - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
     return float(difference.max())
 
 
@@ -66,7 +66,7 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
     """One point: every arm that runs with ``num_rows`` rows. ``first``: what each gave in the smallest call."""
     arms: dict[str, Predict] = {}
     point: dict[str, Any] = {"rows": num_rows, "arms": {}, "left_out": {}}
-    wanted = peers.reference(num_rows)
+    reference = peers.reference(num_rows)
     for name in names:
         started_s = time.perf_counter()
         try:
@@ -84,18 +84,18 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
             "precision": ARMS[name].precision or str(peers.model.dtype).removeprefix("torch."),
             "calls_of": peers.calls(name, num_rows),
             "made_in_s": round(made_s, 1),
-            "relative_error": relative_error(output, wanted),
+            "relative_error": relative_error(output, reference),
             "bytes_equal_to_smallest_call": torch.equal(output[: len(first[name])], first[name]),
         }
         say(f"{num_rows:3} rows {name:16} made in {made_s:.1f} s")
     row_ms = in_turns(arms, num_rows, **turns)
-    ours = next((name for name in OURS if name in row_ms), None)
-    for name, found in point["arms"].items():
-        found["row_ms"] = summary(row_ms[name])
-        if ours is not None and name not in OURS:
-            found["ours_over_it"] = summary([a / b for a, b in zip(row_ms[ours], row_ms[name], strict=True)])
-        say(f"{num_rows:3} rows {name:16} {found['row_ms']['median']:8.2f} ms a row")
-    return {**point, "ours": ours}
+    engine_arm = next((name for name in OURS if name in row_ms), None)
+    for name, arm in point["arms"].items():
+        arm["row_ms"] = summary(row_ms[name])
+        if engine_arm is not None and name not in OURS:
+            arm["ours_over_it"] = summary([a / b for a, b in zip(row_ms[engine_arm], row_ms[name], strict=True)])
+        say(f"{num_rows:3} rows {name:16} {arm['row_ms']['median']:8.2f} ms a row")
+    return {**point, "ours": engine_arm}
 
 
 def main(

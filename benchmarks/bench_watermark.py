@@ -70,10 +70,10 @@ def outlived(side_px: int) -> dict[str, Any]:
     pictures = [photo_like(seed, side_px) for seed in range(MARKED)]
     marked = [embed(picture, "generated") for picture in pictures]
     pairs = zip(marked, pictures, strict=True)
-    errors = [float(((one.array.astype(float) - other.array) ** 2).mean()) for one, other in pairs]
-    found = {name: sum(detect(change(one)) is not None for one in marked) for name, change in CHANGES.items()}
+    errors = [float(((image.array.astype(float) - original.array) ** 2).mean()) for image, original in pairs]
+    detected = {name: sum(detect(change(image)) is not None for image in marked) for name, change in CHANGES.items()}
     psnr_db = [10 * float(np.log10(255**2 / error)) for error in errors]
-    return {"side_px": side_px, "of": MARKED, "found": found, "psnr_db": summary(psnr_db)}
+    return {"side_px": side_px, "of": MARKED, "found": detected, "psnr_db": summary(psnr_db)}
 
 
 def unmarked() -> Iterator[tuple[str, Picture]]:
@@ -110,8 +110,8 @@ def main(
     document["share_of_request"] = round(statistics.median(times["mark"]) / (1e3 * painted_s), 5)
     document["outlived"] = [outlived(side_px) for side_px in (SIDE_PX, 128)]
     wrong = {"noise": 0, "photographs": 0}
-    for kind, one in unmarked():
-        wrong[kind] += detect(one) is not None
+    for kind, image in unmarked():
+        wrong[kind] += detect(image) is not None
     document["false_positives"] = {
         "noise": [wrong["noise"], NUM_NOISE],
         "photographs": [wrong["photographs"], NUM_PHOTOS],

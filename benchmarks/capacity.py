@@ -170,18 +170,18 @@ def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dic
     while low < high:
         middle = (low + high) // 2
         arrivals = loaded(requests, costs, LOADS[middle], engines=num_engines, seed=2)
-        found = replay(arrivals, costs, config, num_engines=num_engines)
-        latencies = [one.latency_s for one in found.served]
+        outcome = replay(arrivals, costs, config, num_engines=num_engines)
+        latencies = [request.latency_s for request in outcome.served]
         within_s = quantile(latencies, WITHIN)
         if within_s <= slo_s:
             best = {"load": LOADS[middle], "p95_s": within_s, "p50_s": quantile(latencies, 0.5)}
             low = middle + 1
         else:
             high = middle
-    told = {"engines": num_engines, "requests": num_requests, "full_per_s": full_per_s}
+    result = {"engines": num_engines, "requests": num_requests, "full_per_s": full_per_s}
     if best is None:
-        return told | {"load": None, "per_s": 0.0}
-    return told | best | {"per_s": best["load"] * full_per_s}
+        return result | {"load": None, "per_s": 0.0}
+    return result | best | {"per_s": best["load"] * full_per_s}
 
 
 def full_rate_per_s(costs: Costs) -> float:
@@ -276,7 +276,7 @@ def main(
     else:
         gc.set_threshold(200_000, 50, 100)
         launches_s = measured_launches_s() if launch_us is None else [1e-6 * launch_us]
-        chosen = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
+        selected = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
         sizes = [int(number) for number in engines.split(",")]
         document = {
             "benchmark": "capacity",
@@ -297,7 +297,7 @@ def main(
             "front": front_costs(commits),
             "arms": [],
         }
-        for name in chosen:
+        for name in selected:
             document["arms"].append(arm(name, sizes, requests, launches_s))
             write(document, out)
     if out == FIGURES:

@@ -156,15 +156,15 @@ def engines_for(arm: Mapping[str, Any], load_per_s: float) -> tuple[int, float] 
 
     ``None`` if no pool does. Uses the largest simulated pool that is not larger than needed.
     """
-    found = None
+    best = None
     for pool in arm["pools"]:
         if not pool["per_s"]:
             continue
         each = pool["per_s"] / pool["engines"]
         number = math.ceil(load_per_s / each - 1e-9)
-        if found is None or number >= pool["engines"]:
-            found = (max(number, pool["engines"]), each)
-    return found
+        if best is None or number >= pool["engines"]:
+            best = (max(number, pool["engines"]), each)
+    return best
 
 
 def front_ms(pixels: int) -> float:
@@ -209,18 +209,18 @@ def _pools(arms: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
 
 
 def _scale(arm: Mapping[str, Any]) -> Sequence[str]:
-    found = [engines_for(arm, load) for load in ASKED_PER_S]
-    last = found[-1]
+    pools = [engines_for(arm, load) for load in ASKED_PER_S]
+    last = pools[-1]
     dollars = "" if last is None else _time(arm, 1000 * arm["price_per_hour"] / 3600 / last[1], digits=2)
-    numbers = ("not kept" if one is None else _engines(arm, one[0]) for one in found)
+    numbers = ("not kept" if pool is None else _engines(arm, pool[0]) for pool in pools)
     return arm["name"], _kind(arm), *numbers, dollars
 
 
 def _front(arm: Mapping[str, Any]) -> Sequence[str]:
     ms = front_ms(arm["pixels"])
     megabytes = arm["pixels"] * BYTES_PER_PIXEL * 4 / 3 / 1e6
-    one = engines_for(arm, 1000 / ms)
-    bears = "" if one is None else _time(arm, int(1000 / ms / one[1]))
+    pool = engines_for(arm, 1000 / ms)
+    bears = "" if pool is None else _time(arm, int(1000 / ms / pool[1]))
     return arm["name"], _figure(ms), _figure(1000 / ms), bears, f"{megabytes:.2f}"
 
 
@@ -228,19 +228,19 @@ def _after(document: Mapping[str, Any]) -> str:
     walls = []
     commits = 1000 / document["front"]["commit_ms"]
     for arm in document["arms"]:
-        one = engines_for(arm, 1000 / front_ms(arm["pixels"]))
-        if arm["gpu"] and one is not None:
-            walls.append(f"{_rate(arm, one[1] * front_ms(arm['pixels']) / 1000)} cores for each {arm['name']}")
+        pool = engines_for(arm, 1000 / front_ms(arm["pixels"]))
+        if arm["gpu"] and pool is not None:
+            walls.append(f"{_rate(arm, pool[1] * front_ms(arm['pixels']) / 1000)} cores for each {arm['name']}")
     large = 1024 * 1024 * BYTES_PER_PIXEL * 4 / 3
-    most = ASKED_PER_S[-1]
+    highest_load = ASKED_PER_S[-1]
     return AFTER.format(
         png=f"{FRONT_MS[512]:g} ms of CPU at 512x512, measured (`python benchmarks/bench_overhead.py`), and by its "
         "pixels four times as much at 1024x1024",
         walls="; ".join(walls) or "on GPUs alone",
         gbit=NIC_GBIT,
         nic=_figure(NIC_GBIT * 1e9 / 8 / large),
-        most=most,
-        tbit=most * large * 8 / 1e12,
+        most=highest_load,
+        tbit=highest_load * large * 8 / 1e12,
         commits=commits,
         fed=int(commits / max(pool["per_s"] / pool["engines"] for arm in document["arms"] for pool in arm["pools"])),
     )

@@ -48,14 +48,14 @@ async def ask(url: str, body: dict[str, Any], *, key: str = "load", path: str = 
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 22)
             try:
                 writer.write(head.encode() + content)
-                told = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                response_head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
                 while await reader.read(1 << 20):
                     pass
             finally:
                 writer.close()
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
         return Answer(0, started_s, time.perf_counter() - started_s)
-    lines = told.split("\r\n")
+    lines = response_head.split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
     retry_after_s = int(headers["retry-after"]) if "retry-after" in headers else None
     return Answer(int(lines[0].split()[1]), started_s, time.perf_counter() - started_s, retry_after_s)

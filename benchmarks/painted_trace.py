@@ -89,8 +89,8 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | 
         if not engine.has_work:
             clock.skip_to(began_s + coming[-1][1].arrival_s)
         while coming and began_s + coming[-1][1].arrival_s <= clock():
-            place, one = coming.pop()
-            engine.submit(one.request(f"{first_tick} {place}"))
+            place, request = coming.pop()
+            engine.submit(request.request(f"{first_tick} {place}"))
         for event in engine.tick():
             if watch is not None:
                 watch(event, clock())
@@ -99,11 +99,11 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | 
                 digests[event.request_id].update(event.result.picture.data)
             if isinstance(event, TERMINAL):
                 over[event.request_id] = clock() - began_s
-    if num_painted != sum(one.num_images for one in trace):
+    if num_painted != sum(request.num_images for request in trace):
         raise RuntimeError(f"{num_painted} images were painted for {len(trace)} requests")
     served = [
-        msgspec.structs.replace(one, latency_s=over[f"{first_tick} {place}"] - one.arrival_s)
-        for place, one in enumerate(trace)
+        msgspec.structs.replace(request, latency_s=over[f"{first_tick} {place}"] - request.arrival_s)
+        for place, request in enumerate(trace)
     ]
     ticks = [tick for tick in engine.trace if tick.tick > first_tick]
     return PaintedTrace(served, ticks, [digest.hexdigest() for digest in digests.values()])

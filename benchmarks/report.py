@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def hardware(device: str) -> dict[str, Any]:
     """Describe the hardware of the measurement, including the absence of a GPU."""
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -36,21 +36,25 @@ def hardware(device: str) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory, "used": "cuda" in device}
-    return found
+        description["gpu"] = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "used": "cuda" in device,
+        }
+    return description
 
 
 def versions() -> dict[str, str]:
     """Python and the libraries that matter; of peers, those that are installed."""
     names = ("torch", "diffusers", "transformers", "numpy", "diffserve")
     peers = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name)]
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in (*names, *peers):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "source tree"
-    return found
+            installed[name] = "source tree"
+    return installed
 
 
 def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict[str, Any]:

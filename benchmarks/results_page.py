@@ -74,13 +74,13 @@ def gpu_runs(folder: Path) -> list[dict[str, Any]]:
 
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the newest document of each benchmark, with its ``file``."""
-    found: dict[str, dict[str, Any]] = {}
+    documents: dict[str, dict[str, Any]] = {}
     for file in sorted([*folder.glob("*.json"), *folder.glob("simulator-*/validation.json")]):
         document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.relative_to(folder).as_posix()}
         name = document.get("benchmark", "")
-        if document.get("date", "") >= found.get(name, {}).get("date", ""):
-            found[name] = document
-    return found
+        if document.get("date", "") >= documents.get(name, {}).get("date", ""):
+            documents[name] = document
+    return documents
 
 
 def follow(document: Any, path: str) -> Any:
@@ -88,7 +88,7 @@ def follow(document: Any, path: str) -> Any:
     for part in path.split("/"):
         key, is_search, value = part.partition("=")
         if is_search and isinstance(document, list):
-            document = next((one for one in document if str(one.get(key)) == value), None)
+            document = next((element for element in document if str(element.get(key)) == value), None)
         else:
             document = document.get(part) if isinstance(document, Mapping) else None
     return document
@@ -110,7 +110,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
     """Each row's figure and whether it holds."""
-    found = [(row, follow(document, row.path)) for row in rows]
+    figures = [(row, follow(document, row.path)) for row in rows]
     return table(
         ("what", "goal", "measured", "holds"),
         (
@@ -120,7 +120,7 @@ def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
                 OWED if value is None else figure(value),
                 "" if value is None else row.goal.holds(value),
             )
-            for row, value in found
+            for row, value in figures
         ),
     )
 
@@ -235,14 +235,14 @@ DESIGNS: Final = (
         tuple(
             Row(
                 f"diffserve over {peer}, {rows} row{'s' * (rows > 1)}",
-                Goal("at most", most),
+                Goal("at most", limit),
                 f"points/rows={rows}/arms/{arm}/ours_over_it",
             )
             for peer, arm, goals in (
                 ("eager torch", "torch", {2: 1 / 1.6, 16: 1 / 1.25}),
                 ("OpenVINO bf16", "openvino-bf16", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
             )
-            for rows, most in goals.items()
+            for rows, limit in goals.items()
         ),
         unet,
     ),
@@ -379,9 +379,9 @@ DESIGNS: Final = (
 def exactness(documents: Documents) -> str:
     """D9: what every document says of it."""
     rows = []
-    if found := follow(documents.get("engine"), "exactness"):
-        rows.append(("engine", "bytes as painted alone", f"{found['bytes_equal_to_solo_run']} of {found['images']}"))
-        error = f"{found['max_latent_error_against_diffusers']:.2g}, spread {found['latent_std']:.2g}"
+    if result := follow(documents.get("engine"), "exactness"):
+        rows.append(("engine", "bytes as painted alone", f"{result['bytes_equal_to_solo_run']} of {result['images']}"))
+        error = f"{result['max_latent_error_against_diffusers']:.2g}, spread {result['latent_std']:.2g}"
         rows.append(("engine", "largest error of a latent against diffusers", error))
     for point in follow(documents.get("goodput"), "points") or ():
         name = f"goodput, load {point['load']:g}"

@@ -59,20 +59,20 @@ def measured(call: Callable[[], int]) -> Measure:
 
 def in_turns(arms: Mapping[str, Callable[[], Measure]], rounds: int) -> dict[str, list[Measure]]:
     """Every arm once in each round, forwards and backwards in turn, after ``WARM_UPS`` rounds that do not count."""
-    found: dict[str, list[Measure]] = {name: [] for name in arms}
+    measures: dict[str, list[Measure]] = {name: [] for name in arms}
     for index in range(-WARM_UPS, rounds):
         for name in list(arms)[:: 1 if index % 2 else -1]:
-            one = arms[name]()
+            measure = arms[name]()
             if index >= 0:
-                found[name].append(one)
-    return found
+                measures[name].append(measure)
+    return measures
 
 
-def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Compute ``ours`` over ``theirs``: of the medians, and the median over pairs."""
+def compared(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Compute the ratio of two lists of values: of the medians, and the median over pairs."""
     return {
-        "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
-        "median_of_pairs": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+        "of_medians": round(statistics.median(numerators) / statistics.median(denominators), 3),
+        "median_of_pairs": round(statistics.median(a / b for a, b in zip(numerators, denominators, strict=True)), 3),
     }
 
 
@@ -136,20 +136,20 @@ class Desk:
         cpu_s = time.process_time()
         answers = self.texts.generate(requests, constraint=self.constraint)
         cpu_s = time.process_time() - cpu_s
-        return Measure(statistics.median(one.timings.ttft_s for one in answers), cpu_s, num_tokens(answers))
+        return Measure(statistics.median(answer.timings.ttft_s for answer in answers), cpu_s, num_tokens(answers))
 
     def decoding(self, prompt: str, speculation: Speculation) -> Measure:
         """One wish alone, from its first token to its last."""
         events = self.texts.stream(self.request(prompt, speculation, deltas=True), constraint=self.constraint)
         wall_s = cpu_s = 0.0
-        said = -1
+        num_tokens_out = -1
         for event in events:
             if isinstance(event, TextDelta):
-                if said < 0:
-                    wall_s, cpu_s, said = time.perf_counter(), time.process_time(), 0
+                if num_tokens_out < 0:
+                    wall_s, cpu_s, num_tokens_out = time.perf_counter(), time.process_time(), 0
                 else:
-                    said += len(event.token_ids)
-        return Measure.since(wall_s, cpu_s, said)
+                    num_tokens_out += len(event.token_ids)
+        return Measure.since(wall_s, cpu_s, num_tokens_out)
 
 
 class Peer:

@@ -172,13 +172,13 @@ class Replay(NamedTuple):
 
 def summary(served: Sequence[Served], slo_scale: float) -> dict[str, float]:
     """p50, p99 and mean in seconds, and goodput: the share within ``slo_scale`` times what they take alone."""
-    latencies = [one.latency_s for one in served]
+    latencies = [request.latency_s for request in served]
     return {
         "requests": len(served),
         "p50_s": round(quantile(latencies, 0.5), 4),
         "p99_s": round(quantile(latencies, 0.99), 4),
         "mean_s": round(statistics.fmean(latencies), 4),
-        "goodput": round(statistics.fmean(one.is_good(slo_scale) for one in served), 4),
+        "goodput": round(statistics.fmean(request.is_good(slo_scale) for request in served), 4),
     }
 
 
@@ -191,7 +191,7 @@ def replay(
 
     Raises ValueError for a size that was not measured.
     """
-    unknown = {(one.width_px, one.height_px) for one in trace} - set(costs.sizes)
+    unknown = {(request.width_px, request.height_px) for request in trace} - set(costs.sizes)
     if unknown:
         raise ValueError(f"the costs say nothing of {sorted(unknown)}; they know {', '.join(costs.calls)}.")
     info = model_info(costs)
@@ -224,16 +224,16 @@ def replay(
                 work[number] = 0.0
         return now_s
 
-    for place, one in enumerate(trace):
-        advance_to(one.arrival_s)
-        live = door.admit(one.request(f"request {place}"), one.arrival_s)
+    for place, request in enumerate(trace):
+        advance_to(request.arrival_s)
+        live = door.admit(request.request(f"request {place}"), request.arrival_s)
         arrived[live.request_id] = (place, live)
         number = int(work.argmin())
         work[number] += sum(task.cost_left for task in live.tasks)
         is_idle = not engines[number].has_work
         engines[number].inbox.append(live)
         if is_idle:
-            begin(number, one.arrival_s)
+            begin(number, request.arrival_s)
     ended_s = advance_to(math.inf)
     busy_s = sum(engine.busy_s for engine in engines)
     num_ticks = sum(engine.scheduler.num_ticks for engine in engines)
@@ -277,20 +277,20 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
     """Compute the requests per second of one engine with always full ticks."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
     seconds = 0.0
-    for number, one in enumerate(requests):
-        live = door.admit(one.request(f"request {number}"), 0.0)
-        group = GroupKey(one.height_px, one.width_px, 0)
+    for number, request in enumerate(requests):
+        live = door.admit(request.request(f"request {number}"), 0.0)
+        group = GroupKey(request.height_px, request.width_px, 0)
         cap = calls.row_cap(group, may_probe=False)
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
-        seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
+        seconds += request.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
     return len(requests) / seconds
 
 
 def isolated_times(trace: Sequence[Recorded], costs: Costs, config: EngineConfig) -> list[float]:
     """Seconds that each request of ``trace`` takes alone."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
-    return [isolated_s(door.admit(one.request("alone"), 0.0), calls, costs) for one in trace]
+    return [isolated_s(door.admit(request.request("alone"), 0.0), calls, costs) for request in trace]
 
 
 def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: int = 1, seed: int) -> list[Recorded]:
@@ -350,9 +350,9 @@ def main(
             arrivals = loaded(drawn, measured, float(part), engines=engines, seed=seed)
         for name, config in configs.items():
             started_s = time.process_time()
-            found = replay(arrivals, measured, config, num_engines=engines, policy=name).summary(slo_scale)
+            figures = replay(arrivals, measured, config, num_engines=engines, policy=name).summary(slo_scale)
             took_s = round(time.process_time() - started_s, 2)
-            point = {"policy": name, "engines": engines, "load": part, **found, "simulated_in_cpu_s": took_s}
+            point = {"policy": name, "engines": engines, "load": part, **figures, "simulated_in_cpu_s": took_s}
             document["points"].append(point)
             print(point, file=sys.stderr, flush=True)
     if out is not None:

@@ -60,11 +60,11 @@ def mixed(
     uniform_steps  the control: all have so many steps
     """
     draw = random.Random(seed)
-    made = []
+    requests = []
     for number in range(count):
         [steps] = draw.choices(list(STEPS), list(STEPS.values()))
         width_px, height_px = draw.choice(sizes)
-        made.append(
+        requests.append(
             Recorded(
                 arrival_s=0.0,
                 num_steps=uniform_steps or steps,
@@ -75,7 +75,7 @@ def mixed(
                 seed=number,
             )
         )
-    return made
+    return requests
 
 
 def at_poisson_times(requests: Iterable[Recorded], rate_per_s: float, *, seed: int) -> list[Recorded]:
@@ -102,4 +102,4 @@ def load(path: Path) -> list[Recorded]:
             trace.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path.name}, line {number}: {error}") from None
-    return sorted(trace, key=lambda one: one.arrival_s)
+    return sorted(trace, key=lambda request: request.arrival_s)

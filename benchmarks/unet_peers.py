@@ -104,16 +104,18 @@ class Peers:
         parts = []
         for start, stop, bucket in groups.known(group).curve.calls(num_rows):
             index = torch.arange(start, start + bucket, device=self.model.device)
-            told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
-            chosen: dict[str, Any] = {name: value.index_select(0, index) for name, value in inputs.items()}
-            parts.append((stop - start, {**chosen, "contexts": told}))
+            row_contexts = (
+                contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
+            )
+            row_inputs: dict[str, Any] = {name: value.index_select(0, index) for name, value in inputs.items()}
+            parts.append((stop - start, {**row_inputs, "contexts": row_contexts}))
 
         def predict() -> Tensor:
             makers: dict[str, Any] = {
                 "compiled": groups.compiled.of(group),
                 "recorder": groups.compiled.recorder(group),
             }
-            return torch.cat([self.model.unet.predict(**makers, **part)[:kept] for kept, part in parts]).cpu()
+            return torch.cat([self.model.unet.predict(**makers, **part)[:num_used] for num_used, part in parts]).cpu()
 
         return predict
 
@@ -146,7 +148,7 @@ class Peers:
         return UNetRunner(network.eval().to(self.model.device), device=self.model.device, dtype=dtype)
 
 
-def _ours(peers: Peers, num_rows: int) -> Predict:
+def _engine_arm(peers: Peers, num_rows: int) -> Predict:
     return peers.as_served(peers.group, num_rows)
 
 
@@ -165,9 +167,9 @@ def _torch_compile(peers: Peers, num_rows: int) -> Predict:
     call = peers.plain.call(**peers.inputs(range(num_rows)))
     network = FlatUNet(peers.plain.network, call).eval()
     compiled = torch.compile(network, dynamic=False, options={"freezing": True})
-    made = peers.run(peers.plain, num_rows, lambda call: compiled(*call.tensors))
-    made()  # compiles
-    return made
+    predict = peers.run(peers.plain, num_rows, lambda call: compiled(*call.tensors))
+    predict()  # compiles
+    return predict
 
 
 def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
@@ -183,8 +185,8 @@ def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
 
     def run(call: UNetArguments) -> Tensor:
         with computing_on(1):  # as in the engine's arm: torch's threads would interfere
-            told = [tensor.numpy() for tensor in with_embeddings(plain, call.tensors)]
-        return torch.from_numpy(network(told)[0].copy())
+            arrays = [tensor.numpy() for tensor in with_embeddings(plain, call.tensors)]
+        return torch.from_numpy(network(arrays)[0].copy())
 
     return peers.run(peers.exact, num_rows, run)
 
@@ -208,8 +210,8 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
         shapes = {"sample": each[0], "timesteps": each[1], "rest": tuple(each[2:])}
         program = torch.onnx.export(network, tuple(call.tensors), dynamo=True, verbose=False, dynamic_shapes=shapes)
         assert program is not None
-        made: bytes = program.model_proto.SerializeToString()
-        return made
+        content: bytes = program.model_proto.SerializeToString()
+        return content
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = peers.num_threads
@@ -218,7 +220,7 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
     content = peers.export("onnx", export)
     options.add_free_dimension_override_by_name("rows", num_rows)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [argument.name for argument in session.get_inputs()]
 
     def run(call: UNetArguments) -> Tensor:
         fed = {name: tensor.numpy() for name, tensor in zip(names, call.tensors, strict=True)}
@@ -239,7 +241,7 @@ class Arm(NamedTuple):
 
 ARMS: Final = {
     "torch": Arm(_eager),
-    "ours": Arm(_ours),
+    "ours": Arm(_engine_arm),
     "ours-compiled": Arm(_ours_compiled),
     "torch.compile": Arm(_torch_compile),
     "openvino-bf16": Arm(_openvino_bf16, "bfloat16"),

@@ -56,15 +56,15 @@ def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Co
     rows = [[len(call.rows) + call.num_padded for call in tick.calls] for tick in ticks]
     sizes = sorted({size for sizes in rows for size in sizes})
     counts = np.array([[float(sizes_of.count(size)) for size in sizes] for sizes_of in rows])
-    besides = np.array([[float(tick.num_prepared), float(tick.num_decoded)] for tick in ticks])
+    other_counts = np.array([[float(tick.num_prepared), float(tick.num_decoded)] for tick in ticks])
     seconds = np.array([tick.wall_s for tick in ticks])
-    found, *_ = np.linalg.lstsq(np.hstack([counts, besides]), seconds, rcond=None)
+    solution, *_ = np.linalg.lstsq(np.hstack([counts, other_counts]), seconds, rcond=None)
     least_s = 1e-5
     calls = dict(known.calls[size]) if known else {}
     for number, num_rows in enumerate(sizes):
         if num_rows not in calls or counts[:, number].sum() >= LEAST_SEEN:
-            calls[num_rows] = max(least_s, float(found[number]))
-    prepare_s, decode_s = (max(least_s, float(value)) for value in found[len(sizes) :])
+            calls[num_rows] = max(least_s, float(solution[number]))
+    prepare_s, decode_s = (max(least_s, float(value)) for value in solution[len(sizes) :])
     return Costs(calls={size: dict(sorted(calls.items()))}, prepare_s=prepare_s, decode_s=decode_s, tick_s=0.0)
 
 
@@ -72,8 +72,8 @@ def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig, policy
     """Return the figures of a run and of its replay, and the relative errors."""
     alone = isolated_times(real, costs, config)
     painted = [
-        Served(math.nan if one.latency_s is None else one.latency_s, solo)
-        for one, solo in zip(real, alone, strict=True)
+        Served(math.nan if request.latency_s is None else request.latency_s, solo)
+        for request, solo in zip(real, alone, strict=True)
     ]
     measured = summary(painted, SLO_SCALE)
     simulated = replay(real, costs, config, policy=policy).summary(SLO_SCALE)
@@ -99,7 +99,7 @@ def main(
     options = f"--policy {policy} --loads {loads} --requests {requests}"
     document["command"] = f"OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py {options}"
     document["slo_scale"], document["points"] = SLO_SCALE, []
-    known: Costs | None = None
+    first_costs: Costs | None = None
     for load in (float(part) for part in loads.split(",")):
         for name in policy.split(","):
             config = EngineConfig(
@@ -113,14 +113,16 @@ def main(
             engine = Engine(network, config, profile=profile, clock=clock, trace_ticks=100_000)
             use(engine.scheduler, name)
             engine.warm_up()
-            if known is None:
+            if first_costs is None:
                 _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
-                known = fit(ticks, size)
-                save_costs(known, folder / "costs.json")
-            trace = busy_for(mixed(requests, [(width_px, height_px)], seed=5), known, load, config, seed=7, policy=name)
+                first_costs = fit(ticks, size)
+                save_costs(first_costs, folder / "costs.json")
+            trace = busy_for(
+                mixed(requests, [(width_px, height_px)], seed=5), first_costs, load, config, seed=7, policy=name
+            )
             real, ticks, _ = run(engine, clock, trace)
             save(real, folder / f"trace-{name}-{load:g}.jsonl")
-            costs = fit(ticks, size, known)
+            costs = fit(ticks, size, first_costs)
             point = {
                 "policy": name,
                 "load": load,

@@ -30,10 +30,10 @@ class Kind:
 def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
     """Return the sixteen kinds of a rung, which includes all earlier ones of ``RUNGS``."""
     height = RUNGS.index(rung)
-    made = []
+    result = []
     for place in range(16):
         width_px, height_px = sizes[place // 2 % min(2, len(sizes)) if height >= 4 else 0]
-        made.append(
+        result.append(
             Kind(
                 num_steps=STEPS[place // 4] if height >= 1 else 20,
                 sampler=SAMPLERS[place % 4] if height >= 2 else "ddim",
@@ -42,7 +42,7 @@ def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
                 height_px=height_px,
             )
         )
-    return made
+    return result
 
 
 def batches(
@@ -53,7 +53,7 @@ def batches(
     ``step_divisor``: fewer steps for a smoke run.
     """
     rng = random.Random(f"{rung} {round_index}")
-    made = []
+    result = []
     for place, kind in enumerate(kinds(rung, sizes)):
         params = DiffusionParams(
             sampler=kind.sampler,
@@ -61,7 +61,7 @@ def batches(
             guidance_scale=kind.guidance_scale,
             spacing="leading",
         )
-        made.append(
+        result.append(
             [
                 GenerationRequest(
                     prompt=f"{' '.join(rng.sample(WORDS, 3))} {round_index} {place} {copy}",
@@ -74,7 +74,7 @@ def batches(
                 for copy in range(copies)
             ]
         )
-    return made
+    return result
 
 
 def shuffled(groups: Sequence[Sequence[GenerationRequest]], round_index: int) -> list[GenerationRequest]:
