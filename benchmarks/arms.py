@@ -35,14 +35,14 @@ SCHEDULERS = {
 
 
 class Run(NamedTuple):
-    """``images`` painted in ``seconds``."""
+    """Timing of one run: ``images`` generated in ``seconds``."""
 
     images: int
     seconds: float
 
     @property
     def images_per_s(self) -> float:
-        """Throughput."""
+        """Throughput in images per second."""
         return self.images / self.seconds
 
 
@@ -100,10 +100,11 @@ class PipelineArm:
     def paint(
         self, requests: Sequence[GenerationRequest], output_type: str = "np", noise: Tensor | None = None
     ) -> NDArray[np.float32]:
-        """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...).
+        """Run the pipeline once for ``requests`` that differ in prompt and seed only.
 
-        ``noise``: standard normal latents (B, ...) to begin with. Without them the pipeline draws them from the seeds
-        in the model's dtype: up to torch 2.11 those are other numbers in 16 bits than in float32.
+        Returns images or latents (B, ...). ``noise`` is standard normal initial latents (B, ...). Without it the
+        pipeline draws them from the seeds in the model's dtype: up to torch 2.11 those differ between 16 bits
+        and float32.
         """
         first = requests[0]
         params = first.diffusion
@@ -126,14 +127,14 @@ class PipelineArm:
         return np.asarray(images.float().cpu() if isinstance(images, torch.Tensor) else images)
 
     def serial(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Each request by itself, in order of arrival."""
+        """Run each request by itself, in order of arrival."""
         started_s = time.perf_counter()
         for request in requests:
             self.paint([request])
         return Run(len(requests), time.perf_counter() - started_s)
 
     def static(self, groups: Sequence[Sequence[GenerationRequest]], batch: int) -> Run:
-        """Batches of up to ``batch`` equal requests, sorted by an oracle: the best that static batching can do."""
+        """Run batches of up to ``batch`` equal requests, sorted in advance: the best case of static batching."""
         started_s = time.perf_counter()
         for group in groups:
             for start in range(0, len(group), batch):
@@ -161,7 +162,7 @@ def make_arms(names: Sequence[str], engine: Engine, arm: PipelineArm, *, batch: 
 
 
 def settle(engine: Engine) -> None:
-    """Measure and prove all that ``engine`` would while it paints."""
+    """Run all idle-time measurements and verifications of ``engine`` before the benchmark."""
     engine.warm_up()
     compiled_sizes(engine)
     while engine.study():
@@ -175,7 +176,7 @@ def compiled_sizes(engine: Engine) -> list[tuple[int, int]]:
 
 
 def eager(engine: Engine) -> Engine:
-    """Another engine on the same network, which uses nothing that is compiled."""
+    """Return another engine on the same network without compiled code."""
     other = Engine(engine.model, msgspec.structs.replace(engine.config, compile="off"))
     settle(other)
     return other

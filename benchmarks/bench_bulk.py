@@ -64,9 +64,11 @@ class Bulk:
         return {path: path.stat().st_mtime_ns for path in (self.folder / "shards").glob("*.jsonl")}
 
     def run(self, kills: tuple[int, int], restart: int) -> dict[str, Any]:
-        """Kill a worker after each of ``kills`` shards and the command after ``restart``; then all of it.
+        """Kill a worker after each of ``kills`` shards and the command after ``restart`` shards; then run to the end.
 
-        TimeoutError where it does not get on, RuntimeError where it ends otherwise than with every line painted.
+        Raises:
+            TimeoutError: the batch makes no progress.
+            RuntimeError: the batch fails or ends early.
         """
         begun_s = time.monotonic()
         with self._start() as batch:
@@ -154,7 +156,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
     out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
 ) -> None:
-    """Measure, and print one JSON document; 1 where a picture is missing or there twice."""
+    """Measure and print one JSON document; exit code 1 if an image is missing or duplicated."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"

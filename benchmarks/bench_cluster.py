@@ -1,4 +1,4 @@
-"""Cluster benchmark: what a request costs more for going through Ray Serve, and what a second replica brings.
+"""Cluster benchmark: the overhead of a request through Ray Serve, and the gain of a second replica.
 
     python benchmarks/bench_cluster.py --out benchmarks/results/cluster-cost.json
     python benchmarks/bench_cluster.py --requests 200 --steps 4 --model DIR
@@ -97,7 +97,7 @@ def without_engines(folder: Path) -> dict[str, str]:
 def cluster_of(
     num_replicas: int, model: Path, folder: Path, env: dict[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """``cluster up`` with so many replicas of a core each, all ready."""
+    """Run ``cluster up`` with ``num_replicas`` ready replicas of one core each."""
     folder.mkdir()
     (folder / "cluster.toml").write_text(f"[replicas]\nmin = {num_replicas}\nmax = {num_replicas}\ncpus = 1.0\n")
     command = ["-m", "diffserve", "cluster", "up", str(folder / "cluster.toml")]
@@ -155,7 +155,7 @@ class Asker:
         self._connection.close()
 
     def ask_s(self, seed: int) -> float:
-        """Seconds for a picture, from asking to its last byte."""
+        """Measure the seconds from sending a request to its last byte."""
         body = json.dumps({**self._asked, "seed": seed})
         begun_s = time.perf_counter()
         self._connection.request("POST", GENERATIONS, body, {"Content-Type": "application/json"})
@@ -175,7 +175,7 @@ def throughput(
     steps: int,
     clients_each: int = CLIENTS_EACH,
 ) -> dict[str, Any]:
-    """Pictures a second of both, in turns, with as many clients as keep the second busy, and the ratio."""
+    """Measure images per second of both servers in turns, with enough clients for the second, and their ratio."""
     num_clients = clients_each * num_replicas
     for server in pair:
         painted_per_s(server, num_clients, WARM, steps)
@@ -202,7 +202,7 @@ def throughput(
 
 
 def painted_per_s(server: RunningServer, num_clients: int, num_pictures: int, steps: int) -> float:
-    """Pictures a second, each of a prompt of its own."""
+    """Measure images per second, each of a different prompt."""
     begun_s = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as pool:
         painted = pool.map(lambda seed: server.paint(f"{seed} foxes", num_steps=steps, seed=seed), range(num_pictures))

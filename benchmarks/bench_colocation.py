@@ -143,10 +143,10 @@ class WatchedRewriter(Rewriter):
 
 
 class Load:
-    """Keeps so many pictures and rewrites in flight.
+    """Load generator that keeps a fixed number of images and rewrites in flight.
 
-    The first pictures of a run take fewer steps, each another number, so that later ones do not end all at once: a
-    window may then be shorter than a picture's life.
+    The first images of a run take fewer steps, each a different number, so that later ones do not end all at once: a
+    window may then be shorter than an image takes.
     """
 
     def __init__(self, studio: CombinedEngine, pairs: Iterator[LooseWish], num_steps: int, clock: Clock) -> None:
@@ -246,7 +246,7 @@ def open_engine(model: str, rewriter: str, device: str, dtype: str, clock: Clock
 
 
 def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
-    """Medians over rounds of what each side loses, and whether that is within the goals."""
+    """Return medians over rounds of the slowdown of each side, and whether it is within the goals."""
     token, tpot, rows_kept = [], [], []
     for windows in rounds:
         alone, both = windows["rewrites"], windows["both"]
@@ -268,7 +268,7 @@ def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
 def measure(
     load: Load, share: float, *, rounds: int, pictures: int, rewrites: int, seconds: float, settle_s: float
 ) -> dict[str, Any]:
-    """All arms in turn, ``rounds`` times, at one time share."""
+    """Measure all arms in turn, ``rounds`` times, at one time share."""
     load.studio.share = TimeShare(share)
     in_flight = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
     windows_by_round: list[dict[str, Window]] = []

@@ -48,7 +48,7 @@ def highest_bytes(pid: int) -> int:
 
 
 async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> list[float]:
-    """``num_clients`` ask for a picture each, ``rounds`` times; the seconds that each picture took."""
+    """Request images from ``num_clients`` clients, ``rounds`` times each; return the seconds of each image."""
     rng, taken = random.Random(num_clients), list[float]()
 
     async def client() -> None:
@@ -66,7 +66,7 @@ async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> 
 def measure(
     url: str, server_pid: int, numbers: Sequence[int], rounds: int, body: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One point for each number of clients, after a picture that does not count."""
+    """Measure one point for each number of clients, after an uncounted image."""
     asyncio.run(ask(url, 1, 1, body))
     points = []
     for num_clients in numbers:

@@ -1,4 +1,4 @@
-"""DeepCache benchmark: steps a second of a mixed batch with ``cache_interval`` and without, and its cost in pictures.
+"""DeepCache benchmark: steps per second of a mixed batch with and without ``cache_interval``, and its quality cost.
 
     python benchmarks/bench_deep_cache.py
     python benchmarks/bench_deep_cache.py --model sdxl-random --side-px 512 --dtype float32 --pairs 3
@@ -47,7 +47,7 @@ QUALITY_SEED = 9_000
 
 
 def requests(count: int, steps: int, side_px: int, interval: int, num_round: int) -> list[GenerationRequest]:
-    """``count`` requests that share nothing but their size; round for round other seeds, the same for both arms."""
+    """Return ``count`` requests that share only their size; seeds depend on the round and are equal for both arms."""
     result = []
     for place in range(count):
         sampler, scale, further = KINDS[place % len(KINDS)]
@@ -88,7 +88,7 @@ def run(engine: Engine, requests_to_run: Sequence[GenerationRequest]) -> dict[st
 
 
 def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interval: int, pairs: int) -> dict[str, Any]:
-    """Both arms in turns, ``pairs`` times each, after one of each that is not counted."""
+    """Measure both arms in turns, ``pairs`` times each, after an uncounted run of each."""
     arms: dict[str, list[dict[str, Any]]] = {"off": [], "cached": []}
     intervals = {"off": 1, "cached": interval}
     for name in arms:
@@ -114,14 +114,14 @@ def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interva
 
 
 def same_bytes(engine: Engine, images: int, side_px: int, interval: int) -> int:
-    """How many of a mixed batch's pictures are, byte for byte, those of the reverse order of arrival."""
+    """Count the images of a mixed batch that have equal bytes in reverse order of arrival."""
     forwards = engine.generate(requests(images, 2, side_px, interval, 50))
     backwards = engine.generate(requests(images, 2, side_px, interval, 50)[::-1])[::-1]
     return sum(first.picture == second.picture for first, second in zip(forwards, backwards, strict=True))
 
 
 def measure_quality(engine: Engine, num_prompts: int, intervals: Sequence[int]) -> list[dict[str, Any]]:
-    """One line for each interval, the first without."""
+    """Measure the quality at each interval; the first row is without the cache."""
     scenes, prompts = zip(*held_out(num_prompts), strict=True)
     exact_pictures = None
     lines = []

@@ -1,4 +1,4 @@
-"""What the promise of bytes costs: one engine that keeps it, one that does not, and diffusers' pipeline, in turns.
+"""Cost of batch invariance: an engine with it, an engine without it, and diffusers' pipeline, in turns.
 
     python benchmarks/bench_deterministic.py
     python benchmarks/bench_deterministic.py --model embedded --side-px 128 --images 4 --rounds 5
@@ -33,7 +33,7 @@ Paint = Callable[[Sequence[GenerationRequest]], Any]
 
 
 def requests(images: int, steps: int, side_px: int, num_round: int) -> list[GenerationRequest]:
-    """``images`` pictures of equal settings, round for round of other seeds."""
+    """Return ``images`` requests with equal settings; seeds depend on the round."""
     params = DiffusionParams(sampler="ddim", num_steps=steps, guidance_scale=5.0, spacing="leading")
     return [
         GenerationRequest(
@@ -55,7 +55,7 @@ def seconds_of(paint: Paint, requests_to_run: Sequence[GenerationRequest]) -> fl
 
 
 def measure(paints: dict[str, Paint], images: int, steps: int, side_px: int, rounds: int) -> dict[str, Any]:
-    """Seconds by arm, and those of the first over every other's."""
+    """Measure the seconds by arm, and the ratios of the first arm to the others."""
     seconds: dict[str, list[float]] = {name: [] for name in paints}
     for name, paint in paints.items():
         print(f"{name}: {seconds_of(paint, requests(images, 2, side_px, 0)):.2f} s to begin with", file=sys.stderr)
@@ -72,7 +72,7 @@ def measure(paints: dict[str, Paint], images: int, steps: int, side_px: int, rou
 
 
 def same_alone(engine: Engine, images: int, side_px: int) -> bool:
-    """Whether the first of ``images`` pictures has the bytes that it has alone."""
+    """Whether the first of ``images`` images has the same bytes as when generated alone."""
     together, [alone] = (engine.generate(requests(count, 2, side_px, 99)) for count in (images, 1))
     return bool(together[0].picture == alone.picture)
 

@@ -40,7 +40,7 @@ SPARE_S: Final = 25.0
 
 
 def memory_of_tree(pid: int) -> dict[str, int]:
-    """Bytes of a process and all its descendants together, by kind: Rss, Pss, Anonymous."""
+    """Sum the bytes of a process and all its descendants by kind: Rss, Pss, Anonymous."""
     totals = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
     for process in (parent := psutil.Process(pid), *parent.children(recursive=True)):
         rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")

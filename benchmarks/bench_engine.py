@@ -63,7 +63,7 @@ def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engin
 def run_rung(
     arms: dict[str, Paint], engine: Engine, rung: str, *, rounds: int, copies: int, serial_copies: int, divisor: int
 ) -> dict[str, Any]:
-    """One rung of the ladder: every arm ``rounds`` times, there and back, after a warm-up of each."""
+    """Run one rung of the ladder: every arm ``rounds`` times in alternating order, after a warm-up of each."""
     sizes = engine.info.good_sizes
     runs: dict[str, list[Run]] = {name: [] for name in arms}
 
@@ -100,7 +100,7 @@ def run_rung(
 
 
 def mean_rows(engine: Engine) -> float:
-    """Rows in a UNet call, padding left out, over the ticks the engine remembers."""
+    """Return the mean rows per UNet call without padding, over the engine's tick history."""
     calls = [call for tick in engine.trace for call in tick.calls]
     return round(sum(len(call.rows) for call in calls) / max(1, len(calls)), 2)
 

@@ -44,7 +44,7 @@ MIXED_KEYS: Final = 4
 
 
 class Watched(NamedTuple):
-    """A streamed picture: its seconds, and of each event of progress (has it begun, told, true) seconds left."""
+    """Streamed image: its seconds, and (has begun, estimated, true) seconds left of each progress event."""
 
     seconds: float
     told: list[tuple[bool, float, float]]
@@ -91,7 +91,7 @@ def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
 
 
 async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Watched]:
-    """One picture after the other; none of them is refused."""
+    """Request one image after another; none may be rejected."""
     until_s, images = time.perf_counter() + seconds, list[Watched]()
     while time.perf_counter() < until_s:
         body = {"prompt": "a fox on the beach", "seed": len(images), "num_inference_steps": load.num_steps}
@@ -103,7 +103,7 @@ async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Wa
 
 
 async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
-    """Quiet and crowded rounds in turns."""
+    """Run quiet and crowded rounds in turns."""
 
     async def send(seed: int) -> Answer:
         body = {"prompt": "a cat in the snow", "seed": seed, "num_inference_steps": load.num_steps}
@@ -134,7 +134,7 @@ async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def mixed(load: Load, http: httpx.AsyncClient, rate: float) -> dict[str, Any]:
-    """Poisson arrivals at half of what the server does."""
+    """Send Poisson arrivals at half of the server's capacity."""
     draw, tasks = random.Random(1), list[asyncio.Task[Watched | None]]()
     until_s = time.perf_counter() + load.rounds * load.part_s
     while time.perf_counter() < until_s:

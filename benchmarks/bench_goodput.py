@@ -88,7 +88,7 @@ def capacity_per_s(engine: Engine, requests: Sequence[Recorded], seconds: float)
 
 
 def isolated_s(engine: Engine, clock: WallTime, requests: Sequence[Recorded]) -> dict[Kind, float]:
-    """Seconds that a request of each kind among ``requests`` takes alone; the lesser of two."""
+    """Measure the seconds that a request of each kind takes alone, the lower of two runs."""
     examples = {kind_of(request): request for request in requests}
     seconds_by_kind: dict[Kind, float] = {}
     for kind, request in examples.items():
@@ -142,7 +142,7 @@ def point_of(
 
 
 def equal_alone(engine: Engine, clock: WallTime, trace: Sequence[Recorded], painted: PaintedTrace) -> str:
-    """How many of a sample are the same bytes when painted alone."""
+    """Count the images of a sample that have the same bytes when generated alone."""
     places = range(0, len(trace), max(1, len(trace) // SAMPLED))[:SAMPLED]
     alone = [run(engine, clock, [msgspec.structs.replace(trace[place], arrival_s=0.0)]).digests[0] for place in places]
     same = sum(digest == painted.digests[place] for digest, place in zip(alone, places, strict=True))

@@ -66,7 +66,7 @@ def open_model(name: str, device: str, dtype: str) -> DiffusionModel:
 
 
 def in_turn(arms: Arms, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, ``rounds`` times, forwards and backwards in turn, after one call of each to warm up."""
+    """Measure the seconds of each arm, ``rounds`` times in alternating order, after one warm-up call of each."""
     for call in arms.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -77,7 +77,7 @@ def in_turn(arms: Arms, rounds: int) -> dict[str, list[float]]:
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum in milliseconds."""
     return {
         "median": round(1e3 * statistics.median(seconds), 3),
         "min": round(1e3 * min(seconds), 3),
@@ -134,7 +134,7 @@ def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, ro
 
 
 def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int) -> dict[str, Any]:
-    """``rows`` rows of one window and as many of two: in one call behind a mask, and in a call for each length."""
+    """Compare ``rows`` rows of one window and as many of two: in one masked call, and in one call per length."""
     width_px, height_px = model.info.good_sizes[0]
     size: dict[str, Any] = {"width_px": width_px, "height_px": height_px}
     inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)

@@ -40,7 +40,7 @@ ROOM = 1 << 28
 
 
 class Case(NamedTuple):
-    """A caption with its scene, and the caption of its relative."""
+    """Caption with its scene, and a related caption."""
 
     scene: Scene
     prompt: str

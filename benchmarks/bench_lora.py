@@ -1,4 +1,4 @@
-"""LoRA benchmark: rows that each have an adapter of their own against as many plain rows, in calls of one size.
+"""LoRA benchmark: rows with a different adapter each against plain rows, in calls of equal size.
 
     python benchmarks/bench_lora.py
     python benchmarks/bench_lora.py --layers everything --rank 64
@@ -47,7 +47,7 @@ LAYERS: Final = {"attention": (".to_q", ".to_k", ".to_v", ".to_out.0"), "everyth
 
 
 def requests(count: int, steps: int, side_px: int, num_round: int, *, has_loras: bool) -> list[GenerationRequest]:
-    """``count`` requests of one row each; round for round other seeds, the same with adapters and without."""
+    """Return ``count`` requests of one row each; seeds depend on the round and are equal for both arms."""
     return [
         GenerationRequest(
             prompt=f"a fox {place}",
@@ -81,7 +81,7 @@ def run(engine: Engine, requests_to_run: Sequence[GenerationRequest]) -> dict[st
 
 
 def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> dict[str, Any]:
-    """Both arms in turns, ``pairs`` times each, after one of each that is not counted."""
+    """Measure both arms in turns, ``pairs`` times each, after an uncounted run of each."""
     arms: dict[str, list[dict[str, Any]]] = {"plain": [], "loras": []}
     for turn in range(-1, pairs):
         for name in ("plain", "loras") if turn % 2 == 0 else ("loras", "plain"):
@@ -102,7 +102,7 @@ def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> 
 
 
 def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
-    """Their summary, and between which bounds the middle half of them lies."""
+    """Summarize ratios, with their quartiles."""
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
     return summary(ratios) | {"lower_quartile": round(low, 4), "upper_quartile": round(high, 4)}
 
@@ -138,7 +138,7 @@ def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dic
 
 
 def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
-    """How many pictures with adapters are, byte for byte, those that they are alone."""
+    """Count the images with adapters that have the same bytes as when generated alone."""
     batch = requests(rows, 2, side_px, 50, has_loras=True)
     alone = [engine.generate(replace(request, request_id=f"alone-{request.seed}"))[0] for request in batch]
     return sum(result.picture == other.picture for result, other in zip(engine.generate(batch), alone, strict=True))

@@ -72,7 +72,7 @@ class Sample:
 
 
 def memory_of(pid: int) -> int:
-    """Anonymous bytes of a process, or what only it has where the system does not tell these."""
+    """Return the anonymous bytes of a process, or its unique set size where the system does not report them."""
     try:
         match = ANONYMOUS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
     except OSError:
@@ -81,7 +81,7 @@ def memory_of(pid: int) -> int:
 
 
 def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float]:
-    """Megabytes for 1000 requests of the process ``name`` after the first ``settle`` requests, fitted in two ways."""
+    """Fit the growth of process ``name`` in MB per 1000 requests, in two ways, after the first ``settle`` requests."""
     settled = [sample for sample in samples if sample.num_requests >= settle]
     if len(settled) < 3:
         raise ValueError(f"{len(settled)} samples after {settle} requests; 3 make a slope: ask for more requests.")
@@ -105,7 +105,7 @@ def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float
 def server(
     options: Sequence[str], folder: Path, *, entry: Sequence[str] = ("-m", "diffserve")
 ) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a server with ``options`` that is ready; ``entry``: what python is to run."""
+    """Yield (url, process id) of a ready server with ``options``; ``entry`` is Python's command."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, *entry, "serve", "--port", str(port), *options]
@@ -140,7 +140,7 @@ def engine_of(server_pid: int) -> int:
 
 
 class RunningQueue:
-    """``load.clients`` clients that share one stream of requests; ``outcomes`` counts how they ended."""
+    """Closed-loop load of ``load.clients`` clients; ``outcomes`` counts how requests ended."""
 
     def __init__(self, url: str, load: Load) -> None:
         self.outcomes = Counter[str]()
@@ -157,7 +157,7 @@ class RunningQueue:
             nonlocal next_sample
             async with httpx.AsyncClient(base_url=self._url, timeout=120.0, trust_env=False) as http:
                 for number in self._numbers:
-                    self.outcomes[await self._one(http, random.Random(f"{self._load.seed} {number}"))] += 1
+                    self.outcomes[await self._send_one(http, random.Random(f"{self._load.seed} {number}"))] += 1
                     self.num_done += 1
                     if self.num_done >= next_sample:
                         next_sample = self.num_done + sample_every
@@ -180,7 +180,7 @@ class RunningQueue:
 
 
 def picture(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[str, Any]]:
-    """Path and body of a picture; long for one that is going to be given up."""
+    """Return path and body of an image request; an aborted one has many steps."""
     return "/v1/images/generations", {
         "prompt": words(rng, 6),
         "negative_prompt": words(rng, 3),
@@ -204,7 +204,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
-    """Both slopes, the samples, and how the requests ended."""
+    """Measure both slopes, the samples, and the outcomes of the requests."""
     samples: list[Sample] = []
     options = ("--model", model, "--no-page")
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, server_pid):

@@ -49,7 +49,7 @@ GOALS: Final = {"request_ms": 5.0, "readers_ratio": 1.1, "memory_bytes": 200e6}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -84,7 +84,7 @@ def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) 
 
 
 def encode_ms(size: str) -> float:
-    """CPU milliseconds that encoding the no-op engine's picture as PNG takes by itself, the median of 51."""
+    """Measure the CPU milliseconds of encoding the no-op engine's image as PNG, the median of 51."""
     width, _, height = size.partition("x")
     picture = picture_of(int(width), int(height))
     taken = []
@@ -96,7 +96,7 @@ def encode_ms(size: str) -> float:
 
 
 def measure_memory(url: str, pid: int) -> dict[str, int]:
-    """Resident bytes of the server's own process: ready, and after a hundred pictures."""
+    """Measure the resident bytes of the server process: when ready, and after a hundred images."""
     process = psutil.Process(pid)
     before = process.memory_info().rss
     with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:
@@ -121,7 +121,7 @@ def steps_of(url: str) -> tuple[float, float]:
 
 
 async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num_steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, and of the engine's CPU for one, with readers and without, in turns."""
+    """Measure the milliseconds and the engine's CPU time of a step, with and without readers in turns."""
     engine = psutil.Process(engine_of(pid))
     points: dict[str, dict[str, list[float]]] = {
         kind: {"step_ms": [], "cpu_ms": [], "server_cpu": []} for kind in ("none", "readers")
@@ -168,7 +168,7 @@ async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
 
 
 def used_s(process: psutil.Process) -> float:
-    """CPU seconds so far."""
+    """Return the CPU seconds of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

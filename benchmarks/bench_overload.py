@@ -55,7 +55,7 @@ GOALS = {"rejection_p99_s": 0.05, "goodput_share": 0.9, "recovery_s": 5.0}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -102,7 +102,7 @@ class CpuSeconds:
 
 
 async def measure(load: Load) -> dict[str, Any]:
-    """All of it, in order."""
+    """Run all phases in order."""
     send = load.sender("load")
     alone = [await send(seed) for seed in range(NUM_SOLO)]
     solo_s = statistics.median(answer.seconds for answer in alone[1:])
@@ -175,10 +175,10 @@ def judge(
 
 
 async def _saturated(load: Load) -> tuple[float, float]:
-    """Pictures a second with every tick full, and for each second the engine computed; a quarter is for beginning.
+    """Measure images per second with full ticks, and per CPU second of the engine, after a quarter for warm-up.
 
-    Every worker is a client of its own, so that none is refused: refusals take the engine's time from what it can do.
-    An address has ``MAX_KEYS_PER_ADDRESS`` clients at most.
+    Every worker has its own key, so that none is rejected: rejections take time from the engine. An address has
+    ``MAX_KEYS_PER_ADDRESS`` keys at most.
     """
     started_s = time.perf_counter()
     senders = [load.sender(f"worker {number}") for number in range(load.num_workers)]
@@ -196,7 +196,7 @@ async def _saturated(load: Load) -> tuple[float, float]:
 
 
 async def _guests(load: Load, until_s: float) -> list[Answer]:
-    """Another client, with a picture now and then."""
+    """Request an image from another client now and then."""
     send, answers = load.sender("guest"), []
     while time.perf_counter() < until_s:
         answers.append(await send(0))
@@ -222,7 +222,7 @@ async def _recover(load: Load, solo_s: float) -> tuple[float | None, list[float]
 
 
 async def _lag(until_s: float) -> list[float]:
-    """How late this process' own loop is."""
+    """Measure the lag of this process's event loop."""
     lags = []
     while (now_s := time.perf_counter()) < until_s:
         await asyncio.sleep(0.02)
@@ -232,7 +232,7 @@ async def _lag(until_s: float) -> list[float]:
 
 @contextmanager
 def serving(model: str, *, backlog_s: float, engine: str = "") -> Iterator[tuple[str, int]]:
-    """Address and process id of a server that is ready and is ended afterwards. ``engine``: more of that table."""
+    """Yield address and process id of a ready server, and stop it afterwards; ``engine`` adds to that config table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "serve.toml").write_text(f"[serve]\nmax_backlog_s = {backlog_s}\npage = false\n[engine]\n{engine}\n")
@@ -273,7 +273,7 @@ def main(
     times: Annotated[float, typer.Option(help="How many times what it can do.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Overload a server and say how it took it."""
+    """Overload a server and report the results."""
     with serving(model, backlog_s=backlog_s) as (url, pid):
         load = Load(url, pid, num_steps, num_workers, saturated_s, flood_s, times)
         results = asyncio.run(measure(load))

@@ -33,7 +33,7 @@ PROMPT = "a fox next to a cactus"
 
 
 def serve(model: str, threads: int, steps: int, compile_: str) -> None:
-    """Be an engine: load, warm up, and paint what every line asks for: numbers of requests, or ``null`` for one."""
+    """Run as an engine process: each line of input lists request numbers, or is ``null`` for a single image."""
     import torch
 
     from diffserve.runtime.loading.library_imports import import_lean
@@ -84,7 +84,7 @@ def saturated(processes: Sequence[ArmProcess], num_requests: int, dealer: int) -
 
 
 def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -> dict[str, Any]:
-    """Both arms in turns, after a turn of each that is not counted."""
+    """Measure both arms in turns, after an uncounted turn of each."""
     from benchmarks.report import summary
 
     rates: dict[str, list[float]] = {name: [] for name in arms}
@@ -113,7 +113,7 @@ def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -
 
 
 def equal(*runs: Sequence[str]) -> str:
-    """How many digests are the same in all ``runs``."""
+    """Count the digests that are equal in all ``runs``."""
     same = [len(set(digests)) == 1 for digests in zip(*runs, strict=True)]
     return f"{sum(same)} of {len(same)}"
 

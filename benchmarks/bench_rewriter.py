@@ -44,7 +44,7 @@ GOALS: Final = {"crowd": "at least 2", "first": "at most 0.25", "lookup": "at le
 
 
 def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
-    """Tokens a second of ``CROWD`` wishes at once: the peer, the engine, and the engine as the rewriter uses it."""
+    """Measure tokens per second of ``CROWD`` concurrent wishes: peer, engine, and engine with rewriter options."""
 
     def prompts() -> list[str]:
         return desk.prompts(CROWD, with_system=True)
@@ -79,7 +79,7 @@ def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
 
 
 def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
-    """Seconds until a wish has its first token, with the system text in the page pool and without."""
+    """Measure the seconds to the first token, with and without the system text in the page pool."""
     document: dict[str, Any] = {}
     for users in (CROWD, 1):
         arms = {name: partial(desk.first_tokens, users, is_warm=name == "warm") for name in ("cold", "warm")}
@@ -94,7 +94,7 @@ def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
 
 
 def lookup(desk: Desk, rounds: int) -> dict[str, Any]:
-    """Time of each token after the first for one user, with prompt lookup and without."""
+    """Measure the time of each token after the first for one client, with and without prompt lookup."""
     document: dict[str, Any] = {}
     for name, with_system in (("as the rewriter asks", False), ("behind the shared system text", True)):
         before = desk.texts.stats()
@@ -114,7 +114,7 @@ def lookup(desk: Desk, rounds: int) -> dict[str, Any]:
 
 
 def _pair(desk: Desk, index: int, *, with_system: bool) -> dict[str, Measure]:
-    """``CROWD`` wishes, one after another, with and without drafts; odd rounds begin with, even ones without."""
+    """Run ``CROWD`` sequential wishes with and without drafts; the order alternates by round."""
     arms: tuple[tuple[str, Speculation], ...] = (("off", "off"), ("on", "prompt_lookup"))
     prompts = desk.prompts(CROWD, with_system=with_system)
     return {
@@ -141,7 +141,7 @@ def shared_system(style: Style) -> str:
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

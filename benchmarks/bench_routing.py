@@ -51,7 +51,7 @@ Choose = Callable[[GenerationRequest, float, dict[str, float]], str]
 
 
 class Arrival(NamedTuple):
-    """A request, and when it comes; time is counted in UNet rows of one member."""
+    """Request with its arrival time, counted in UNet rows of one member."""
 
     at: float
     request: GenerationRequest
@@ -64,7 +64,7 @@ class Arrival(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Pages asked for, those found, and the mean wait in mean requests."""
+    """Number of pages requested and found, and the mean wait in mean requests."""
 
     asked_pages: int
     found_pages: int
@@ -169,7 +169,7 @@ def main(
     bounds: Annotated[str, typer.Option(help="Of the prefix, with commas between.")] = "0.25,0.5,1,2",
     out: Annotated[Path | None, typer.Option(help="Where the document goes.")] = None,
 ) -> None:
-    """Measure, and write it down."""
+    """Measure, and write the document."""
     rows = []
     for num_members in map(int, members.split(",")):
         trace = drawn(requests, members=num_members, load=load, seed=17)

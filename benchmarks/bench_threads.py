@@ -35,7 +35,7 @@ BURNER = f"import time\nend = time.monotonic() + {BURN_S}\nwhile time.monotonic(
 
 
 def serve_arm(name: str, model: str, steps: int) -> None:
-    """Be an arm: load, warm up, and paint for every line that comes."""
+    """Run as an arm: load, warm up, and generate an image for every line of input."""
     import torch
 
     from diffserve.runtime.loading.library_imports import import_lean
@@ -60,7 +60,7 @@ def serve_arm(name: str, model: str, steps: int) -> None:
 
 @contextmanager
 def burning(count: int) -> Iterator[None]:
-    """``count`` busy neighbours for the length of the block."""
+    """Run ``count`` busy processes during the block."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(count)]
     try:
         yield
@@ -91,13 +91,13 @@ def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, An
 
 
 def ratio(turns: Sequence[dict[str, dict[str, Any]]], name: str, others: Sequence[str]) -> float:
-    """Median over the rounds of ``name``'s seconds in those of whichever of ``others`` has the smaller median."""
+    """Return the median ratio of ``name``'s seconds to those of the arm in ``others`` with the smallest median."""
     best = min(others, key=lambda other: statistics.median(turn[other]["s"] for turn in turns))
     return round(float(statistics.median(turn[name]["s"] / turn[best]["s"] for turn in turns)), 3)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 3),
         "min": round(min(values), 3),

@@ -64,7 +64,7 @@ def spread(estimates: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> dict[str, Any]:
-    """Paint ``trace`` and hold its events against the truth: those with steps, and those that let a request in."""
+    """Run ``trace`` and compare the estimates of its progress and admission events with the true times."""
     estimates: list[tuple[str, float, float]] = []
     num_silent, began_s = 0, clock()
     done: dict[str, float] = {}
@@ -120,7 +120,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Precision.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Paint, and say how true the times left were."""
+    """Run all parts, and report the errors of the estimates."""
     torch.set_num_threads(1)
     clock = WorkingTime()
     loaded = load_model(model, dtype=dtype)

@@ -37,7 +37,7 @@ GOAL = "ours at most 1.1 of openvino-bf16"
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -48,7 +48,7 @@ def relative_error(output: Tensor, reference: Tensor) -> float:
 
 
 def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Ms a row of every arm, one reading a round."""
+    """Measure the milliseconds per row of every arm, one reading a round."""
     row_ms: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in arms if number % 2 == 0 else reversed(arms):
@@ -63,7 +63,7 @@ def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int
 
 
 def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tensor], **turns: int) -> dict[str, Any]:
-    """One point: every arm that runs with ``num_rows`` rows. ``first``: what each gave in the smallest call."""
+    """Measure one point: every arm that runs with ``num_rows`` rows; ``first`` is their output of the smallest call."""
     arms: dict[str, Predict] = {}
     point: dict[str, Any] = {"rows": num_rows, "arms": {}, "left_out": {}}
     reference = peers.reference(num_rows)

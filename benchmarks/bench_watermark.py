@@ -39,7 +39,7 @@ Change = Callable[[Picture], Picture]
 
 
 def photo_like(seed: int, side_px: int) -> Picture:
-    """Colours that go together and a spectrum that falls with frequency, as photographs have them."""
+    """Generate an image with the color correlation and the falling spectrum of photographs."""
     rng, steps = np.random.default_rng(seed), np.fft.fftfreq(side_px)
     falls = np.maximum(np.hypot(*np.meshgrid(steps, steps)), 1 / side_px)[..., None]
     noise = np.fft.fft2(rng.normal(size=(side_px, side_px, 3)), axes=(0, 1)) / falls
@@ -48,7 +48,7 @@ def photo_like(seed: int, side_px: int) -> Picture:
 
 
 def saved(picture: Picture, kind: str, quality: int) -> Picture:
-    """``picture`` as it comes back from a JPEG or WebP."""
+    """Return ``picture`` after encoding as JPEG or WebP."""
     file = BytesIO()
     Image.fromarray(picture.array).save(file, kind, quality=quality)
     return Picture.from_array(np.asarray(Image.open(file).convert("RGB")))

@@ -128,7 +128,7 @@ def needs_of_model(model: str) -> Needs:
 
 
 def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
-    """Predicted costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
+    """Predict the costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
 
     def seconds(work: Work, reached: float) -> float:
         return max(gpu.seconds(work, torch.bfloat16) / reached, assumed.launch_s * len(work.kernels))
@@ -144,7 +144,7 @@ def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
 
 
 def suite_costs(model: str, row: str) -> Costs:
-    """Costs of eager calls of ``model`` as ``row`` of ``SUITE`` measured them."""
+    """Return the costs of eager calls of ``model`` from ``row`` of ``SUITE``."""
     document = json.loads(SUITE.read_text(encoding="utf-8"))
     curve = document["rows"][row]["points"]["curve"]["result"]["points"]
     width_px, height_px = needs_of_model(model).model.info.good_sizes[0]
@@ -185,7 +185,7 @@ def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dic
 
 
 def full_rate_per_s(costs: Costs) -> float:
-    """Images a second of the mixed workload when all ticks of an engine are full."""
+    """Compute the images per second of the mixed workload when all ticks of an engine are full."""
     return capacity_per_s(mixed(500, costs.sizes, seed=1), costs, EngineConfig(max_waiting=100_000))
 
 
@@ -204,7 +204,7 @@ def predicted_ranges(model: str, gpu: GPU, launches_s: Sequence[float]) -> dict[
 
 
 def call_figures(costs: Costs) -> dict[str, Any]:
-    """Milliseconds a row by rows, and of decoding."""
+    """Return the milliseconds per row by rows, and of decoding."""
     [calls] = costs.calls.values()
     return {
         "row_ms": {rows: 1000 * seconds / rows for rows, seconds in calls.items()},

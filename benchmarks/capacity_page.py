@@ -1,4 +1,4 @@
-"""The page docs/capacity.md from the figures of ``capacity.py``: tables, and where the design would break first."""
+"""Renders docs/capacity.md from the figures of ``capacity.py``: tables, and the first bottlenecks of the design."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def engines_for(arm: Mapping[str, Any], load_per_s: float) -> tuple[int, float] 
 
 
 def front_ms(pixels: int) -> float:
-    """CPU of the process that answers for a picture; beyond the largest that was measured, by its pixels."""
+    """Return the CPU milliseconds of the API process per image; scaled by pixels beyond the largest measured size."""
     side = math.isqrt(pixels)
     largest = max(FRONT_MS)
     return FRONT_MS[side] if side in FRONT_MS else FRONT_MS[largest] * pixels / largest**2
@@ -189,7 +189,7 @@ def _engine(arm: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _with_predictions(arms: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Each arm, after the prediction of its calls where they were measured on a GPU."""
+    """Yield each arm, preceded by the prediction of its calls if they were measured on a GPU."""
     for arm in arms:
         if "prediction" in arm:
             yield arm["prediction"]
@@ -265,7 +265,7 @@ def _ranges(arm: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_range(value: float, ends: Sequence[float] | None, digits: int = 3) -> str:
-    """``value``, and its range in parentheses where it is predicted."""
+    """Format ``value``, with its range in parentheses if it is predicted."""
     if ends is None:
         return _figure(value, digits)
     return f"{_figure(value, digits)} ({_figure(ends[0], digits)} to {_figure(ends[1], digits)})"
@@ -284,7 +284,7 @@ def _time(arm: Mapping[str, Any], value: float, digits: int = 3) -> str:
 
 
 def _engines(arm: Mapping[str, Any], number: int) -> str:
-    """So many engines, and the range of that number."""
+    """Format a number of engines with its range."""
     factors = _ranges(arm).get("rate")
     if factors is None:
         return f"{number:,}"

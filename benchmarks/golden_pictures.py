@@ -40,7 +40,7 @@ PLAIN = EngineConfig(compile="off")
 
 
 def asked() -> dict[str, DiffusionParams]:
-    """Label -> parameters: every sampler, every spacing and sigma schedule, and what else changes a step's rows."""
+    """Return the parameters by label: every sampler, spacing and sigma schedule, and other options that change rows."""
     params = {name: DiffusionParams(sampler=name, num_steps=NUM_STEPS) for name in schedulers.SAMPLERS}
     for spacing in schedulers.SPACINGS:
         params[f"ddim spacing={spacing}"] = DiffusionParams(sampler="ddim", num_steps=NUM_STEPS, spacing=spacing)
@@ -55,7 +55,7 @@ def asked() -> dict[str, DiffusionParams]:
 
 
 def digest(image: Image) -> str:
-    """SHA-256 of a picture's size and RGB bytes, in hex."""
+    """Return the SHA-256 of an image's size and RGB bytes, in hex."""
     return hashlib.sha256(repr(image.size).encode() + image.convert("RGB").tobytes()).hexdigest()
 
 
@@ -112,7 +112,7 @@ def further_digests(folder: Path) -> dict[str, str]:
 
 
 def digests(model: str) -> dict[str, str]:
-    """Label -> digest of what ``model`` paints: each request of one batch, then variations of the first picture."""
+    """Return the digests by label of ``model``: each request of one batch, then variations of the first image."""
     engine = Engine.from_pretrained(model, config=PLAIN)
     params_by_label = asked()
     requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=params) for params in params_by_label.values()]

@@ -111,7 +111,7 @@ def run_command(wheels: Iterable[Path], results: str, site: str = "/tmp/site") -
 
 
 def tracked_bytes() -> int:
-    """Bytes of all tracked files in the working tree."""
+    """Sum the bytes of all tracked files in the working tree."""
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
     files = (ROOT / name for name in listed.stdout.split("\0") if name)
     return sum(file.stat().st_size for file in files if file.is_file())

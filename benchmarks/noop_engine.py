@@ -1,4 +1,4 @@
-"""Engine that computes nothing: it sends all events of an engine immediately, with the same grey image.
+"""Engine that computes nothing: it sends all events of an engine immediately, with the same gray image.
 
     python benchmarks/noop_engine.py serve --model embedded --port 8000
 
@@ -50,13 +50,13 @@ def info_of(profile: ModelProfile) -> ModelInfo:
 
 
 def picture_of(width_px: int, height_px: int) -> Picture:
-    """Grey with a little noise: its PNG is about as long as those of the embedded model's pictures."""
+    """Return a gray image with a little noise, whose PNG is about as large as the embedded model's images."""
     noise = np.random.default_rng(0).integers(120, 128, (height_px, width_px, 3), dtype=np.uint8)
     return Picture.from_array(noise)
 
 
 def answer(end: ipc.EngineEnd, request: GenerationRequest) -> None:
-    """All events of ``request``, as many steps as it asks for."""
+    """Return all events of ``request``, with its number of steps."""
     params, name, seed = request.diffusion, request.request_id, request.seed or 0
     num_steps, width_px, height_px = params.num_steps or 20, request.width_px or 128, request.height_px or 128
     end.send(Accepted(request_id=name, seed=seed, num_images=request.num_images, queue_position=0))

@@ -1,4 +1,4 @@
-"""Requests that are sent when it is time, whether or not the last ones were answered; and those that wait for answers.
+"""Load generators: requests sent on schedule (open loop), and clients that wait for responses (closed loop).
 
 Plain sockets, one connection a request: what is measured is the server, as little as possible of the client.
 """
@@ -62,7 +62,7 @@ async def ask(url: str, body: dict[str, Any], *, key: str = "load", path: str = 
 
 
 async def flood(send: Callable[[int], Awaitable[Answer]], *, rate_per_s: float, seconds: float) -> list[Answer]:
-    """``send(number)`` at ``rate_per_s`` for ``seconds``; the answers, once all are there."""
+    """Call ``send(number)`` at ``rate_per_s`` for ``seconds``; return all responses."""
     started_s = time.perf_counter()
     sent: list[asyncio.Future[Answer]] = []
     while (due_s := started_s + len(sent) / rate_per_s) < started_s + seconds:
@@ -90,7 +90,7 @@ async def saturate(send: Callable[[int], Awaitable[Answer]], *, num_workers: int
 
 
 def goodput(answers: Sequence[Answer], from_s: float, until_s: float) -> float:
-    """Pictures a second between two readings of the clock."""
+    """Compute the images per second between two clock readings."""
     painted = sum(answer.status == 200 and from_s <= answer.ended_s < until_s for answer in answers)
     return painted / (until_s - from_s)
 

@@ -1,4 +1,4 @@
-"""A recorded trace painted for real, open loop, in the thread that ticks, without HTTP; idle time is skipped."""
+"""Replays a recorded trace with a real engine, open loop, in the ticking thread, without HTTP; idle time is skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffserve.engine.image.task import TickTrace
 
 
 class Clock(Protocol):
-    """Seconds, and a way past those in which nothing is to do."""
+    """Clock in seconds that can skip idle time."""
 
     def __call__(self) -> float:
         """Now."""
@@ -51,7 +51,7 @@ class WorkingTime(WallTime):
 
 
 class RealTime(WallTime):
-    """Wall time in which idle time passes: nothing is skipped."""
+    """Wall clock that sleeps through idle time."""
 
     def skip_to(self, until_s: float) -> None:
         """Sleep until ``until_s``."""
@@ -75,10 +75,12 @@ Watch = Callable[[Event, float], None]
 
 
 def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | None = None) -> PaintedTrace:
-    """Paint ``trace`` as it comes, on the ``clock`` of the ``engine``.
+    """Run ``trace`` on the ``clock`` of the ``engine``.
 
-    A request enters between two ticks, when it is due; its latency counts from when it was due. RuntimeError where a
-    picture is missing.
+    A request enters between two ticks at its arrival time, from which its latency counts.
+
+    Raises:
+        RuntimeError: an image is missing.
     """
     began_s, first_tick = clock(), engine.scheduler.num_ticks
     coming = list(enumerate(trace))[::-1]

@@ -180,7 +180,7 @@ def model_parts(name: str, directory: Path) -> dict[str, Any]:
 
 
 def make_pipeline(parts: dict[str, Any]) -> Any:
-    """Diffusers' own pipeline on ``parts``, silent."""
+    """Build diffusers' own pipeline from ``parts``, without progress output."""
     if "text_encoder_2" in parts:
         pipeline = import_quietly("diffusers", "StableDiffusionXLPipeline")(**parts, add_watermarker=False)
     else:

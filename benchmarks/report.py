@@ -1,4 +1,4 @@
-"""Numbers with where they come from: hardware, versions, command; one JSON document, rewritten after every point."""
+"""Benchmark documents: hardware, versions, command and figures in one JSON file, rewritten after every point."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries that matter; of peers, those that are installed."""
+    """Return the versions of Python and the main libraries, and of installed peers."""
     names = ("torch", "diffusers", "transformers", "numpy", "diffserve")
     peers = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name)]
     installed = {"python": platform.python_version()}
@@ -78,7 +78,7 @@ def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),
@@ -93,7 +93,7 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 def default_path(document: dict[str, Any]) -> Path:
-    """``results/<benchmark>-<model>-<device>-<dtype>-<date>.json``."""
+    """Return ``results/<benchmark>-<model>-<device>-<dtype>-<date>.json``."""
     model = document["model"]
     day = document["date"][:10]
     device = str(model["device"]).replace(":", "")

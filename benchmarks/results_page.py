@@ -109,7 +109,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
-    """Each row's figure and whether it holds."""
+    """Render each row's figure and whether it meets its goal."""
     figures = [(row, follow(document, row.path)) for row in rows]
     return table(
         ("what", "goal", "measured", "holds"),
@@ -377,7 +377,7 @@ DESIGNS: Final = (
 
 
 def exactness(documents: Documents) -> str:
-    """D9: what every document says of it."""
+    """Render the exactness results (D9) of all documents."""
     rows = []
     if result := follow(documents.get("engine"), "exactness"):
         rows.append(("engine", "bytes as painted alone", f"{result['bytes_equal_to_solo_run']} of {result['images']}"))
@@ -395,7 +395,7 @@ def exactness(documents: Documents) -> str:
 
 
 def gpu(runs: Sequence[dict[str, Any]]) -> str:
-    """Each goal that only a GPU can show, as every run of the suite measured it; how the rows ended; notes."""
+    """Render each GPU goal as measured by every run of the suite, the outcome of the rows, and notes."""
     parts = []
     for number, run in enumerate(runs, start=1):
         parts.append(f"Run {number}: {told(run)}" + (f"{sentence(run['note'])}\n" if run.get("note") else ""))
@@ -425,7 +425,7 @@ def gpu(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def sentence(text: str) -> str:
-    """``text`` as a sentence."""
+    """Format ``text`` as a sentence."""
     return f"{text[0].upper()}{text[1:]}."
 
 

@@ -38,7 +38,7 @@ CLIP_TOKENS: Final = 75
 
 @dataclass(frozen=True)
 class Measure:
-    """One call: seconds on the wall, seconds of all processors, and the tokens it said."""
+    """Timing of one call: wall seconds, CPU seconds, and the generated tokens."""
 
     wall_s: float
     cpu_s: float
@@ -51,14 +51,14 @@ class Measure:
 
 
 def measured(call: Callable[[], int]) -> Measure:
-    """``call`` returns how many tokens it said."""
+    """Measure ``call``, which returns its number of tokens."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     tokens = call()
     return Measure.since(wall_s, cpu_s, tokens)
 
 
 def in_turns(arms: Mapping[str, Callable[[], Measure]], rounds: int) -> dict[str, list[Measure]]:
-    """Every arm once in each round, forwards and backwards in turn, after ``WARM_UPS`` rounds that do not count."""
+    """Run every arm once in each round in alternating order, after ``WARM_UPS`` uncounted rounds."""
     measures: dict[str, list[Measure]] = {name: [] for name in arms}
     for index in range(-WARM_UPS, rounds):
         for name in list(arms)[:: 1 if index % 2 else -1]:
@@ -77,7 +77,7 @@ def compared(numerators: Sequence[float], denominators: Sequence[float]) -> dict
 
 
 def figures(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(scale * statistics.median(values), 3),
         "min": round(scale * min(values), 3),
@@ -122,7 +122,7 @@ class Desk:
         )
 
     def together(self, requests: Sequence[TextRequest], constraint: TokenConstraint | None) -> Measure:
-        """All of ``requests`` at once."""
+        """Run all ``requests`` at once."""
         return measured(lambda: num_tokens(self.texts.generate(requests, constraint=constraint)))
 
     def first_tokens(self, users: int, *, is_warm: bool) -> Measure:
@@ -139,7 +139,7 @@ class Desk:
         return Measure(statistics.median(answer.timings.ttft_s for answer in answers), cpu_s, num_tokens(answers))
 
     def decoding(self, prompt: str, speculation: Speculation) -> Measure:
-        """One wish alone, from its first token to its last."""
+        """Measure one wish alone from its first token to its last."""
         events = self.texts.stream(self.request(prompt, speculation, deltas=True), constraint=self.constraint)
         wall_s = cpu_s = 0.0
         num_tokens_out = -1
@@ -190,7 +190,7 @@ class Peer:
         return [[int(token) for token in answer.generated_tokens] for answer in answers.values()]
 
     def together(self, prompts: Sequence[str]) -> Measure:
-        """All of ``prompts`` at once."""
+        """Run all ``prompts`` at once."""
         return measured(lambda: sum(map(len, self.generate(prompts))))
 
 

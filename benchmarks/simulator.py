@@ -74,7 +74,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedCalls:
-    """``TickCosts`` by measured seconds, with the curves, covers and knees of the engine."""
+    """Tick costs from measured seconds, with the engine's curves, covers and knees."""
 
     def __init__(self, costs: Costs, config: EngineConfig) -> None:
         self._curves: dict[tuple[int, int], CostCurve] = {}
@@ -88,18 +88,18 @@ class SimulatedCalls:
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
     def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
-        """Rows that a tick may hold."""
+        """Return the maximum number of rows of a tick."""
         return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
-        """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
+        """Return the seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
         if (group, num_rows) not in self._seconds:
             self._seconds[group, num_rows] = self._curves[group[:2]].total_s(num_rows)
         return self._seconds[group, num_rows]
 
 
 class SimulatedEngine:
-    """A scheduler whose ticks take what ``costs`` say. ``busy_s``: seconds in ticks that did something."""
+    """Scheduler whose ticks take the times of ``costs``; ``busy_s`` sums ticks that did work."""
 
     def __init__(self, costs: Costs, config: EngineConfig, info: ModelInfo) -> None:
         self.costs = costs
@@ -116,7 +116,7 @@ class SimulatedEngine:
         return bool(self.inbox) or self.scheduler.has_work
 
     def begin(self, now_s: float) -> tuple[float, float]:
-        """Plan a tick at ``now_s``: when it ends, and the work that it does."""
+        """Plan a tick at ``now_s``; return its end and the work that it does."""
         for live in self.inbox:
             self.scheduler.add(live)
         self.inbox.clear()
@@ -131,7 +131,7 @@ class SimulatedEngine:
         return now_s + seconds, plan.cost
 
     def end(self, now_s: float) -> list[Event]:
-        """Apply the tick that ends at ``now_s``, and tell what happened."""
+        """Apply the tick that ends at ``now_s``; return its events."""
         plan = self._plan
         assert plan is not None
         outcome = TickOutcome(rows_started_s=now_s, rows_ended_s=now_s)
@@ -159,7 +159,7 @@ NOT_SERVED = Served(math.inf, 0.0)
 
 
 class Replay(NamedTuple):
-    """A trace that was replayed: ``served`` in the order of the trace; the share of time that engines were busy."""
+    """Replayed trace: ``served`` in the order of the trace, and the share of time that engines were busy."""
 
     served: list[Served]
     utilisation: float
@@ -241,7 +241,7 @@ def replay(
 
 
 def isolated_s(live: LiveRequest, calls: SimulatedCalls, costs: Costs) -> float:
-    """Seconds that a request takes alone, everything included."""
+    """Return the seconds that a request takes alone."""
     num_images = live.request.num_images
     besides_s = live.settings.table.num_rows * costs.tick_s + num_images * (costs.prepare_s + costs.decode_s)
     return solo_s(live, calls) + besides_s
@@ -288,7 +288,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
 
 
 def isolated_times(trace: Sequence[Recorded], costs: Costs, config: EngineConfig) -> list[float]:
-    """Seconds that each request of ``trace`` takes alone."""
+    """Return the seconds that each request of ``trace`` takes alone."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
     return [isolated_s(door.admit(request.request("alone"), 0.0), calls, costs) for request in trace]
 

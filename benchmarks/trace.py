@@ -1,4 +1,4 @@
-"""Recorded traces: who asked when for what, one line of JSON a request; and Poisson arrivals of the mixed workload."""
+"""Recorded traces, one line of JSON per request, and Poisson arrivals of the mixed workload."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 def mixed(
     count: int, sizes: Sequence[tuple[int, int]], *, seed: int, uniform_steps: int | None = None
 ) -> list[Recorded]:
-    """``count`` requests of the mixed workload, all at time 0; ``sizes`` (width, height) are equally frequent.
+    """Return ``count`` requests of the mixed workload, all at time 0; ``sizes`` (width, height) are equally frequent.
 
-    uniform_steps  the control: all have so many steps
+    uniform_steps  same number of steps for all requests, as a control
     """
     draw = random.Random(seed)
     requests = []
@@ -88,7 +88,7 @@ def at_poisson_times(requests: Iterable[Recorded], rate_per_s: float, *, seed: i
 
 
 def save(trace: Iterable[Recorded], path: Path) -> None:
-    """One line a request."""
+    """Write a trace, one line per request."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.Encoder().encode_lines(trace))
 

@@ -61,13 +61,13 @@ class Peers:
         self._exported: dict[str, Any] = {}
 
     def _rows_laid(self, most_rows: int) -> int:
-        """Rows that the calls of up to ``most_rows`` have padded to what was measured to be cheap."""
+        """Return the rows of calls of up to ``most_rows`` rows after padding to measured cheap sizes."""
         curves = [self.engine.runners.groups.known(group).curve for group in (self.group, self.compiled_group)]
         padded = max(sum(curve.cover(rows)) for curve in curves for rows in range(1, most_rows + 1))
         return most_rows + padded  # a size that was long passed over is called before the others
 
     def inputs(self, rows: range) -> dict[str, Any]:
-        """Arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""
+        """Return arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""
         index = torch.tensor(rows, device=self.model.device)
         return {name: value.index_select(0, index) for name, value in self._inputs.items()}
 
@@ -230,7 +230,7 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
 
 
 class Arm(NamedTuple):
-    """How an arm is made, and in which precision it computes; "": the engine's."""
+    """Builder of an arm, and its precision; "" is the engine's."""
 
     make: Callable[[Peers, int], Predict]
     precision: str = ""

@@ -1,4 +1,4 @@
-"""What is painted: a ladder of workloads, each rung mixing one thing more. Fresh prompts every round."""
+"""Benchmark workloads: a ladder in which each rung mixes one more property. Prompts are new every round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS: Final = ("fox", "cactus", "beach", "boat", "moon", "house", "apple", "owl
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests that are equal but for prompt and seed; the static batch may batch only these."""
+    """Requests that differ only in prompt and seed; static batches contain one kind."""
 
     num_steps: int
     sampler: str
@@ -78,7 +78,7 @@ def batches(
 
 
 def shuffled(groups: Sequence[Sequence[GenerationRequest]], round_index: int) -> list[GenerationRequest]:
-    """All requests in an order that has nothing to do with their kind."""
+    """Return all requests in an order independent of their kind."""
     mixed = [request for group in groups for request in group]
     random.Random(round_index).shuffle(mixed)
     return mixed
