@@ -205,7 +205,7 @@ def test_articles_and_plurals_are_english() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "several"),
+    ("singular", "plural_form"),
     [
         ("fox", "foxes"), ("peach", "peaches"), ("butterfly", "butterflies"), ("strawberry", "strawberries"),
         ("monkey", "monkeys"), ("bus", "buses"), ("cactus", "cactuses"), ("fish", "fish"), ("corn", "ears of corn"),
