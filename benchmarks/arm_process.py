@@ -1,4 +1,4 @@
-"""An arm in a process of its own: it tells what it is, and then answers every line of JSON with another."""
+"""Benchmark arm in its own process: it describes itself, and then answers every line of JSON with another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from diffserve.processes.wait_policy import CHOSEN_BY_USER, bound_spinning
 
 
 class ArmProcess:
-    """A Python process. ``about``: the first line that it said.
+    """Python process of one arm; ``about`` is the first line that it printed.
 
     bounds_spinning  as diffserve's own commands do; else torch's threads wait as their library is built to
     """
 
     def __init__(self, arguments: Sequence[str], *, bounds_spinning: bool = True) -> None:
-        chosen = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
-        environment = {key: value for key, value in os.environ.items() if key not in chosen}
+        inherited = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
+        environment = {key: value for key, value in os.environ.items() if key not in inherited}
         if bounds_spinning:
             bound_spinning(environment)
         self.process = subprocess.Popen(
@@ -29,27 +29,27 @@ class ArmProcess:
         self.about = self.answer()
 
     def ask(self, question: Any) -> dict[str, Any]:
-        """Say ``question`` and wait for the answer."""
+        """Send ``question`` and wait for the answer."""
         self.say(question)
         return self.answer()
 
     def say(self, question: Any) -> None:
-        """Say ``question``; several processes work at once when each is told before the first is waited for."""
+        """Send ``question`` without waiting, so that several processes can work at once."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """The next line. RuntimeError where the process has ended."""
+        """Read the next line of output. Raises RuntimeError if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"an arm ended with exit code {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def close(self) -> None:
-        """Let the process end."""
+        """Stop the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=60)

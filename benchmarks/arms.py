@@ -35,14 +35,14 @@ SCHEDULERS = {
 
 
 class Run(NamedTuple):
-    """``images`` painted in ``seconds``."""
+    """Timing of one run: ``images`` generated in ``seconds``."""
 
     images: int
     seconds: float
 
     @property
     def images_per_s(self) -> float:
-        """Throughput."""
+        """Throughput in images per second."""
         return self.images / self.seconds
 
 
@@ -68,7 +68,7 @@ class PipelineArm:
 
     @classmethod
     def load(cls, directory: Path, model: DiffusionModel) -> PipelineArm:
-        """The pipeline that diffusers loads from the files of ``model``."""
+        """Load the diffusers pipeline from the files of ``model``."""
         name = "StableDiffusionXLPipeline" if len(model.text.encoders) == 2 else "StableDiffusionPipeline"
         plain = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
         with hushed("transformers", "diffusers"):
@@ -78,7 +78,7 @@ class PipelineArm:
         return cls(pipeline.to(model.device), model)
 
     def compiled(self) -> PipelineArm:
-        """An arm whose UNet is made by ``torch.compile``, again for every shape; that takes a minute each.
+        """Return an arm whose UNet is compiled by ``torch.compile``, a minute for every shape.
 
         Weights are frozen into it on a CPU only: there it is faster, on a GPU it keeps compiled code out of caches.
         """
@@ -100,10 +100,11 @@ class PipelineArm:
     def paint(
         self, requests: Sequence[GenerationRequest], output_type: str = "np", noise: Tensor | None = None
     ) -> NDArray[np.float32]:
-        """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...).
+        """Run the pipeline once for ``requests`` that differ in prompt and seed only.
 
-        ``noise``: standard normal latents (B, ...) to begin with. Without them the pipeline draws them from the seeds
-        in the model's dtype: up to torch 2.11 those are other numbers in 16 bits than in float32.
+        Returns images or latents (B, ...). ``noise`` is standard normal initial latents (B, ...). Without it the
+        pipeline draws them from the seeds in the model's dtype: up to torch 2.11 those differ between 16 bits
+        and float32.
         """
         first = requests[0]
         params = first.diffusion
@@ -126,14 +127,14 @@ class PipelineArm:
         return np.asarray(images.float().cpu() if isinstance(images, torch.Tensor) else images)
 
     def serial(self, requests: Sequence[GenerationRequest]) -> Run:
-        """Each request by itself, in order of arrival."""
+        """Run each request by itself, in order of arrival."""
         started_s = time.perf_counter()
         for request in requests:
             self.paint([request])
         return Run(len(requests), time.perf_counter() - started_s)
 
     def static(self, groups: Sequence[Sequence[GenerationRequest]], batch: int) -> Run:
-        """Batches of up to ``batch`` equal requests, sorted by an oracle: the best that static batching can do."""
+        """Run batches of up to ``batch`` equal requests, sorted in advance: the best case of static batching."""
         started_s = time.perf_counter()
         for group in groups:
             for start in range(0, len(group), batch):
@@ -142,26 +143,26 @@ class PipelineArm:
 
 
 def make_arms(names: Sequence[str], engine: Engine, arm: PipelineArm, *, batch: int) -> dict[str, Paint]:
-    """The arms ``names``. ``batch``: of the static ones.
+    """Build the arms ``names``; ``batch`` is the size of static batches.
 
-    "engine-eager" is left out where the engine has nothing compiled: it is the same then.
+    "engine-eager" is left out if the engine has no compiled code, since it would be identical.
     """
-    made: dict[str, Paint] = {}
+    arms: dict[str, Paint] = {}
     compiled = arm.compiled() if any(name in ("serial-compiled", "static-compiled") for name in names) else arm
     for name in names:
         pipeline = compiled if name.endswith("-compiled") else arm
         if name.startswith("serial"):
-            made[name] = lambda groups, order, pipeline=pipeline: pipeline.serial(shuffled(groups, order))  # type: ignore[misc]
+            arms[name] = lambda groups, order, pipeline=pipeline: pipeline.serial(shuffled(groups, order))  # type: ignore[misc]
         elif name.startswith("static"):
-            made[name] = lambda groups, order, pipeline=pipeline: pipeline.static(groups, batch)  # type: ignore[misc]
+            arms[name] = lambda groups, order, pipeline=pipeline: pipeline.static(groups, batch)  # type: ignore[misc]
         elif name == "engine" or compiled_sizes(engine):
             used = engine if name == "engine" else eager(engine)
-            made[name] = lambda groups, order, used=used: run_engine(used, shuffled(groups, order))  # type: ignore[misc]
-    return made
+            arms[name] = lambda groups, order, used=used: run_engine(used, shuffled(groups, order))  # type: ignore[misc]
+    return arms
 
 
 def settle(engine: Engine) -> None:
-    """Measure and prove all that ``engine`` would while it paints."""
+    """Run all idle-time measurements and verifications of ``engine`` before the benchmark."""
     engine.warm_up()
     compiled_sizes(engine)
     while engine.study():
@@ -169,20 +170,20 @@ def settle(engine: Engine) -> None:
 
 
 def compiled_sizes(engine: Engine) -> list[tuple[int, int]]:
-    """(width, height) of the first good sizes, as far as they are painted by compiled calls."""
+    """Return (width, height) of the first good sizes that have compiled calls."""
     groups = [(size, engine.runners.group_of_short_prompts(*size)) for size in engine.info.good_sizes[:2]]
     return [size for size, group in groups if engine.runners.groups.best(group).is_compiled]
 
 
 def eager(engine: Engine) -> Engine:
-    """Another engine on the same network, which uses nothing that is compiled."""
+    """Return another engine on the same network without compiled code."""
     other = Engine(engine.model, msgspec.structs.replace(engine.config, compile="off"))
     settle(other)
     return other
 
 
 def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
-    """All requests at once, as they come."""
+    """Run all requests at once in order of arrival."""
     started_s = time.perf_counter()
     for request in requests:
         engine.submit(request)
@@ -193,7 +194,7 @@ def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
 
 
 def exactness(engine: Engine, arm: PipelineArm, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-    """A sample of ``requests`` painted together, alone, and by diffusers: equal bytes, and the largest difference."""
+    """Compare a sample of ``requests`` run together, alone, and by diffusers: equal bytes and largest difference."""
     together = engine.generate(requests)
     same_bytes, worst, spread = 0, 0.0, 0.0
     for mixed, request in zip(together, requests, strict=True):
@@ -201,9 +202,9 @@ def exactness(engine: Engine, arm: PipelineArm, requests: Sequence[GenerationReq
         assert alone.latents is not None
         assert mixed.latents is not None
         same_bytes += alone.picture == mixed.picture and alone.latents.data == mixed.latents.data
-        theirs = arm.paint([request], output_type="latent")[0]
-        worst = max(worst, float(np.abs(alone.latents.array - theirs).max()))
-        spread = max(spread, float(theirs.std()))
+        reference = arm.paint([request], output_type="latent")[0]
+        worst = max(worst, float(np.abs(alone.latents.array - reference).max()))
+        spread = max(spread, float(reference.std()))
     return {
         "images": len(requests),
         "bytes_equal_to_solo_run": same_bytes,

@@ -47,9 +47,9 @@ class Static(InOrder):
         for task in ready:
             batches.setdefault(batch_key(task), []).append(task)
         for batch in batches.values():
-            most = max(1, self.costs.row_cap(group_of(batch[0])) // (1 + bool(batch[0].settings.guided.any())))
-            if len(batch) >= most or moment.now_s - batch[0].live.submitted_s >= self.max_batch_delay_s:
-                return batch[:most]
+            limit = max(1, self.costs.row_cap(group_of(batch[0])) // (1 + bool(batch[0].settings.guided.any())))
+            if len(batch) >= limit or moment.now_s - batch[0].live.submitted_s >= self.max_batch_delay_s:
+                return batch[:limit]
         return ()
 
 

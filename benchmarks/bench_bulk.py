@@ -1,12 +1,12 @@
-"""Bulk benchmark: a batch over Ray whose worker is killed twice and which is itself killed once, each picture once.
+"""Bulk benchmark: a batch over Ray whose worker is killed twice and whose command is killed once.
 
     python benchmarks/bench_bulk.py --lines 2000 --out benchmarks/results/bulk.json
     python benchmarks/bench_bulk.py --lines 100000 --workers 8 --shard-lines 200 --model DIR --webdataset
 
-``diffserve batch --cluster`` paints a file of prompts. After a quarter and after half of the shards a worker is killed,
-after three quarters the command itself (SIGKILL, with all that it started), and the same command goes on. Then every
-line must be told of once and every picture be there once. Told are pictures a second over all of it, and what was
-painted twice. Progress goes to stderr, one JSON document to stdout.
+``diffserve batch --cluster`` generates the images of a file of prompts. After a quarter and after half of the shards a
+worker is killed, after three quarters the command itself (SIGKILL, with all child processes), and the same command is
+started again. Then every line must be reported once and every image exist once. Results are images per second in total
+and the number of images generated twice. Progress goes to stderr, one JSON document to stdout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batch = subprocess.Popen[str]
 
 
 class Bulk:
-    """A batch that is begun, hurt and gone on with; ``look`` sees the command while its first worker paints."""
+    """A batch run that is killed and restarted; ``look`` sees the command while its first worker generates."""
 
     def __init__(
         self,
@@ -60,13 +60,15 @@ class Bulk:
 
     @property
     def shards(self) -> dict[Path, int]:
-        """Those that are over, and when that was written."""
+        """Return the finished shards with the time at which each was written."""
         return {path: path.stat().st_mtime_ns for path in (self.folder / "shards").glob("*.jsonl")}
 
     def run(self, kills: tuple[int, int], restart: int) -> dict[str, Any]:
-        """Kill a worker after each of ``kills`` shards and the command after ``restart``; then all of it.
+        """Kill a worker after each of ``kills`` shards and the command after ``restart`` shards; then run to the end.
 
-        TimeoutError where it does not get on, RuntimeError where it ends otherwise than with every line painted.
+        Raises:
+            TimeoutError: the batch makes no progress.
+            RuntimeError: the batch fails or ends early.
         """
         begun_s = time.monotonic()
         with self._start() as batch:
@@ -82,22 +84,22 @@ class Bulk:
             children = psutil.Process(batch.pid).children(recursive=True)
             batch.send_signal(signal.SIGKILL)
             batch.wait(ENDS_S)
-        for one in psutil.wait_procs(children, 20)[1]:
+        for child in psutil.wait_procs(children, 20)[1]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
         psutil.wait_procs(children, ENDS_S)
         before = self.shards
         print(f"the command is killed after {len(before)} shards, and begun again", file=sys.stderr)
         with self._start() as batch:
-            said, told = batch.communicate()
+            stdout, stderr = batch.communicate()
         if batch.returncode:
-            raise RuntimeError(f"the batch ended with {batch.returncode}: {told[-2000:]}")
+            raise RuntimeError(f"the batch ended with {batch.returncode}: {stderr[-2000:]}")
         return {
             "seconds": round(time.monotonic() - begun_s, 1),
             "num_shards": len(self.shards),
             "num_shards_before_restart": len(before),
-            "num_shards_painted_again": sum(self.shards[path] != told_ns for path, told_ns in before.items()),
-            "said": said.strip().splitlines()[-1],
+            "num_shards_painted_again": sum(self.shards[path] != written_ns for path, written_ns in before.items()),
+            "said": stdout.strip().splitlines()[-1],
         }
 
     def _start(self) -> Batch:
@@ -115,7 +117,7 @@ class Bulk:
             time.sleep(0.02)
 
     def _worker_of(self, batch: Batch) -> psutil.Process:
-        """One that paints."""
+        """Wait for a worker process of ``batch``. Raises TimeoutError if none starts."""
         until_s = time.monotonic() + self._patience_s
         while time.monotonic() < until_s:
             for child in psutil.Process(batch.pid).children(recursive=True):
@@ -127,12 +129,10 @@ class Bulk:
 
 
 def counted(folder: Path) -> dict[str, int]:
-    """What the results tell of, and what there is: lines, those told of more than once, pictures that are told of,
-    files, and files of which nobody tells or that are missing.
-    """
+    """Count lines, repeated lines, reported images, files, and files that are unreported or missing."""
     outcomes = list(read_outcomes(folder / NAME))
-    lines = Counter(one.line for one in outcomes)
-    told = Counter(name for one in outcomes for name in one.files)
+    lines = Counter(outcome.line for outcome in outcomes)
+    reported = Counter(name for outcome in outcomes for name in outcome.files)
     there = Counter(path.name for path in folder.glob("*.png"))
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
@@ -140,9 +140,9 @@ def counted(folder: Path) -> dict[str, int]:
     return {
         "num_lines": len(lines),
         "num_lines_twice": sum(count > 1 for count in lines.values()),
-        "num_pictures": sum(told.values()),
+        "num_pictures": sum(reported.values()),
         "num_files": sum(there.values()),
-        "num_files_amiss": sum(((told - there) + (there - told)).values()),
+        "num_files_amiss": sum(((reported - there) + (there - reported)).values()),
         "num_parts_left": sum(1 for _ in folder.rglob("*part")),
     }
 
@@ -156,7 +156,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
     out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
 ) -> None:
-    """Measure, and print one JSON document; 1 where a picture is missing or there twice."""
+    """Measure and print one JSON document; exit code 1 if an image is missing or duplicated."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"
@@ -166,10 +166,10 @@ def main(
         options += ["--webdataset"] if webdataset else []
         num_shards = -(-lines // shard_lines)
         bulk = Bulk(prompts, folder / "out", *options)
-        told = bulk.run((max(1, num_shards // 4), num_shards // 2), 3 * num_shards // 4)
-        found = counted(bulk.folder)
-    is_right = found["num_files"] == found["num_pictures"] == found["num_lines"] == lines
-    is_right = is_right and not found["num_lines_twice"] and not found["num_files_amiss"]
+        timing = bulk.run((max(1, num_shards // 4), num_shards // 2), 3 * num_shards // 4)
+        counts = counted(bulk.folder)
+    is_right = counts["num_files"] == counts["num_pictures"] == counts["num_lines"] == lines
+    is_right = is_right and not counts["num_lines_twice"] and not counts["num_files_amiss"]
     report = {
         "benchmark": "bulk",
         "command": " ".join(["python", "benchmarks/bench_bulk.py", *sys.argv[1:]]),
@@ -180,9 +180,9 @@ def main(
         "killed_workers": 2,
         "restarts": 1,
         "each_once": is_right,
-        "pictures_per_s": round(lines / told["seconds"], 3),
-        **told,
-        **found,
+        "pictures_per_s": round(lines / timing["seconds"], 3),
+        **timing,
+        **counts,
     }
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Cluster benchmark: what a request costs more for going through Ray Serve, and what a second replica brings.
+"""Cluster benchmark: the overhead of a request through Ray Serve, and the gain of a second replica.
 
     python benchmarks/bench_cluster.py --out benchmarks/results/cluster-cost.json
     python benchmarks/bench_cluster.py --requests 200 --steps 4 --model DIR
@@ -62,10 +62,10 @@ def main(
         directory = model or save_model("sd15", folder / "model")
         if replicas > 1:
             with (
-                cluster_of(1, directory, folder / "one") as one,
-                cluster_of(replicas, directory, folder / "more") as it,
+                cluster_of(1, directory, folder / "one") as single,
+                cluster_of(replicas, directory, folder / "more") as multiple,
             ):
-                report = throughput((one, it), replicas, rounds, requests, steps or 20)
+                report = throughput((single, multiple), replicas, rounds, requests, steps or 20)
         else:
             env = {} if model else without_engines(folder)
             with (
@@ -77,40 +77,40 @@ def main(
             report["engines"] = "of nothing" if model is None else "painting"
     report["command"] = " ".join(["python", "benchmarks/bench_cluster.py", *sys.argv[1:]])
     report["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
-    report["load"] = [round(one, 1) for one in os.getloadavg()]
+    report["load"] = [round(single, 1) for single in os.getloadavg()]
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report))
 
 
 def without_engines(folder: Path) -> dict[str, str]:
-    """The environment in which whatever Python starts has engines that compute nothing, replicas of Ray's, too."""
-    own = folder / "site"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text(
+    """Return an environment in which Python processes, including Ray replicas, use engines that compute nothing."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
         f"from diffserve.service.engine import connection\nconnection.ENGINE_MODULE = {MODULE!r}\n"
     )
-    return {"PYTHONPATH": f"{own}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
 
 
 @contextmanager
 def cluster_of(
     num_replicas: int, model: Path, folder: Path, env: dict[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """``cluster up`` with so many replicas of a core each, all ready."""
+    """Run ``cluster up`` with ``num_replicas`` ready replicas of one core each."""
     folder.mkdir()
     (folder / "cluster.toml").write_text(f"[replicas]\nmin = {num_replicas}\nmax = {num_replicas}\ncpus = 1.0\n")
     command = ["-m", "diffserve", "cluster", "up", str(folder / "cluster.toml")]
     with running_server(model, folder / "server", config=CONFIG, command=command, env=env) as server:
-        told = folder / "server" / "data" / "cluster.json"
+        cluster_file = folder / "server" / "data" / "cluster.json"
         server.wait_until_ready()
-        wait_for(lambda: told.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
+        wait_for(lambda: cluster_file.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
         print(f"{num_replicas} replicas are ready", file=sys.stderr)
         yield server
 
 
 def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps: int) -> dict[str, Any]:
-    """What a picture of the second takes more than one of the first."""
+    """Measure the additional time per image of the second server over the first."""
     askers = [Asker(server, steps) for server in pair]
     for seed in range(WARM):
         for asker in askers:
@@ -121,7 +121,7 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
     for seed in range(num_measures):
         order = (0, 1, 1, 0) if seed % 2 else (1, 0, 0, 1)
         took = [(place, askers[place].ask_s(seed)) for place in order]
-        local, cluster = (sum(one for at, one in took if at == place) / 2 for place in (0, 1))
+        local, cluster = (sum(seconds for at, seconds in took if at == place) / 2 for place in (0, 1))
         here_s.append(local)
         there_s.append(cluster)
     gc.enable()
@@ -130,7 +130,7 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
     more_ms = sorted(1e3 * (there - here) for here, there in zip(here_s, there_s, strict=True))
     low, middle, high = statistics.quantiles(more_ms, n=4)
     off = math.ceil(0.98 * math.sqrt(num_measures))  # of ranks: a median's bounds by the sign test, 95 %
-    least, most = max(0, num_measures // 2 - off), min(num_measures - 1, num_measures // 2 + off)
+    lower, upper = max(0, num_measures // 2 - off), min(num_measures - 1, num_measures // 2 + off)
     return {
         "benchmark": "cluster",
         "num_measures": num_measures,
@@ -139,31 +139,31 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
         "cluster_ms": round(1e3 * statistics.median(there_s), 2),
         "more_ms": round(middle, 2),
         "more_ms_quartiles": [round(low, 2), round(high, 2)],
-        "more_ms_bounds": [round(more_ms[least], 2), round(more_ms[most], 2)],
+        "more_ms_bounds": [round(more_ms[lower], 2), round(more_ms[upper], 2)],
     }
 
 
 class Asker:
-    """One connection to a server, by which it is asked for pictures of so many ``steps``."""
+    """One connection to a server for requests of ``steps`` steps."""
 
     def __init__(self, server: RunningServer, steps: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         self._asked = {"prompt": "a red fox", "num_inference_steps": steps}
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def ask_s(self, seed: int) -> float:
-        """Seconds for a picture, from asking to its last byte."""
+        """Measure the seconds from sending a request to its last byte."""
         body = json.dumps({**self._asked, "seed": seed})
         begun_s = time.perf_counter()
         self._connection.request("POST", GENERATIONS, body, {"Content-Type": "application/json"})
         reply = self._connection.getresponse()
-        told = reply.read()
+        content = reply.read()
         took_s = time.perf_counter() - begun_s
         if reply.status != 200:
-            raise RuntimeError(f"a server answered {reply.status}: {told[:500]!r}")
+            raise RuntimeError(f"a server answered {reply.status}: {content[:500]!r}")
         return took_s
 
 
@@ -175,17 +175,17 @@ def throughput(
     steps: int,
     clients_each: int = CLIENTS_EACH,
 ) -> dict[str, Any]:
-    """Pictures a second of both, in turns, with as many clients as keep the second busy, and the ratio."""
+    """Measure images per second of both servers in turns, with enough clients for the second, and their ratio."""
     num_clients = clients_each * num_replicas
     for server in pair:
         painted_per_s(server, num_clients, WARM, steps)
     rates: list[tuple[float, float]] = []
     for number in range(num_rounds):
         first, second = pair if number % 2 else pair[::-1]
-        one, other = (painted_per_s(each, num_clients, num_pictures, steps) for each in (first, second))
-        rates.append((one, other) if number % 2 else (other, one))
+        first_rate, second_rate = (painted_per_s(each, num_clients, num_pictures, steps) for each in (first, second))
+        rates.append((first_rate, second_rate) if number % 2 else (second_rate, first_rate))
         print(f"round {number + 1}: {rates[-1][0]:.2f} and {rates[-1][1]:.2f} pictures/s", file=sys.stderr)
-    ratios = [more / one for one, more in rates]
+    ratios = [multiple / single for single, multiple in rates]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
         "benchmark": "cluster-throughput",
@@ -194,15 +194,15 @@ def throughput(
         "num_pictures": num_pictures,
         "num_clients": num_clients,
         "steps": steps,
-        "one_per_s": round(statistics.median(one for one, _ in rates), 3),
-        "more_per_s": round(statistics.median(more for _, more in rates), 3),
+        "one_per_s": round(statistics.median(single for single, _ in rates), 3),
+        "more_per_s": round(statistics.median(multiple for _, multiple in rates), 3),
         "ratio": round(middle, 3),
         "ratio_quartiles": [round(low, 3), round(high, 3)],
     }
 
 
 def painted_per_s(server: RunningServer, num_clients: int, num_pictures: int, steps: int) -> float:
-    """Pictures a second, each of a prompt of its own."""
+    """Measure images per second, each of a different prompt."""
     begun_s = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as pool:
         painted = pool.map(lambda seed: server.paint(f"{seed} foxes", num_steps=steps, seed=seed), range(num_pictures))

@@ -1,14 +1,13 @@
-"""Pictures and rewrites on one device: what each side loses when the other is there too.
+"""Images and rewrites on one device: the slowdown of each by the other.
 
     python benchmarks/bench_colocation.py --model embedded
 
-Three arms: rewrites alone, pictures alone, both. So many requests are kept in flight, fresh ones in place of those that
-are finished. A round is rewrites, then pictures that go on and on while rewrites come and go, then rewrites again;
-ratios are of arms of the same round. Two views of the time of an output token: of each token (from one to the next),
-and of each rewrite (its mean, ``timings.tpot_s``).
+Three arms: rewrites alone, images alone, both. A fixed number of requests is in flight; each finished request is
+replaced by a new one. A round is rewrites, then images that continue while rewrites start and stop, then rewrites
+again; ratios compare arms of the same round. The time of an output token is reported per token (from one to the next)
+and per rewrite (its mean, ``timings.tpot_s``).
 
-``--clock cpu`` counts the seconds that this process computed, in one thread: on a machine that has other work to do,
-what the clock on the wall would show if it had not.
+``--clock cpu`` counts the CPU seconds of this process in one thread, for machines with other work.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -63,13 +62,13 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
 class Window:
-    """What happened while it was open: token times by token and by rewrite, and UNet rows."""
+    """Measurements of one time window: token times by token and by rewrite, and UNet rows."""
 
     seconds: float = 0.0
     token_s: list[float] = field(default_factory=list)
@@ -84,7 +83,7 @@ class Window:
     text_s: float = 0.0
 
     def add(self, before: EngineStats, after: EngineStats) -> None:
-        """What the engine did between two snapshots."""
+        """Add the engine's work between two snapshots."""
         self.num_rows += after.images.num_rows - before.images.num_rows
         self.num_steps += after.images.num_steps - before.images.num_steps
         self.busy_s += after.images.busy_s - before.images.busy_s
@@ -97,15 +96,15 @@ class Window:
         return self.num_rows / self.seconds
 
     def told(self) -> dict[str, float]:
-        """In milliseconds and per second."""
-        found = {"rows_per_s": self.rows_per_s}
+        """Return the results in milliseconds and per second."""
+        values = {"rows_per_s": self.rows_per_s}
         if self.num_rows:
-            found |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
+            values |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
         if self.image_s:
-            found["text_share"] = self.text_s / (self.image_s + self.text_s)
+            values["text_share"] = self.text_s / (self.image_s + self.text_s)
         if self.token_s:
             tokens = sorted(self.token_s)
-            found |= {
+            values |= {
                 "tokens_per_s": len(tokens) / self.seconds,
                 "rewrites_per_s": self.num_rewrites / self.seconds,
                 "token_p50_ms": 1e3 * statistics.median(tokens),
@@ -115,11 +114,11 @@ class Window:
                 "ttft_p50_ms": 1e3 * statistics.median(self.ttft_s or [0.0]),
                 "total_p50_ms": 1e3 * statistics.median(self.total_s or [0.0]),
             }
-        return {name: round(value, 4) for name, value in found.items()}
+        return {name: round(value, 4) for name, value in values.items()}
 
 
 class WatchedRewriter(Rewriter):
-    """Tells ``watched`` when tokens come; a piece of several tokens took its time for each of them alike."""
+    """Rewriter that records token times in ``watched``; the time of several tokens is split equally."""
 
     def __init__(self, texts: TextEngine, *, style: str, window: TextWindow, clock: Clock) -> None:
         super().__init__(texts, style=style, window=window, max_entropy=UNSURE_OF_NOTHING)
@@ -128,13 +127,13 @@ class WatchedRewriter(Rewriter):
         self._said_s: dict[str, float] = {}
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
-        """See ``Rewriter``."""
-        told = list(events)
+        """Handle text events as ``Rewriter`` does, and record token times."""
+        text_events = list(events)
         now_s = self.clock()
-        for event in told:
+        for event in text_events:
             if isinstance(event, TextDelta) and event.token_ids:
                 self._note(f"{event.request_id} {event.text_index}", now_s, len(event.token_ids))
-        return super().feed(told)
+        return super().feed(text_events)
 
     def _note(self, name: str, now_s: float, num_tokens: int) -> None:
         before_s = self._said_s.get(name)
@@ -144,10 +143,10 @@ class WatchedRewriter(Rewriter):
 
 
 class Load:
-    """Keeps so many pictures and rewrites in flight.
+    """Load generator that keeps a fixed number of images and rewrites in flight.
 
-    The first pictures of a run take fewer steps, each another number, so that later ones do not end all at once: a
-    window may then be shorter than a picture's life.
+    The first images of a run take fewer steps, each a different number, so that later ones do not end all at once: a
+    window may then be shorter than an image takes.
     """
 
     def __init__(self, studio: CombinedEngine, pairs: Iterator[LooseWish], num_steps: int, clock: Clock) -> None:
@@ -159,7 +158,7 @@ class Load:
         self._seeds = itertools.count()
 
     def run(self, window: Window, *, pictures: int, rewrites: int, seconds: float, settle_s: float) -> None:
-        """``seconds`` of it into ``window``, after ``settle_s`` that are not counted. Pictures in flight go on."""
+        """Record ``seconds`` into ``window`` after ``settle_s`` of warm-up; images in flight continue afterwards."""
         rewriter = self.studio.rewriter
         assert isinstance(rewriter, WatchedRewriter)
         self._leave("picture" if not pictures else "rewrite" if not rewrites else "")
@@ -174,14 +173,14 @@ class Load:
         rewriter.watched = None
 
     def stop(self) -> None:
-        """Everything is over when this returns."""
+        """Cancel all requests and wait until they have ended."""
         self._leave("picture")
         self._leave("rewrite")
         for event in self.studio.events():
             self._take(event, Window())
 
     def _leave(self, kind: str) -> None:
-        for request_id in [name for name, own in self.live.items() if own == kind]:
+        for request_id in [name for name, live_kind in self.live.items() if live_kind == kind]:
             self.studio.cancel(request_id)
 
     def _tick_until(self, end_s: float, pictures: int, rewrites: int, window: Window) -> None:
@@ -216,7 +215,7 @@ class Load:
 
 
 def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[str, str, str]:
-    """What to load as image model and as language model, and what the latter is."""
+    """Return the image model, the language model, and a description of the latter."""
     if model in NAMES:
         say(f"making {model}")
         model = str(save_random_model(model, scratch, dtype=choose_device("auto", dtype).compute_dtype))
@@ -234,34 +233,34 @@ def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[s
 
 
 def open_engine(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> CombinedEngine:
-    """A warm studio whose rewriter is watched."""
+    """Load and warm up an engine for images and text whose rewriter is recorded."""
     env = {"DIFFSERVE_MODEL_DEVICE": device, "DIFFSERVE_MODEL_DTYPE": dtype, "DIFFSERVE_TEXT_MODEL": rewriter}
-    found = load_settings(model=model, env=env)
-    engine, texts, plain = load_parts(found.model, found.engine, found.text, clock=clock)
+    settings = load_settings(model=model, env=env)
+    engine, texts, plain = load_parts(settings.model, settings.engine, settings.text, clock=clock)
     if texts is None or plain is None:
         raise typer.BadParameter(f"{rewriter} cannot rewrite: give a model with a chat template.")
     watched = WatchedRewriter(texts, style=plain.style.name, window=plain.window, clock=clock)
-    studio = CombinedEngine(engine, texts, watched, time_share=found.text.time_share, clock=clock)
+    studio = CombinedEngine(engine, texts, watched, time_share=settings.text.time_share, clock=clock)
     studio.warm_up()
     return studio
 
 
 def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
-    """Medians over rounds of what each side loses, and whether that is within the goals."""
-    token, tpot, kept = [], [], []
-    for one in rounds:
-        alone, both = one["rewrites"], one["both"]
+    """Return medians over rounds of the slowdown of each side, and whether it is within the goals."""
+    token, tpot, rows_kept = [], [], []
+    for windows in rounds:
+        alone, both = windows["rewrites"], windows["both"]
         token.append(statistics.median(both.token_s) / statistics.median(alone.token_s))
         tpot.append(statistics.median(both.tpot_s) / statistics.median(alone.tpot_s))
-        kept.append(both.rows_per_s / one["pictures"].rows_per_s)
+        rows_kept.append(both.rows_per_s / windows["pictures"].rows_per_s)
     return {
         "token_p50_ratio": summary(token),
         "tpot_p50_ratio": summary(tpot),
-        "unet_rows_kept": summary(kept),
+        "unet_rows_kept": summary(rows_kept),
         "goals": {
             f"token p50 at most {MOST_RATIO:g} times": statistics.median(token) <= MOST_RATIO,
             f"tpot p50 at most {MOST_RATIO:g} times": statistics.median(tpot) <= MOST_RATIO,
-            f"UNet loses at most {MOST_LOSS:.0%}": 1.0 - statistics.median(kept) <= MOST_LOSS,
+            f"UNet loses at most {MOST_LOSS:.0%}": 1.0 - statistics.median(rows_kept) <= MOST_LOSS,
         },
     }
 
@@ -269,24 +268,24 @@ def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
 def measure(
     load: Load, share: float, *, rounds: int, pictures: int, rewrites: int, seconds: float, settle_s: float
 ) -> dict[str, Any]:
-    """All arms in turn, ``rounds`` times, at one time share."""
+    """Measure all arms in turn, ``rounds`` times, at one time share."""
     load.studio.share = TimeShare(share)
-    asked = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
-    found: list[dict[str, Window]] = []
+    in_flight = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
+    windows_by_round: list[dict[str, Window]] = []
     for index in range(rounds):
-        found.append({arm: Window() for arm in asked})
+        windows_by_round.append({arm: Window() for arm in in_flight})
         for arm in ROUND:
-            counts = dict(zip(("pictures", "rewrites"), asked[arm], strict=True))
-            load.run(found[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
+            counts = dict(zip(("pictures", "rewrites"), in_flight[arm], strict=True))
+            load.run(windows_by_round[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
         load.stop()
-        for arm, window in found[-1].items():
+        for arm, window in windows_by_round[-1].items():
             say(f"share {share} round {index} {arm:9} {window.told()}")
     return {
         "time_share": share,
         "pictures": pictures,
         "rewrites": rewrites,
-        "rounds": [{arm: window.told() for arm, window in one.items()} for one in found],
-        **compare(found),
+        "rounds": [{arm: window.told() for arm, window in windows.items()} for windows in windows_by_round],
+        **compare(windows_by_round),
     }
 
 
@@ -334,8 +333,8 @@ def main(
             "buckets": [list(b) for b in studio.engine.buckets.values()],
         }
         document["points"] = []
-        wanted = [float(share) for share in shares.split(",") if share] or [studio.share.share]
-        for share, count in itertools.product(wanted, rewrites.split(",")):
+        time_shares = [float(share) for share in shares.split(",") if share] or [studio.share.share]
+        for share, count in itertools.product(time_shares, rewrites.split(",")):
             point = measure(
                 load, share, rounds=rounds, pictures=pictures, rewrites=int(count), seconds=seconds, settle_s=settle
             )

@@ -1,11 +1,11 @@
-"""What does one more picture at a time cost in memory? A server's highest mark, pace and patience by number of clients.
+"""Memory cost of one more concurrent image: a server's peak memory, throughput and latency by number of clients.
 
     python benchmarks/bench_concurrency.py
     python benchmarks/bench_concurrency.py --clients 1,4,16 --model embedded-turbo --size 256x256
 
-Each number of clients asks one server for as many pictures at once, again as soon as they have them, of words that
-nobody said before. The highest resident set of front door and engine is asked of Linux, which forgets it between two
-numbers. Progress goes to stderr, one JSON document to stdout and to results/.
+Each client sends its next request, with a new prompt, as soon as it has an image. The peak resident set of API process
+and engine process is read from Linux and reset between two numbers of clients. Progress goes to stderr, one JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ LONGEST_S: Final = 600.0
 
 
 def forget_highest(pid: int) -> None:
-    """Let the process's highest mark be what it holds now."""
+    """Reset the peak resident set of the process to its current value."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def highest_bytes(pid: int) -> int:
-    """Of the process's resident set since then."""
-    found = HIGHEST.search(Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    """Return the peak resident set of the process since the last reset, in bytes."""
+    match = HIGHEST.search(Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> list[float]:
-    """``num_clients`` ask for a picture each, ``rounds`` times; the seconds that each picture took."""
+    """Request images from ``num_clients`` clients, ``rounds`` times each; return the seconds of each image."""
     rng, taken = random.Random(num_clients), list[float]()
 
     async def client() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=LONGEST_S, trust_env=False) as http:
             for _ in range(rounds):
-                asked = {**body, "prompt": words(rng, 6), "seed": rng.randrange(1 << 32)}
+                request = {**body, "prompt": words(rng, 6), "seed": rng.randrange(1 << 32)}
                 started_s = time.monotonic()
-                (await http.post("/v1/images/generations", json=asked)).raise_for_status()
+                (await http.post("/v1/images/generations", json=request)).raise_for_status()
                 taken.append(time.monotonic() - started_s)
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
@@ -66,7 +66,7 @@ async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> 
 def measure(
     url: str, server_pid: int, numbers: Sequence[int], rounds: int, body: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One point for each number of clients, after a picture that does not count."""
+    """Measure one point for each number of clients, after an uncounted image."""
     asyncio.run(ask(url, 1, 1, body))
     points = []
     for num_clients in numbers:

@@ -1,4 +1,4 @@
-"""DeepCache benchmark: steps a second of a mixed batch with ``cache_interval`` and without, and its cost in pictures.
+"""DeepCache benchmark: steps per second of a mixed batch with and without ``cache_interval``, and its quality cost.
 
     python benchmarks/bench_deep_cache.py
     python benchmarks/bench_deep_cache.py --model sdxl-random --side-px 512 --dtype float32 --pairs 3
@@ -47,14 +47,14 @@ QUALITY_SEED = 9_000
 
 
 def requests(count: int, steps: int, side_px: int, interval: int, num_round: int) -> list[GenerationRequest]:
-    """``count`` requests that share nothing but their size; round for round other seeds, the same for both arms."""
-    made = []
+    """Return ``count`` requests that share only their size; seeds depend on the round and are equal for both arms."""
+    result = []
     for place in range(count):
         sampler, scale, further = KINDS[place % len(KINDS)]
         params = DiffusionParams(
             sampler=sampler, num_steps=steps + further, guidance_scale=scale, cache_interval=interval
         )
-        made.append(
+        result.append(
             GenerationRequest(
                 prompt=f"a fox {place}",
                 seed=100 * num_round + place,
@@ -63,12 +63,12 @@ def requests(count: int, steps: int, side_px: int, interval: int, num_round: int
                 diffusion=params,
             )
         )
-    return made
+    return result
 
 
-def run(engine: Engine, wanted: Sequence[GenerationRequest]) -> dict[str, Any]:
-    """Paint ``wanted`` together: steps a second, the seconds of its UNet ticks, and rows by kind of call."""
-    ids = [engine.submit(request) for request in wanted]
+def run(engine: Engine, requests_to_run: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """Run requests together; return steps per second, seconds of UNet ticks, and rows by kind of call."""
+    ids = [engine.submit(request) for request in requests_to_run]
     events = []
     seconds, rows, started_s = 0.0, Counter[str](), time.perf_counter()
     while engine.has_work:
@@ -83,12 +83,12 @@ def run(engine: Engine, wanted: Sequence[GenerationRequest]) -> dict[str, Any]:
     if len(painted) != len(ids):
         raise RuntimeError(f"{len(painted)} of {len(ids)} images were painted")
     wall_s = time.perf_counter() - started_s
-    steps = sum(request.diffusion.num_steps or 0 for request in wanted)
+    steps = sum(request.diffusion.num_steps or 0 for request in requests_to_run)
     return {"steps_per_s": steps / seconds, "unet_s": seconds, "wall_s": wall_s, "rows": dict(rows)}
 
 
 def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interval: int, pairs: int) -> dict[str, Any]:
-    """Both arms in turns, ``pairs`` times each, after one of each that is not counted."""
+    """Measure both arms in turns, ``pairs`` times each, after an uncounted run of each."""
     arms: dict[str, list[dict[str, Any]]] = {"off": [], "cached": []}
     intervals = {"off": 1, "cached": interval}
     for name in arms:
@@ -107,21 +107,21 @@ def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interva
         "side_px": side_px,
         "shallow_share_by_weights": engine.info.shallow_share,
         "rows": {name: runs[0]["rows"] for name, runs in arms.items()},
-        "steps_per_s": {name: summary([one["steps_per_s"] for one in runs]) for name, runs in arms.items()},
-        "wall_s": {name: summary([one["wall_s"] for one in runs]) for name, runs in arms.items()},
+        "steps_per_s": {name: summary([result["steps_per_s"] for result in runs]) for name, runs in arms.items()},
+        "wall_s": {name: summary([result["wall_s"] for result in runs]) for name, runs in arms.items()},
         "cached_over_off": summary(ratios),
     }
 
 
 def same_bytes(engine: Engine, images: int, side_px: int, interval: int) -> int:
-    """How many of a mixed batch's pictures are, byte for byte, those of the reverse order of arrival."""
+    """Count the images of a mixed batch that have equal bytes in reverse order of arrival."""
     forwards = engine.generate(requests(images, 2, side_px, interval, 50))
     backwards = engine.generate(requests(images, 2, side_px, interval, 50)[::-1])[::-1]
-    return sum(one.picture == other.picture for one, other in zip(forwards, backwards, strict=True))
+    return sum(first.picture == second.picture for first, second in zip(forwards, backwards, strict=True))
 
 
 def measure_quality(engine: Engine, num_prompts: int, intervals: Sequence[int]) -> list[dict[str, Any]]:
-    """One line for each interval, the first without."""
+    """Measure the quality at each interval; the first row is without the cache."""
     scenes, prompts = zip(*held_out(num_prompts), strict=True)
     exact_pictures = None
     lines = []
@@ -129,10 +129,10 @@ def measure_quality(engine: Engine, num_prompts: int, intervals: Sequence[int]) 
     for way in ways:
         pictures = paint(engine, prompts, replace(TEACHER, **way), first_seed=QUALITY_SEED)
         exact_pictures = pictures if exact_pictures is None else exact_pictures
-        found = match_prompts(pictures, scenes).exact
-        distances = [psnr_db(one, other) for one, other in zip(pictures, exact_pictures, strict=True)]
-        line: dict[str, Any] = {**way, "pictures": found.count, "exact": found.hits}
-        line["exact_from_to"] = [round(found.low, 4), round(found.high, 4)]
+        matches = match_prompts(pictures, scenes).exact
+        distances = [psnr_db(image, reference) for image, reference in zip(pictures, exact_pictures, strict=True)]
+        line: dict[str, Any] = {**way, "pictures": matches.count, "exact": matches.hits}
+        line["exact_from_to"] = [round(matches.low, 4), round(matches.high, 4)]
         if way != ways[0]:
             line["psnr_db_to_off"] = summary(distances)
         print(line, file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    chosen = [int(part) for part in intervals.split(",") if part]
+    selected_intervals = [int(part) for part in intervals.split(",") if part]
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_random_model(model, Path(folder), dtype=getattr(torch, dtype))) if model in NAMES else model
         engine = Engine.from_pretrained(path, dtype=dtype, device=device, config=EngineConfig())
@@ -172,7 +172,7 @@ def main(
         write(document, out or RESULTS / name)
         del engine
     if prompts:
-        document["quality"] = measure_quality(Engine.from_pretrained("embedded"), prompts, chosen)
+        document["quality"] = measure_quality(Engine.from_pretrained("embedded"), prompts, selected_intervals)
         write(document, out or RESULTS / name)
     print(json.dumps(document))
 

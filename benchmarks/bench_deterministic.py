@@ -1,4 +1,4 @@
-"""What the promise of bytes costs: one engine that keeps it, one that does not, and diffusers' pipeline, in turns.
+"""Cost of batch invariance: an engine with it, an engine without it, and diffusers' pipeline, in turns.
 
     python benchmarks/bench_deterministic.py
     python benchmarks/bench_deterministic.py --model embedded --side-px 128 --images 4 --rounds 5
@@ -33,7 +33,7 @@ Paint = Callable[[Sequence[GenerationRequest]], Any]
 
 
 def requests(images: int, steps: int, side_px: int, num_round: int) -> list[GenerationRequest]:
-    """``images`` pictures of equal settings, round for round of other seeds."""
+    """Return ``images`` requests with equal settings; seeds depend on the round."""
     params = DiffusionParams(sampler="ddim", num_steps=steps, guidance_scale=5.0, spacing="leading")
     return [
         GenerationRequest(
@@ -47,32 +47,32 @@ def requests(images: int, steps: int, side_px: int, num_round: int) -> list[Gene
     ]
 
 
-def seconds_of(paint: Paint, wanted: Sequence[GenerationRequest]) -> float:
-    """What ``paint`` takes for ``wanted``."""
+def seconds_of(paint: Paint, requests_to_run: Sequence[GenerationRequest]) -> float:
+    """Measure the seconds that ``paint`` takes for the requests."""
     started_s = time.perf_counter()
-    paint(wanted)
+    paint(requests_to_run)
     return time.perf_counter() - started_s
 
 
 def measure(paints: dict[str, Paint], images: int, steps: int, side_px: int, rounds: int) -> dict[str, Any]:
-    """Seconds by arm, and those of the first over every other's."""
-    found: dict[str, list[float]] = {name: [] for name in paints}
+    """Measure the seconds by arm, and the ratios of the first arm to the others."""
+    seconds: dict[str, list[float]] = {name: [] for name in paints}
     for name, paint in paints.items():
         print(f"{name}: {seconds_of(paint, requests(images, 2, side_px, 0)):.2f} s to begin with", file=sys.stderr)
     for turn in range(rounds):
         for name in list(paints)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(seconds_of(paints[name], requests(images, steps, side_px, turn + 1)))
-            print(f"{name}: {found[name][-1]:.2f} s", file=sys.stderr, flush=True)
-    first, *others = found
+            seconds[name].append(seconds_of(paints[name], requests(images, steps, side_px, turn + 1)))
+            print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+    first, *baselines = seconds
     ratios = {
-        f"{first}_over_{name}": summary([a / b for a, b in zip(found[first], found[name], strict=True)])
-        for name in others
+        f"{first}_over_{name}": summary([a / b for a, b in zip(seconds[first], seconds[name], strict=True)])
+        for name in baselines
     }
-    return {"seconds": {name: summary(values) for name, values in found.items()}, **ratios}
+    return {"seconds": {name: summary(values) for name, values in seconds.items()}, **ratios}
 
 
 def same_alone(engine: Engine, images: int, side_px: int) -> bool:
-    """Whether the first of ``images`` pictures has the bytes that it has alone."""
+    """Whether the first of ``images`` images has the same bytes as when generated alone."""
     together, [alone] = (engine.generate(requests(count, 2, side_px, 99)) for count in (images, 1))
     return bool(together[0].picture == alone.picture)
 

@@ -1,14 +1,13 @@
-"""What does ``--config edge`` hold, and what does it cost? A server of the embedded model with it and without.
+"""Memory and latency of ``--config edge``: a server of the embedded model with and without it.
 
     python benchmarks/bench_edge.py
     python benchmarks/bench_edge.py --rounds 3 --pictures 10
 
-Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
-of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
-of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
-memory of the last three pictures over the first three, by their medians: other sizes are measured meanwhile, and a
-heap that is given back now and then is as large as it happens to be. Linux only. Progress goes to stderr, one JSON
-document to stdout and to results/.
+Every arm is a server with API process, engine and spare; rounds alternate (ABBA). Measured are the seconds of a single
+image and the memory of all processes after the last one: resident (shared pages count in every process) and
+proportional. ``growth`` is the anonymous memory of the last three images over the first three, by their medians; other
+sizes are measured meanwhile, and the heap's size varies because memory is returned only now and then. Linux only.
+Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -41,20 +40,21 @@ SPARE_S: Final = 25.0
 
 
 def memory_of_tree(pid: int) -> dict[str, int]:
-    """Bytes of a process and all its descendants together, by kind: Rss, Pss, Anonymous."""
-    found = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    """Sum the bytes of a process and all its descendants by kind: Rss, Pss, Anonymous."""
+    totals = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
     for process in (parent := psutil.Process(pid), *parent.children(recursive=True)):
         rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
-        for name in found:
-            found[name] += 1024 * int(re.findall(rf"^{name}:\s+(\d+)", rollup, re.MULTILINE)[0])
-    return found
+        for name in totals:
+            totals[name] += 1024 * int(re.findall(rf"^{name}:\s+(\d+)", rollup, re.MULTILINE)[0])
+    return totals
 
 
 def measure(
     options: Sequence[str], num_pictures: int, settle_s: float = 0.0, fields: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next;
-    ``fields``: what is asked beside prompt and seed.
+    """Run one server with ``options`` and generate at least two images.
+
+    ``settle_s`` is the pause after the first image; ``fields`` are sent in addition to prompt and seed.
     """
     seconds: list[float] = []
     anonymous: list[int] = []
@@ -73,7 +73,7 @@ def measure(
         "resident_bytes": after["Rss"],
         "proportional_bytes": after["Pss"],
         "growth_bytes": median(anonymous[-3:]) - median(anonymous[:3]),
-        "seconds": [round(one, 3) for one in seconds],
+        "seconds": [round(image_s, 3) for image_s in seconds],
     }
 
 
@@ -82,20 +82,20 @@ def main(
     pictures: Annotated[int, typer.Option(min=2, help="Asked of each server.")] = 5,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for number in range(rounds):
         for name in list(ARMS)[:: -1 if number % 2 else 1]:
-            found[name].append(measure(ARMS[name], pictures, SPARE_S))
-            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    pairs = zip(found["edge"], found["default"], strict=True)
+            results[name].append(measure(ARMS[name], pictures, SPARE_S))
+            print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
+    pairs = zip(results["edge"], results["default"], strict=True)
     document = {
         "benchmark": "edge",
         "command": " ".join(["python", "benchmarks/bench_edge.py", *sys.argv[1:]]),
         "hardware": hardware("cpu"),
         "versions": versions(),
-        "found": found,
+        "found": results,
         "edge_over_default_seconds": [round(median(a["seconds"]) / median(b["seconds"]), 3) for a, b in pairs],
-        "holds": all(one["resident_bytes"] < GOAL_BYTES for one in found["edge"]),
+        "holds": all(result["resident_bytes"] < GOAL_BYTES for result in results["edge"]),
     }
     write(document, RESULTS / "edge.json")
     print(json.dumps(document), flush=True)

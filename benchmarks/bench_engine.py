@@ -4,12 +4,12 @@
     python benchmarks/bench_engine.py --rungs same,+guidance --arms engine,serial,static --divisor 2
     python benchmarks/bench_engine.py --model sd15-random --device cuda --dtype bfloat16
 
-Arms with the same weights and precision, saturated: diffusers behind a lock, diffusers in static batches of equal
-requests, each also with ``torch.compile`` (which compiles for minutes at the start, not counted), and the engine on the
-shuffled mixture, as served (with the packages of ``diffserve warm``, where there are any) and without. Arms go there
-and back (engine, serial, static, static, serial, engine, ...), each ratio is of two runs of the same round; a warm-up
-of every arm with every kind of request in one step comes first and is not counted. Threads that wait spin as shortly as
-under diffserve's own commands, in all arms alike. Progress goes to stderr, one JSON document to stdout and to results/.
+Arms with equal weights and precision, saturated: diffusers behind a lock, diffusers in static batches of equal
+requests, each also with ``torch.compile`` (compilation is not counted), and the engine on the shuffled mixture, as
+served (with the packages of ``diffserve warm``, if any) and without them. Arms alternate (engine, serial, static,
+static, serial, engine, ...), each ratio compares two runs of one round; a warm-up of every arm with every kind of
+request in one step is not counted. Waiting threads spin as briefly as under diffserve's own commands, in all arms.
+Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ONE_STEP = 1 << 20
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engine, PipelineArm]:
-    """The engine and diffusers' pipeline on "embedded", a model of random weights, or a directory."""
+    """Load the engine and diffusers' pipeline for "embedded", a model of random weights, or a directory."""
     config = EngineConfig(max_rows=max_rows or None, max_waiting=4096)
     say(f"loading {model}")
     with directory_of(model, device, dtype) as directory:
@@ -63,7 +63,7 @@ def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engin
 def run_rung(
     arms: dict[str, Paint], engine: Engine, rung: str, *, rounds: int, copies: int, serial_copies: int, divisor: int
 ) -> dict[str, Any]:
-    """One rung of the ladder: every arm ``rounds`` times, there and back, after a warm-up of each."""
+    """Run one rung of the ladder: every arm ``rounds`` times in alternating order, after a warm-up of each."""
     sizes = engine.info.good_sizes
     runs: dict[str, list[Run]] = {name: [] for name in arms}
 
@@ -79,10 +79,13 @@ def run_rung(
         for name in arms if round_index % 2 == 0 else reversed(arms):
             runs[name].append(run(name, round_index, divisor))
             say(f"{rung:10} round {round_index} {name:15} {runs[name][-1].images_per_s:8.3f} images/s")
-    rates = {name: [one.images_per_s for one in runs[name]] for name in arms}
+    rates = {name: [result.images_per_s for result in runs[name]] for name in arms}
     ratios = {
         f"engine_over_{name}": summary(
-            [ours / theirs for ours, theirs in zip(rates["engine"], rates[name], strict=True)]
+            [
+                engine_rate / baseline_rate
+                for engine_rate, baseline_rate in zip(rates["engine"], rates[name], strict=True)
+            ]
         )
         for name in arms
         if name != "engine"
@@ -97,7 +100,7 @@ def run_rung(
 
 
 def mean_rows(engine: Engine) -> float:
-    """Rows in a UNet call, padding left out, over the ticks the engine remembers."""
+    """Return the mean rows per UNet call without padding, over the engine's tick history."""
     calls = [call for tick in engine.trace for call in tick.calls]
     return round(sum(len(call.rows) for call in calls) / max(1, len(calls)), 2)
 
@@ -167,7 +170,7 @@ def main(
 
 
 def curve(engine: Engine, group: GroupKey, *, repeats: int, most_rows: int) -> dict[str, Any]:
-    """The cost curve at the native size."""
+    """Measure the cost curve at the native size."""
     with torch.inference_mode():
         measured = measure_cost_curve(
             engine.model, random_rows(engine.model, group.shape, most_rows), repeats=repeats, most_rows=most_rows

@@ -1,15 +1,15 @@
-"""One key asks for ten times what a server can do: what does that cost another key? And are times left told truly?
+"""Fairness benchmark: the effect of one overloading API key on another key, and the accuracy of time-left estimates.
 
     python benchmarks/bench_fairness.py --model embedded
 
-A server of its own is started. In ``--rounds`` rounds, for the machine may be faster now and slower then, a guest asks
-for one picture after another: first alone, then beside a crowd of one key, which sends ``--times`` what the server does
-when that key has it for itself, whether or not it is answered. The result is the ratio of the 95th percentiles of the
-guest's times beside the crowd and alone.
+A server is started. In ``--rounds`` rounds, because the machine's speed may vary, a guest requests one image after
+another: first alone, then together with a crowd of one key, which sends ``--times`` the server's capacity for that key
+alone, whether or not it is answered. The result is the ratio of the 95th percentiles of the guest's times with and
+without the crowd.
 
-The guest's pictures are streamed. Each event tells the seconds that are left, and is held against when the picture came
-in truth, as ``bench_time_left`` does; where others compete for the cores, that says more of them. At last a mixed load
-without a crowd is held against its events in the same way: Poisson arrivals of several keys, sizes and steps.
+The guest's images are streamed. The remaining seconds in each event are compared with the actual ones, as in
+``bench_time_left``; on a busy machine the errors reflect the other work too. Finally a mixed load without a crowd is
+evaluated in the same way: Poisson arrivals of several keys, sizes and steps.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -44,14 +44,14 @@ MIXED_KEYS: Final = 4
 
 
 class Watched(NamedTuple):
-    """A streamed picture: its seconds, and of each event of progress (has it begun, told, true) seconds left."""
+    """Streamed image: its seconds, and (has begun, estimated, true) seconds left of each progress event."""
 
     seconds: float
     told: list[tuple[bool, float, float]]
 
 
 class Load(NamedTuple):
-    """What is asked for."""
+    """Settings of the load."""
 
     url: str
     num_steps: int
@@ -61,8 +61,8 @@ class Load(NamedTuple):
 
 
 async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watched | None:
-    """Ask for a streamed picture; ``None`` where it was refused."""
-    started_s, told = time.perf_counter(), list[tuple[bool, float, float]]()
+    """Request a streamed image; ``None`` if it was rejected."""
+    started_s, estimates = time.perf_counter(), list[tuple[bool, float, float]]()
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", GENERATIONS, json=body | {"stream": True}, headers=headers) as response:
         if response.status_code != 200:
@@ -72,36 +72,38 @@ async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watc
                 continue
             event, now_s = json.loads(line[6:]), time.perf_counter()
             if event.get("seconds_left") is not None:
-                told.append((bool(event["step"]), event["seconds_left"], now_s))
+                estimates.append((bool(event["step"]), event["seconds_left"], now_s))
     ended_s = time.perf_counter()
-    return Watched(ended_s - started_s, [(begun, left_s, ended_s - at_s) for begun, left_s, at_s in told])
+    return Watched(ended_s - started_s, [(has_begun, left_s, ended_s - at_s) for has_begun, left_s, at_s in estimates])
 
 
 def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
-    """How far what was told is from the truth, before or after the first step."""
-    found = [(told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun]
-    return spread(found)
+    """Summarize the errors of the estimates before or after the first step."""
+    errors_s = [
+        (estimate_s, true_s) for image in watched for has_begun, estimate_s, true_s in image.told if has_begun is begun
+    ]
+    return spread(errors_s)
 
 
 def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
-    """Of events with steps, and of those with places in the queue."""
+    """Summarize the errors of events with steps and of events with queue positions."""
     return {"steps": errors_of(watched, begun=True), "queue": errors_of(watched, begun=False)}
 
 
 async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Watched]:
-    """One picture after the other; none of them is refused."""
-    until_s, found = time.perf_counter() + seconds, list[Watched]()
+    """Request one image after another; none may be rejected."""
+    until_s, images = time.perf_counter() + seconds, list[Watched]()
     while time.perf_counter() < until_s:
-        body = {"prompt": "a fox on the beach", "seed": len(found), "num_inference_steps": load.num_steps}
+        body = {"prompt": "a fox on the beach", "seed": len(images), "num_inference_steps": load.num_steps}
         watched = await watch(http, body, "guest")
         if watched is None:
             raise RuntimeError("the guest was refused")
-        found.append(watched)
-    return found
+        images.append(watched)
+    return images
 
 
 async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
-    """Quiet and crowded rounds in turns."""
+    """Run quiet and crowded rounds in turns."""
 
     async def send(seed: int) -> Answer:
         body = {"prompt": "a cat in the snow", "seed": seed, "num_inference_steps": load.num_steps}
@@ -109,7 +111,7 @@ async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
 
     started_s = time.perf_counter()
     answers = await saturate(send, num_workers=8, seconds=load.part_s)
-    rate = sum(one.status == 200 for one in answers) / (time.perf_counter() - started_s)
+    rate = sum(answer.status == 200 for answer in answers) / (time.perf_counter() - started_s)
     say(f"the crowd alone: {rate:.2f} pictures/s")
     quiet, busy, sent = list[Watched](), list[Watched](), list[Answer]()
     for number in range(load.rounds):
@@ -132,39 +134,39 @@ async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def mixed(load: Load, http: httpx.AsyncClient, rate: float) -> dict[str, Any]:
-    """Poisson arrivals at half of what the server does."""
-    draw, asked = random.Random(1), list[asyncio.Task[Watched | None]]()
+    """Send Poisson arrivals at half of the server's capacity."""
+    draw, tasks = random.Random(1), list[asyncio.Task[Watched | None]]()
     until_s = time.perf_counter() + load.rounds * load.part_s
     while time.perf_counter() < until_s:
         body = {
-            "prompt": "a ship on a lake", "seed": len(asked), "size": draw.choice(MIXED_SIZES),
+            "prompt": "a ship on a lake", "seed": len(tasks), "size": draw.choice(MIXED_SIZES),
             "num_inference_steps": draw.choice(MIXED_STEPS),
         }  # fmt: skip
-        asked.append(asyncio.create_task(watch(http, body, f"key {draw.randrange(MIXED_KEYS)}")))
+        tasks.append(asyncio.create_task(watch(http, body, f"key {draw.randrange(MIXED_KEYS)}")))
         await asyncio.sleep(draw.expovariate(0.5 * rate))
-    answers = await asyncio.gather(*asked)
-    found = [one for one in answers if one is not None]
-    return {"requests": len(asked), "refused": len(asked) - len(found), "time_left": times_left(found)}
+    answers = await asyncio.gather(*tasks)
+    finished = [answer for answer in answers if answer is not None]
+    return {"requests": len(tasks), "refused": len(tasks) - len(finished), "time_left": times_left(finished)}
 
 
 def p95(watched: Sequence[Watched]) -> float:
-    """Seconds."""
-    return quantile([one.seconds for one in watched], 0.95)
+    """Return the 95th percentile in seconds."""
+    return quantile([image.seconds for image in watched], 0.95)
 
 
 def seconds_of(watched: Sequence[Watched]) -> dict[str, float]:
-    """How many, and their seconds."""
-    p50 = quantile([one.seconds for one in watched], 0.5)
+    """Return the number of images and quantiles of their seconds."""
+    p50 = quantile([image.seconds for image in watched], 0.5)
     return {"pictures": len(watched), "p50": round(p50, 3), "p95": round(p95(watched), 3)}
 
 
 async def measure(load: Load) -> dict[str, Any]:
-    """All of it."""
+    """Measure the crowd and the mixed load."""
     async with httpx.AsyncClient(base_url=load.url, timeout=600.0) as http:
-        found = await crowded(load, http)
-        say(json.dumps(found["time_left"]))
-        found["mixed"] = await mixed(load, http, found["crowd_alone_per_s"])
-    return found
+        results = await crowded(load, http)
+        say(json.dumps(results["time_left"]))
+        results["mixed"] = await mixed(load, http, results["crowd_alone_per_s"])
+    return results
 
 
 def main(
@@ -175,9 +177,9 @@ def main(
     times: Annotated[float, typer.Option(help="How many times what the server does the crowd asks for.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Crowd a server and say what a guest has of it."""
+    """Overload a server and report the effect on a guest."""
     with serving(model, backlog_s=20.0) as (url, _):
-        found = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
+        results = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "fairness",
@@ -186,7 +188,7 @@ def main(
         "settings": {"num_steps": num_steps, "rounds": rounds, "part_s": part_s, "times": times},
         "hardware": hardware("cpu") | {"load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(),
-        **found,
+        **results,
     }
     write(document, output or RESULTS / f"fairness-{Path(model).name}-{now:%Y-%m-%d}.json")
     print(json.dumps(document, indent=1))

@@ -1,13 +1,12 @@
-"""What keeping the UNet's cross-attention keys and values in pages costs and saves, against diffusers' own attention.
+"""Cost and savings of keeping the UNet's cross-attention keys and values in pages, against diffusers' own attention.
 
     python benchmarks/bench_kv_cross_attention.py --model embedded
     python benchmarks/bench_kv_cross_attention.py --model sd15-random --device cuda --dtype float16 --rows 2,8
 
-Four questions. A UNet step: the same rows with embeddings (plain) and with keys and values gathered from pages
-(paged), call by call in turn, plain first in one round and paged first in the next. Gathering: paid once for as long as
-the same rows run together. Texts of one and of two windows: in one call behind a mask, or in two calls. A prompt:
-encoding it, plain and paged, when it is new, when its beginning is known, and when it was said before. Progress goes to
-stderr, one JSON document to stdout and to results/.
+Four measurements. A UNet step: the same rows with embeddings (plain) and with keys and values gathered from pages
+(paged), in alternating order. Gathering: paid once for as long as the same rows run together. Texts of one and of two
+windows: in one call behind a mask, or in two calls. A prompt: encoding it, plain and paged, when it is new, when its
+prefix is cached, and when it is fully cached. Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ Arms = dict[str, Callable[[], object]]
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_model(name: str, device: str, dtype: str) -> DiffusionModel:
-    """ "embedded", a model of random weights, or a diffusers directory."""
+    """Load "embedded", a model of random weights, or a diffusers directory."""
     if name not in NAMES:
         return load_model(name, device=device, dtype=dtype)
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +66,7 @@ def open_model(name: str, device: str, dtype: str) -> DiffusionModel:
 
 
 def in_turn(arms: Arms, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, ``rounds`` times, forwards and backwards in turn, after one call of each to warm up."""
+    """Measure the seconds of each arm, ``rounds`` times in alternating order, after one warm-up call of each."""
     for call in arms.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -78,7 +77,7 @@ def in_turn(arms: Arms, rounds: int) -> dict[str, list[float]]:
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum in milliseconds."""
     return {
         "median": round(1e3 * statistics.median(seconds), 3),
         "min": round(1e3 * min(seconds), 3),
@@ -86,9 +85,9 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
-    """``ours`` over ``theirs``: of the medians, of the least, and the median over neighbouring pairs."""
-    mine, other = seconds[ours], seconds[theirs]
+def ratio(seconds: dict[str, list[float]], numerator: str, denominator: str) -> dict[str, float]:
+    """Compute the ratio of two arms: of the medians, of the minima, and the median over neighboring pairs."""
+    mine, other = seconds[numerator], seconds[denominator]
     return {
         "of_medians": round(statistics.median(mine) / statistics.median(other), 4),
         "of_least": round(min(mine) / min(other), 4),
@@ -97,14 +96,14 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, 
 
 
 def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
-    """One UNet call of ``rows`` rows at the native size, plain and paged; equal rows, told in two ways."""
+    """Measure one UNet call of ``rows`` equal rows at the native size, plain and paged."""
     width_px, height_px = model.info.good_sizes[0]
     inputs = random_inputs(model, (height_px, width_px, model.text.window_tokens), rows)
     embeddings = inputs.pop("contexts")
-    told = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
+    contexts_by_way = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
 
     def step(name: str) -> Tensor:
-        return model.unet.predict(contexts=told[name], **inputs).cpu()
+        return model.unet.predict(contexts=contexts_by_way[name], **inputs).cpu()
 
     seconds = in_turn({name: partial(step, name) for name in ways}, rounds)
     point = {
@@ -118,57 +117,58 @@ def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, r
 
 
 def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
-    """Stacking what ``rows`` rows of different prompts are told: once for each set of rows that runs together."""
+    """Measure stacking the conditioning of ``rows`` different prompts, once per set of rows that runs together."""
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     arms: Arms = {}
-    held: list[AnyConditioning] = []
+    open_conditionings: list[AnyConditioning] = []
     for name, way in ways.items():
-        told = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
-        arms[name] = partial(way.contexts, [ConditioningRow(one, False) for one in told])
-        held += told
+        conditionings = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
+        arms[name] = partial(way.contexts, [ConditioningRow(conditioning, False) for conditioning in conditionings])
+        open_conditionings += conditionings
     seconds = in_turn(arms, rounds)
-    for one in held:
-        one.close()
+    for conditioning in open_conditionings:
+        conditioning.close()
     point = {"rows": rows, "ms": {name: milliseconds(times) for name, times in seconds.items()}}
     say(f"gathering {point}")
     return point
 
 
 def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int) -> dict[str, Any]:
-    """``rows`` rows of one window and as many of two: in one call behind a mask, and in a call for each length."""
+    """Compare ``rows`` rows of one window and as many of two: in one masked call, and in one call per length."""
     width_px, height_px = model.info.good_sizes[0]
     size: dict[str, Any] = {"width_px": width_px, "height_px": height_px}
     inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)
     del inputs["contexts"]
-    held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
-    rows_of = [[ConditioningRow(one, False)] * rows for one in held]
+    conditionings = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
+    rows_of = [[ConditioningRow(conditioning, False)] * rows for conditioning in conditionings]
     parts = [(slice(0, rows), way.contexts(rows_of[0])), (slice(rows, 2 * rows), way.contexts(rows_of[1]))]
-    whole = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
+    single_call = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
 
     def run(calls: list[tuple[slice, Contexts]]) -> Tensor:
         return torch.cat(
             [
-                model.unet.predict(contexts=told, **{name: value[part] for name, value in inputs.items()})
-                for part, told in calls
+                model.unet.predict(contexts=contexts, **{name: value[part] for name, value in inputs.items()})
+                for part, contexts in calls
             ]
         ).cpu()
 
-    seconds = in_turn({"two calls": partial(run, parts), "one call": partial(run, whole)}, rounds)
+    seconds = in_turn({"two calls": partial(run, parts), "one call": partial(run, single_call)}, rounds)
     point = {
         "rows": [rows, rows],
         "ms": {name: milliseconds(times) for name, times in seconds.items()},
         "one_over_two": ratio(seconds, "one call", "two calls"),
-        "max_difference": float((run(whole) - run(parts)).abs().max()),
+        "max_difference": float((run(single_call) - run(parts)).abs().max()),
     }
-    for one in held:
-        one.close()
+    for conditioning in conditionings:
+        conditioning.close()
     say(f"lengths {point}")
     return point
 
 
 def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
-    """Encoding one prompt, by what is known of it already; pages exact (cut at logical pages) and free (in one
-    piece).
+    """Measure encoding one prompt by how much of it is cached.
+
+    Pages are exact (cut at logical pages) or free (in one piece).
     """
     size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     numbers = itertools.count(1000)
@@ -187,10 +187,10 @@ def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
         arms[f"{name}, said before"] = partial(paged, way, START)
     with torch.inference_mode():
         seconds = in_turn(arms, rounds)
-    found = {name: milliseconds(times) for name, times in seconds.items()}
-    for name, times in found.items():
+    milliseconds_by_arm = {name: milliseconds(times) for name, times in seconds.items()}
+    for name, times in milliseconds_by_arm.items():
         say(f"{name:26} {times} ms")
-    return found
+    return milliseconds_by_arm
 
 
 def main(
@@ -230,20 +230,20 @@ def main(
 
 
 def tenants(model: DiffusionModel) -> dict[str, Any]:
-    """What a prompt of one window takes in each tenant."""
+    """Return the memory of a one-window prompt in each tenant."""
     specs = image_specs(model, is_exact=True)
     page_bytes = PagePlan.smallest_page_bytes(specs)
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for spec in specs:
         plan = PagePlan(spec, page_bytes)
-        found[spec.tenant.split(":")[0]] = {
+        description[spec.tenant.split(":")[0]] = {
             "layers": len(spec.layers),
             "bytes_per_token": spec.bytes_per_token,
             "pages": plan.num_pages(model.text.window_tokens),
             "page_bytes": page_bytes,
             "used_share_of_a_sheet": round(plan.used_share, 3),
         }
-    return found
+    return description
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What the semantic cache costs in pictures, and which steps it saves, on the embedded model.
+"""Quality cost of the semantic cache and the steps it saves, on the embedded model.
 
     python benchmarks/bench_latent_cache.py
     python benchmarks/bench_latent_cache.py --prompts 96 --thresholds 0.95,0.9,0.8
 
-Held-out captions are painted from noise, and with every threshold from a cache that holds the picture of one relative
-of each: in turns the same scene in other words, the scene with another object, the scene on another background. The
-checker says how many pictures are right in everything: of all, of those that began from a kept picture, and of the same
-captions from noise; by relative and by the steps left out. One JSON document to stdout and to results/.
+Held-out captions are generated from noise, and with every threshold from a cache that holds one related image of each:
+in turns the same scene in other words, the scene with another object, the scene on another background. The checker
+counts the exact images in total, among results that started from a cached image, and for the same captions from noise;
+by relation and by skipped steps. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOM = 1 << 28
 
 
 class Case(NamedTuple):
-    """A caption with its scene, and the caption of its relative."""
+    """Caption with its scene, and a related caption."""
 
     scene: Scene
     prompt: str
@@ -49,13 +49,13 @@ class Case(NamedTuple):
 
 
 def cases(count: int) -> list[Case]:
-    """The first ``count`` held-out captions, each with a relative."""
+    """Return the first ``count`` held-out captions, each with a related caption."""
     rng = random.Random(RELATIVES_SEED)
-    made = []
+    result = []
     for place, (scene, prompt) in enumerate(held_out(count)):
         relation = RELATIVES[place % len(RELATIVES)]
-        made.append(Case(scene, prompt, caption(_relative(scene, relation, rng), rng), relation))
-    return made
+        result.append(Case(scene, prompt, caption(_relative(scene, relation, rng), rng), relation))
+    return result
 
 
 def _relative(scene: Scene, relation: str, rng: random.Random) -> Scene:
@@ -63,13 +63,13 @@ def _relative(scene: Scene, relation: str, rng: random.Random) -> Scene:
         return replace(scene, background=rng.choice([name for name in BACKGROUNDS if name != scene.background]))
     if relation == "other object":
         old, new = scene.names[0], rng.choice([name for name in OBJECTS if name not in scene.names])
-        placed = (replace(one, name=new if one.name == old else one.name) for one in scene.objects)
-        return replace(scene, objects=tuple(placed))
+        replaced = (replace(placed, name=new if placed.name == old else placed.name) for placed in scene.objects)
+        return replace(scene, objects=tuple(replaced))
     return scene
 
 
 def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_seed: int) -> list[ImageResult]:
-    """Prompt i with seed ``first_seed`` + i."""
+    """Generate prompt i with seed ``first_seed`` + i."""
     return engine.generate(
         [
             GenerationRequest(prompt=prompt, seed=first_seed + place, diffusion=how)
@@ -79,24 +79,24 @@ def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_se
 
 
 def filled(engine: Engine, relatives: LatentCache) -> Engine:
-    """A fresh engine on the same model, with all that ``relatives`` keeps."""
+    """Return a new engine on the same model with the content of ``relatives``."""
     fresh = Engine(engine.model, engine.config)
     relatives.copy_to(fresh.runners.kept)
     return fresh
 
 
-def tally(found: Sequence[tuple[bool, bool, ImageResult]]) -> dict[str, Any]:
-    """Of (right, right from noise, result): how many, and how many of those that began from a kept picture."""
-    begun = [one for one in found if one[2].similarity is not None]
-    steps = sum(result.num_steps for _, _, result in found)
+def tally(results: Sequence[tuple[bool, bool, ImageResult]]) -> dict[str, Any]:
+    """Count (correct, correct from noise, result) in total and for results that started from a cached image."""
+    continued = [result for result in results if result[2].similarity is not None]
+    steps = sum(result.num_steps for _, _, result in results)
     return {
-        "pictures": len(found),
-        "exact": sum(right for right, _, _ in found),
-        "exact_from_noise": sum(right for _, right, _ in found),
-        "begun": len(begun),
-        "begun_exact": sum(right for right, _, _ in begun),
-        "begun_exact_from_noise": sum(right for _, right, _ in begun),
-        "steps_left_out": round(sum(result.skipped_steps for _, _, result in found) / steps, 4) if steps else 0.0,
+        "pictures": len(results),
+        "exact": sum(right for right, _, _ in results),
+        "exact_from_noise": sum(right for _, right, _ in results),
+        "begun": len(continued),
+        "begun_exact": sum(right for right, _, _ in continued),
+        "begun_exact_from_noise": sum(right for _, right, _ in continued),
+        "steps_left_out": round(sum(result.skipped_steps for _, _, result in results) / steps, 4) if steps else 0.0,
     }
 
 
@@ -109,27 +109,32 @@ def main(
     engine = Engine.from_pretrained("embedded", config=EngineConfig(latent_cache_bytes=ROOM))
     document = head("latent_cache", "embedded", engine.info)
     document["command"] = f"python benchmarks/bench_latent_cache.py --prompts {prompts} --thresholds {thresholds}"
-    asked = cases(prompts)
-    plain = paint(engine, [case.prompt for case in asked], TEACHER, FIRST_SEED)
-    right = [check(result.pixels, case.scene).exact for result, case in zip(plain, asked, strict=True)]
-    kept = with_fields(TEACHER, similarity_threshold=1.0)
-    paint(engine, [case.relative for case in asked], kept, RELATIVES_SEED)
+    selected_cases = cases(prompts)
+    plain = paint(engine, [case.prompt for case in selected_cases], TEACHER, FIRST_SEED)
+    right = [check(result.pixels, case.scene).exact for result, case in zip(plain, selected_cases, strict=True)]
+    caching = with_fields(TEACHER, similarity_threshold=1.0)
+    paint(engine, [case.relative for case in selected_cases], caching, RELATIVES_SEED)
     document["exact_from_noise"] = [sum(right), len(right)]
     document["thresholds"] = {}
     for threshold in map(float, thresholds.split(",")):
         how = with_fields(TEACHER, similarity_threshold=threshold)
-        results = paint(filled(engine, engine.runners.kept), [case.prompt for case in asked], how, FIRST_SEED)
-        verdicts = [check(result.pixels, case.scene).exact for result, case in zip(results, asked, strict=True)]
-        found = list(zip(verdicts, right, results, strict=True))
+        results = paint(filled(engine, engine.runners.kept), [case.prompt for case in selected_cases], how, FIRST_SEED)
+        verdicts = [
+            check(result.pixels, case.scene).exact for result, case in zip(results, selected_cases, strict=True)
+        ]
+        outcomes = list(zip(verdicts, right, results, strict=True))
         skips = sorted({result.skipped_steps for result in results})
         document["thresholds"][str(threshold)] = {
-            "all": tally(found),
+            "all": tally(outcomes),
             "by_relative": {
-                name: tally([one for one, case in zip(found, asked, strict=True) if case.relation == name])
+                name: tally(
+                    [outcome for outcome, case in zip(outcomes, selected_cases, strict=True) if case.relation == name]
+                )
                 for name in RELATIVES
             },
             "by_steps_left_out": {
-                str(count): tally([one for one in found if one[2].skipped_steps == count]) for count in skips
+                str(count): tally([outcome for outcome in outcomes if outcome[2].skipped_steps == count])
+                for count in skips
             },
             "similarity": [result.similarity for result in results],
         }

@@ -1,4 +1,4 @@
-"""LoRA benchmark: rows that each have an adapter of their own against as many plain rows, in calls of one size.
+"""LoRA benchmark: rows with a different adapter each against plain rows, in calls of equal size.
 
     python benchmarks/bench_lora.py
     python benchmarks/bench_lora.py --layers everything --rank 64
@@ -47,7 +47,7 @@ LAYERS: Final = {"attention": (".to_q", ".to_k", ".to_v", ".to_out.0"), "everyth
 
 
 def requests(count: int, steps: int, side_px: int, num_round: int, *, has_loras: bool) -> list[GenerationRequest]:
-    """``count`` requests of one row each; round for round other seeds, the same with adapters and without."""
+    """Return ``count`` requests of one row each; seeds depend on the round and are equal for both arms."""
     return [
         GenerationRequest(
             prompt=f"a fox {place}",
@@ -65,9 +65,9 @@ def requests(count: int, steps: int, side_px: int, num_round: int, *, has_loras:
     ]
 
 
-def run(engine: Engine, wanted: Sequence[GenerationRequest]) -> dict[str, Any]:
-    """Paint ``wanted`` together: milliseconds a row, wall seconds, and calls by their number of rows."""
-    for request in wanted:
+def run(engine: Engine, requests_to_run: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """Run requests together; return milliseconds a row, wall seconds, and calls by number of rows."""
+    for request in requests_to_run:
         engine.submit(request)
     seconds, calls, started_s = 0.0, Counter[int](), time.perf_counter()
     while engine.has_work:
@@ -81,32 +81,36 @@ def run(engine: Engine, wanted: Sequence[GenerationRequest]) -> dict[str, Any]:
 
 
 def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> dict[str, Any]:
-    """Both arms in turns, ``pairs`` times each, after one of each that is not counted."""
+    """Measure both arms in turns, ``pairs`` times each, after an uncounted run of each."""
     arms: dict[str, list[dict[str, Any]]] = {"plain": [], "loras": []}
     for turn in range(-1, pairs):
         for name in ("plain", "loras") if turn % 2 == 0 else ("loras", "plain"):
-            found = run(engine, requests(rows, steps, side_px, turn + 1, has_loras=name == "loras"))
+            result = run(engine, requests(rows, steps, side_px, turn + 1, has_loras=name == "loras"))
             if turn >= 0:
-                arms[name].append(found)
-            print(f"{name} {turn}: {found}", file=sys.stderr, flush=True)
-    ratios = [one["ms_per_row"] / plain["ms_per_row"] for one, plain in zip(arms["loras"], arms["plain"], strict=True)]
+                arms[name].append(result)
+            print(f"{name} {turn}: {result}", file=sys.stderr, flush=True)
+    ratios = [
+        run_result["ms_per_row"] / plain["ms_per_row"]
+        for run_result, plain in zip(arms["loras"], arms["plain"], strict=True)
+    ]
     return {
         "calls": {name: runs[-1]["calls"] for name, runs in arms.items()},
-        "ms_per_row": {name: summary([one["ms_per_row"] for one in runs]) for name, runs in arms.items()},
-        "wall_s": {name: summary([one["wall_s"] for one in runs]) for name, runs in arms.items()},
+        "ms_per_row": {name: summary([run_result["ms_per_row"] for run_result in runs]) for name, runs in arms.items()},
+        "wall_s": {name: summary([run_result["wall_s"] for run_result in runs]) for name, runs in arms.items()},
         "loras_over_plain": of_pairs(ratios),
     }
 
 
 def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
-    """Their summary, and between which bounds the middle half of them lies."""
+    """Summarize ratios, with their quartiles."""
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
     return summary(ratios) | {"lower_quartile": round(low, 4), "upper_quartile": round(high, 4)}
 
 
 def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
-    """The network's own calls of ``rows`` random rows of ``group``, with an adapter each and without, in turns; CPU
-    time beside wall time, for machines that are shared.
+    """Measure the network's own calls of ``rows`` random rows of ``group`` with and without adapters, in turns.
+
+    CPU time is reported in addition to wall time, for shared machines.
     """
     call = random_call(engine.model, group.shape, rows, engine.runners.conditioner)
     loras = RowLoRAs([engine.runners.loras.take([Lora(f"lora{place}", 0.8)]) for place in range(rows)])
@@ -117,31 +121,31 @@ def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dic
             engine.model.unet.plain(call)
         return [time.perf_counter() - started_s[0], time.process_time() - started_s[1]]
 
-    found: dict[bool, list[list[float]]] = {False: [], True: []}
+    ms_by_arm: dict[bool, list[list[float]]] = {False: [], True: []}
     for turn in range(-1, pairs):
         for has_loras in (False, True) if turn % 2 == 0 else (True, False):
             taken_s = seconds(has_loras)
             if turn >= 0:
-                found[has_loras].append([1e3 * each / rows for each in taken_s])
+                ms_by_arm[has_loras].append([1e3 * each / rows for each in taken_s])
             print(f"{'loras' if has_loras else 'plain'} {turn}: {taken_s} s", file=sys.stderr, flush=True)
     document: dict[str, Any] = {"stacked_bytes": loras.num_bytes}
     for place, suffix in enumerate(("", "_cpu_time")):
-        plain, own = ([one[place] for one in found[has_loras]] for has_loras in (False, True))
-        document[f"ms_per_row{suffix}"] = {"plain": summary(plain), "loras": summary(own)}
-        ratios = [one / other for one, other in zip(own, plain, strict=True)]
+        plain, adapted = ([milliseconds[place] for milliseconds in ms_by_arm[has_loras]] for has_loras in (False, True))
+        document[f"ms_per_row{suffix}"] = {"plain": summary(plain), "loras": summary(adapted)}
+        ratios = [milliseconds / plain_ms for milliseconds, plain_ms in zip(adapted, plain, strict=True)]
         document[f"loras_over_plain{suffix}"] = of_pairs(ratios)
     return document
 
 
 def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
-    """How many pictures with adapters are, byte for byte, those that they are alone."""
-    wanted = requests(rows, 2, side_px, 50, has_loras=True)
-    alone = [engine.generate(replace(request, request_id=f"alone-{request.seed}"))[0] for request in wanted]
-    return sum(one.picture == other.picture for one, other in zip(engine.generate(wanted), alone, strict=True))
+    """Count the images with adapters that have the same bytes as when generated alone."""
+    batch = requests(rows, 2, side_px, 50, has_loras=True)
+    alone = [engine.generate(replace(request, request_id=f"alone-{request.seed}"))[0] for request in batch]
+    return sum(result.picture == other.picture for result, other in zip(engine.generate(batch), alone, strict=True))
 
 
 def pin(engine: Engine, group: GroupKey, size: int) -> None:
-    """Have calls of ``group`` made with ``size`` rows where bytes allow, whatever a busy moment said that they cost."""
+    """Force calls of ``group`` to ``size`` rows where batch invariance allows, regardless of measured costs."""
     groups = engine.runners.groups
     if size in groups.known(group).curve.buckets:
         groups._known[group] = groups.known(group)._replace(curve=CostCurve((size,)))

@@ -52,7 +52,7 @@ ANONYMOUS = re.compile(rb"^Anonymous:\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for: ``aborts`` and ``texts`` are shares of all requests, ``clients`` is how many ask at once."""
+    """Settings of the load: ``aborts`` and ``texts`` are shares of all requests, ``clients`` is the concurrency."""
 
     requests: int
     clients: int
@@ -72,24 +72,24 @@ class Sample:
 
 
 def memory_of(pid: int) -> int:
-    """Anonymous bytes of a process, or what only it has where the system does not tell these."""
+    """Return the anonymous bytes of a process, or its unique set size where the system does not report them."""
     try:
-        found = ANONYMOUS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+        match = ANONYMOUS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
     except OSError:
-        found = None
-    return 1024 * int(found[1]) if found else int(psutil.Process(pid).memory_full_info().uss)
+        match = None
+    return 1024 * int(match[1]) if match else int(psutil.Process(pid).memory_full_info().uss)
 
 
 def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float]:
-    """Megabytes for 1000 requests of the process ``name`` after the first ``settle`` requests, fitted in two ways."""
-    kept = [sample for sample in samples if sample.num_requests >= settle]
-    if len(kept) < 3:
-        raise ValueError(f"{len(kept)} samples after {settle} requests; 3 make a slope: ask for more requests.")
-    at = [sample.num_requests / 1000 for sample in kept]
-    megabytes = [getattr(sample, name) / 1e6 for sample in kept]
+    """Fit the growth of process ``name`` in MB per 1000 requests, in two ways, after the first ``settle`` requests."""
+    settled = [sample for sample in samples if sample.num_requests >= settle]
+    if len(settled) < 3:
+        raise ValueError(f"{len(settled)} samples after {settle} requests; 3 make a slope: ask for more requests.")
+    at = [sample.num_requests / 1000 for sample in settled]
+    megabytes = [getattr(sample, name) / 1e6 for sample in settled]
     slopes = [
         (megabytes[b] - megabytes[a]) / (at[b] - at[a])
-        for a, b in itertools.combinations(range(len(kept)), 2)
+        for a, b in itertools.combinations(range(len(settled)), 2)
         if at[b] > at[a]
     ]
     return {
@@ -105,7 +105,7 @@ def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float
 def server(
     options: Sequence[str], folder: Path, *, entry: Sequence[str] = ("-m", "diffserve")
 ) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a server with ``options`` that is ready; ``entry``: what python is to run."""
+    """Yield (url, process id) of a ready server with ``options``; ``entry`` is Python's command."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, *entry, "serve", "--port", str(port), *options]
@@ -132,13 +132,15 @@ def _is_ready(url: str) -> bool:
 
 
 def engine_of(server_pid: int) -> int:
-    """The process id of its engine; a spare one is younger."""
-    found = [child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()]
-    return int(min(found, key=lambda child: child.create_time()).pid)
+    """Return the process id of the server's engine; a spare one is younger."""
+    engines = [
+        child for child in psutil.Process(server_pid).children() if "diffserve.engine.process" in child.cmdline()
+    ]
+    return int(min(engines, key=lambda child: child.create_time()).pid)
 
 
 class RunningQueue:
-    """``load.clients`` clients that share one stream of requests; ``outcomes`` counts how they ended."""
+    """Closed-loop load of ``load.clients`` clients; ``outcomes`` counts how requests ended."""
 
     def __init__(self, url: str, load: Load) -> None:
         self.outcomes = Counter[str]()
@@ -155,7 +157,7 @@ class RunningQueue:
             nonlocal next_sample
             async with httpx.AsyncClient(base_url=self._url, timeout=120.0, trust_env=False) as http:
                 for number in self._numbers:
-                    self.outcomes[await self._one(http, random.Random(f"{self._load.seed} {number}"))] += 1
+                    self.outcomes[await self._send_one(http, random.Random(f"{self._load.seed} {number}"))] += 1
                     self.num_done += 1
                     if self.num_done >= next_sample:
                         next_sample = self.num_done + sample_every
@@ -163,8 +165,8 @@ class RunningQueue:
 
         await asyncio.gather(*(client() for _ in range(self._load.clients)))
 
-    async def _one(self, http: httpx.AsyncClient, rng: random.Random) -> str:
-        """Ask for something; what became of it."""
+    async def _send_one(self, http: httpx.AsyncClient, rng: random.Random) -> str:
+        """Send one request and return its outcome."""
         is_aborted, is_text = rng.random() < self._load.aborts, rng.random() < self._load.texts
         path, body = (wish if is_text else picture)(rng, is_aborted, self._load.size)
         try:
@@ -178,7 +180,7 @@ class RunningQueue:
 
 
 def picture(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[str, Any]]:
-    """Path and body of a picture; long for one that is going to be given up."""
+    """Return path and body of an image request; an aborted one has many steps."""
     return "/v1/images/generations", {
         "prompt": words(rng, 6),
         "negative_prompt": words(rng, 3),
@@ -192,17 +194,17 @@ def picture(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[
 
 
 def wish(rng: random.Random, is_aborted: bool, size: str) -> tuple[str, dict[str, Any]]:
-    """The same of a wish to be rewritten."""
+    """Return path and body of a request to rewrite a wish."""
     return "/v1/prompts/rewrite", {"prompt": words(rng, 4), "stream": rng.random() < 0.3}
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Words that nobody said before."""
+    """Return new random words."""
     return " ".join("".join(rng.choices(SYLLABLES, k=3)) for _ in range(count))
 
 
 def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
-    """Both slopes, the samples, and how the requests ended."""
+    """Measure both slopes, the samples, and the outcomes of the requests."""
     samples: list[Sample] = []
     options = ("--model", model, "--no-page")
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, server_pid):
@@ -218,15 +220,15 @@ def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
         asyncio.run(crowd.run(every, sample))
         wall_s = time.monotonic() - started_s
         same_engine = engine_of(server_pid) == engine_pid
-    found = {name: growth(samples, name, settle) for name in ("server", "engine")}
+    slopes = {name: growth(samples, name, settle) for name in ("server", "engine")}
     return {
-        **found,
+        **slopes,
         "goal_mb_per_1000": GOAL_MB_PER_1000,
-        "holds": same_engine and all(one["mb_per_1000_median"] < GOAL_MB_PER_1000 for one in found.values()),
+        "holds": same_engine and all(slope["mb_per_1000_median"] < GOAL_MB_PER_1000 for slope in slopes.values()),
         "is_same_engine": same_engine,
         "outcomes": dict(sorted(crowd.outcomes.items())),
         "wall_s": round(wall_s, 1),
-        "samples": [asdict(one) for one in samples],
+        "samples": [asdict(sample) for sample in samples],
     }
 
 

@@ -1,14 +1,14 @@
-"""What the server itself takes: of every picture, of memory, and of a step while a thousand readers wait for events.
+"""Overhead of the server: per image, in memory, and per step while many clients hold idle event streams.
 
     python benchmarks/bench_overhead.py
     python benchmarks/bench_overhead.py --parts request,memory
 
-request  pictures of an engine that computes nothing (``noop_engine``), one after the other on one connection: from the
-         first byte sent to the last byte read, and the CPU time that the server's process takes, which others on the
-         machine do not make longer; whole, and streamed. Beside it the PNG alone, encoded in this process.
-memory   resident bytes of the process that answers, when it is ready and after pictures, with the page and without.
-readers  steps of a real model while so many readers hold an event stream of the page open on which nothing happens, and
-         while none does, in turns; from the server's own metrics, with the CPU time that the engine took for a step.
+request  images of an engine that computes nothing (``noop_engine``), sequentially on one connection: time from the
+         first byte sent to the last byte read, and CPU time of the server process; whole, and streamed. For comparison
+         the PNG encoder alone, in this process.
+memory   resident bytes of the API process, when it is ready and after images, with the page and without.
+readers  steps of a real model with and without many idle event streams of the page, in turns; from the server's own
+         metrics, with the CPU time of the engine per step.
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -49,22 +49,23 @@ GOALS: Final = {"request_ms": 5.0, "readers_ratio": 1.1, "memory_bytes": 200e6}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterator[tuple[str, int]]:
-    """A server with an empty folder of its own."""
+    """Start a server with an empty data directory."""
     with tempfile.TemporaryDirectory() as folder:
-        own = ("--data-dir", str(Path(folder) / "data"))
-        with server((*options, *own), Path(folder), entry=entry) as started:
+        data_options = ("--data-dir", str(Path(folder) / "data"))
+        with server((*options, *data_options), Path(folder), entry=entry) as started:
             yield started
 
 
 def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) -> dict[str, Any]:
-    """Milliseconds of each of ``count`` requests, whole and streamed in turns, after twenty that do not count; and the
-    CPU milliseconds of the server's process for one of either kind.
+    """Measure ``count`` requests, whole and streamed in turns, after twenty that are not counted.
+
+    Returns the milliseconds of each kind, and the CPU milliseconds of the server process per request.
     """
     taken: dict[str, list[float]] = {"whole": [], "stream": []}
     process, before_s = psutil.Process(pid), 0.0
@@ -78,12 +79,12 @@ def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) 
                 if number >= 20:
                     ms.append(1e3 * (time.perf_counter() - started_s))
     cpu_ms = 1e3 * (used_s(process) - before_s) / (2 * count)
-    told = {kind: summary(ms) | {"p95": round(sorted(ms)[int(0.95 * len(ms))], 3)} for kind, ms in taken.items()}
-    return told | {"server_cpu_ms": round(cpu_ms, 3)}
+    figures = {kind: summary(ms) | {"p95": round(sorted(ms)[int(0.95 * len(ms))], 3)} for kind, ms in taken.items()}
+    return figures | {"server_cpu_ms": round(cpu_ms, 3)}
 
 
 def encode_ms(size: str) -> float:
-    """CPU milliseconds that encoding the no-op engine's picture as PNG takes by itself, the median of 51."""
+    """Measure the CPU milliseconds of encoding the no-op engine's image as PNG, the median of 51."""
     width, _, height = size.partition("x")
     picture = picture_of(int(width), int(height))
     taken = []
@@ -95,7 +96,7 @@ def encode_ms(size: str) -> float:
 
 
 def measure_memory(url: str, pid: int) -> dict[str, int]:
-    """Resident bytes of the server's own process: ready, and after a hundred pictures."""
+    """Measure the resident bytes of the server process: when ready, and after a hundred images."""
     process = psutil.Process(pid)
     before = process.memory_info().rss
     with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:
@@ -112,15 +113,15 @@ def wait_for_page(url: str) -> None:
 
 
 def steps_of(url: str) -> tuple[float, float]:
-    """Steps that did nothing beside, and the seconds that they took, so far."""
-    found = {"count": 0.0, "sum": 0.0}
+    """Return the number of steps without other work and their total seconds so far."""
+    totals = {"count": 0.0, "sum": 0.0}
     for name, value in STEP.findall(httpx.get(f"{url}/metrics", trust_env=False, timeout=60.0).text):
-        found[name] += float(value)
-    return found["count"], found["sum"]
+        totals[name] += float(value)
+    return totals["count"], totals["sum"]
 
 
 async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num_steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, and of the engine's CPU for one, with readers and without, in turns."""
+    """Measure the milliseconds and the engine's CPU time of a step, with and without readers in turns."""
     engine = psutil.Process(engine_of(pid))
     points: dict[str, dict[str, list[float]]] = {
         kind: {"step_ms": [], "cpu_ms": [], "server_cpu": []} for kind in ("none", "readers")
@@ -146,20 +147,20 @@ async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num
                 writer.close()
 
     def ratio(name: str) -> dict[str, float]:
-        """With readers over without, turn by turn."""
+        """Compute values with readers over values without, pair by pair."""
         both = zip(points["readers"][name], points["none"][name], strict=True)
         return summary([with_ / without for with_, without in both])
 
-    told = {kind: {name: summary(values) for name, values in of.items()} for kind, of in points.items()}
-    return told | {"num_readers": num_readers, "ratio": ratio("step_ms"), "cpu_ratio": ratio("cpu_ms")}
+    figures = {kind: {name: summary(values) for name, values in of.items()} for kind, of in points.items()}
+    return figures | {"num_readers": num_readers, "ratio": ratio("step_ms"), "cpu_ratio": ratio("cpu_ms")}
 
 
 async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
-    """A connection on which the page's events for a visitor come, of which there are none; RuntimeError if refused."""
+    """Open a connection that waits for the page's events of a visitor. Raises RuntimeError if refused."""
     place = httpx.URL(url)
     reader, writer = await asyncio.open_connection(place.host, place.port)
-    asked = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"
-    writer.write(asked.encode())
+    request = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"
+    writer.write(request.encode())
     head = await reader.readuntil(b"\r\n\r\n")
     if b" 200 " not in head.splitlines()[0]:
         raise RuntimeError(f"reader {number} was refused: {head.splitlines()[0].decode()}")
@@ -167,7 +168,7 @@ async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
 
 
 def used_s(process: psutil.Process) -> float:
-    """CPU seconds so far."""
+    """Return the CPU seconds of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -188,13 +189,17 @@ def main(
         "command": " ".join(["python", "benchmarks/bench_overhead.py", *sys.argv[1:]]),
         "hardware": hardware("cpu"), "versions": versions(), "goals": GOALS,
     }  # fmt: skip
-    wanted = set(parts.split(","))
-    if "request" in wanted:
+    selected_parts = set(parts.split(","))
+    if "request" in selected_parts:
         with serving("--model", model, "--no-page", entry=NOOP) as (url, pid):
-            found = {size: measure_requests(url, pid, count, steps, size) for size in ("64x64", "128x128", "512x512")}
-        document["request_ms"] = {size: told | {"png_cpu_ms": encode_ms(size)} for size, told in found.items()}
+            results_by_size = {
+                size: measure_requests(url, pid, count, steps, size) for size in ("64x64", "128x128", "512x512")
+            }
+        document["request_ms"] = {
+            size: results | {"png_cpu_ms": encode_ms(size)} for size, results in results_by_size.items()
+        }
         say(json.dumps(document["request_ms"]))
-    if "memory" in wanted:
+    if "memory" in selected_parts:
         document["memory"] = {}
         for name in ("no-page", "page"):
             with serving("--model", model, f"--{name}", entry=NOOP) as (url, pid):
@@ -202,7 +207,7 @@ def main(
                     wait_for_page(url)
                 document["memory"][name] = measure_memory(url, pid)
         say(json.dumps(document["memory"]))
-    if "readers" in wanted:
+    if "readers" in selected_parts:
         with serving("--model", model, "--page") as (url, pid):
             wait_for_page(url)
             document["readers"] = asyncio.run(measure_readers(url, pid, readers, rounds, reader_steps))

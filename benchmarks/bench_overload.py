@@ -1,15 +1,15 @@
-"""Ten times what a server can do, for a minute: who is let in, how fast the others are told, and how soon it is over.
+"""Overload benchmark: ten times the capacity of a server for a minute; admission, rejection latency and recovery.
 
     python benchmarks/bench_overload.py --model embedded
 
-A server of its own is started with ``--backlog-s`` as ``serve.max_backlog_s``. Then, one after the other: single
-requests; as many at once as fill its ticks, which is what it can do; an open loop at ``--times`` that rate, beside
-which a guest (another key) asks for a picture now and then; as many at once again, for the machine may have become
-slower or faster; and single requests until one takes no longer than at first.
+A server is started with ``--backlog-s`` as ``serve.max_backlog_s``. Then, in this order: single requests; enough
+concurrent requests to fill the ticks, which measures the capacity; an open loop at ``--times`` that rate, during which
+a guest with another key requests an image now and then; the capacity again, because the machine's speed may have
+changed; and single requests until one is as fast as at first.
 
-Answers are timed here, in a process that competes with the server for the cores. Where others compete, too, what can be
-done changes from minute to minute; so pictures are also given for each second that the engine computed. Progress goes
-to stderr, one JSON document to stdout and to results/.
+Responses are timed in this process, which competes with the server for the cores. On a busy machine the capacity
+changes from minute to minute, so images per CPU second of the engine are reported too. Progress goes to stderr, one
+JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ GOALS = {"rejection_p99_s": 0.05, "goodput_share": 0.9, "recovery_s": 5.0}
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for, and how much of it."""
+    """Settings of the load."""
 
     url: str
     pid: int
@@ -72,7 +72,7 @@ class Load:
     times: float
 
     def sender(self, key: str) -> Callable[[int], Awaitable[Answer]]:
-        """Who asks for a picture of the seed it is given."""
+        """Return a function that requests an image by seed."""
 
         async def send(seed: int) -> Answer:
             return await ask(
@@ -84,22 +84,25 @@ class Load:
 
 @dataclass(frozen=True)
 class CpuSeconds:
-    """What the server has computed so far: its ``door``, and its ``engine`` with whatever else it started."""
+    """CPU seconds of the server: of the API process (``door``) and of its child processes (``engine``)."""
 
     door: float
     engine: float
 
     @classmethod
     def of(cls, pid: int) -> CpuSeconds:
-        """As of now."""
+        """Return the CPU seconds until now."""
         process = psutil.Process(pid)
         times = [child.cpu_times() for child in process.children(recursive=True)]
-        own = process.cpu_times()
-        return cls(own.user + own.system, sum(one.user + one.system for one in times))
+        process_times = process.cpu_times()
+        return cls(
+            process_times.user + process_times.system,
+            sum(child_times.user + child_times.system for child_times in times),
+        )
 
 
 async def measure(load: Load) -> dict[str, Any]:
-    """All of it, in order."""
+    """Run all phases in order."""
     send = load.sender("load")
     alone = [await send(seed) for seed in range(NUM_SOLO)]
     solo_s = statistics.median(answer.seconds for answer in alone[1:])
@@ -142,26 +145,28 @@ async def measure(load: Load) -> dict[str, Any]:
 def judge(
     answers: Sequence[Answer], started_s: float, flood_s: float, saturated_per_s: float, recovery_s: float | None
 ) -> dict[str, Any]:
-    """What the flood showed, held against the goals."""
+    """Compare the results of the overload with the goals."""
     refused = [answer for answer in answers if answer.status == 429]
     painted = [answer.seconds for answer in answers if answer.status == 200]
-    told = [answer.retry_after_s for answer in refused]
+    retry_after_s = [answer.retry_after_s for answer in refused]
     share = goodput(answers, started_s, started_s + flood_s) / saturated_per_s
     rejection_p99_s = quantile([answer.seconds for answer in refused], 0.99)
     return {
-        "statuses": {str(status): number for status, number in sorted(Counter(one.status for one in answers).items())},
+        "statuses": {
+            str(status): number for status, number in sorted(Counter(answer.status for answer in answers).items())
+        },
         "rejection_s": {
             "p50": round(quantile([answer.seconds for answer in refused], 0.5), 4),
             "p99": round(rejection_p99_s, 4),
             "max": round(max((answer.seconds for answer in refused), default=0.0), 4),
         },
-        "retry_after_s": {str(told_s): number for told_s, number in sorted(Counter(map(str, told)).items())},
+        "retry_after_s": {str(delay_s): number for delay_s, number in sorted(Counter(map(str, retry_after_s)).items())},
         "painted_s": {"p50": round(quantile(painted, 0.5), 3), "p99": round(quantile(painted, 0.99), 3)},
         "goodput_share": round(share, 3),
         "recovery_s": recovery_s if recovery_s is None else round(recovery_s, 2),
         "goals": {
             "only 200 and 429": {answer.status for answer in answers} <= {200, 429},
-            "every 429 says when": all(one is not None and 1 <= one <= 60 for one in told),
+            "every 429 says when": all(delay_s is not None and 1 <= delay_s <= 60 for delay_s in retry_after_s),
             "rejections p99 under 50 ms": rejection_p99_s < GOALS["rejection_p99_s"],
             "goodput at least 90 % of saturated": share >= GOALS["goodput_share"],
             "back to normal within 5 s": recovery_s is not None and recovery_s <= GOALS["recovery_s"],
@@ -170,10 +175,10 @@ def judge(
 
 
 async def _saturated(load: Load) -> tuple[float, float]:
-    """Pictures a second with every tick full, and for each second the engine computed; a quarter is for beginning.
+    """Measure images per second with full ticks, and per CPU second of the engine, after a quarter for warm-up.
 
-    Every worker is a client of its own, so that none is refused: refusals take the engine's time from what it can do.
-    An address has ``MAX_KEYS_PER_ADDRESS`` clients at most.
+    Every worker has its own key, so that none is rejected: rejections take time from the engine. An address has
+    ``MAX_KEYS_PER_ADDRESS`` keys at most.
     """
     started_s = time.perf_counter()
     senders = [load.sender(f"worker {number}") for number in range(load.num_workers)]
@@ -183,15 +188,15 @@ async def _saturated(load: Load) -> tuple[float, float]:
 
     working = asyncio.create_task(saturate(send, num_workers=load.num_workers, seconds=load.saturated_s))
     await asyncio.sleep(0.25 * load.saturated_s)
-    begun = CpuSeconds.of(load.pid)
+    before = CpuSeconds.of(load.pid)
     await asyncio.sleep(0.75 * load.saturated_s)
-    ended = CpuSeconds.of(load.pid)
+    after = CpuSeconds.of(load.pid)
     rate = goodput(await working, started_s + 0.25 * load.saturated_s, started_s + load.saturated_s)
-    return rate, rate * 0.75 * load.saturated_s / (ended.engine - begun.engine)
+    return rate, rate * 0.75 * load.saturated_s / (after.engine - before.engine)
 
 
 async def _guests(load: Load, until_s: float) -> list[Answer]:
-    """Another client, with a picture now and then."""
+    """Request an image from another client now and then."""
     send, answers = load.sender("guest"), []
     while time.perf_counter() < until_s:
         answers.append(await send(0))
@@ -200,10 +205,10 @@ async def _guests(load: Load, until_s: float) -> list[Answer]:
 
 
 async def _recover(load: Load, solo_s: float) -> tuple[float | None, list[float]]:
-    """Seconds from the end of the flood until a single request that took as long as usual began; and what each took.
+    """Measure the seconds from the end of the overload to the first single request that is as fast as before.
 
-    Usual is what it took before, or what it takes at the end of all of them where that is more (but not half as much
-    again): a shared machine is now faster, now slower.
+    The reference is the time before the overload, or the final time if that is larger (by less than half), because the
+    speed of a shared machine varies. Also returns the time of each request.
     """
     send, ended_s = load.sender("later"), time.perf_counter()
     probes: list[tuple[float, Answer]] = []
@@ -217,7 +222,7 @@ async def _recover(load: Load, solo_s: float) -> tuple[float | None, list[float]
 
 
 async def _lag(until_s: float) -> list[float]:
-    """How late this process' own loop is."""
+    """Measure the lag of this process's event loop."""
     lags = []
     while (now_s := time.perf_counter()) < until_s:
         await asyncio.sleep(0.02)
@@ -227,7 +232,7 @@ async def _lag(until_s: float) -> list[float]:
 
 @contextmanager
 def serving(model: str, *, backlog_s: float, engine: str = "") -> Iterator[tuple[str, int]]:
-    """Address and process id of a server that is ready and is ended afterwards. ``engine``: more of that table."""
+    """Yield address and process id of a ready server, and stop it afterwards; ``engine`` adds to that config table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "serve.toml").write_text(f"[serve]\nmax_backlog_s = {backlog_s}\npage = false\n[engine]\n{engine}\n")
@@ -245,11 +250,11 @@ def serving(model: str, *, backlog_s: float, engine: str = "") -> Iterator[tuple
 def _ready(process: subprocess.Popen[bytes], folder: Path) -> str:
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s and process.poll() is None:
-        found = LISTENING.search((folder / "out").read_text())
+        match = LISTENING.search((folder / "out").read_text())
         try:
-            if found:
-                with urllib.request.urlopen(f"{found[1]}/readyz", timeout=5.0):
-                    return found[1]
+            if match:
+                with urllib.request.urlopen(f"{match[1]}/readyz", timeout=5.0):
+                    return match[1]
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.1)
@@ -268,10 +273,10 @@ def main(
     times: Annotated[float, typer.Option(help="How many times what it can do.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Overload a server and say how it took it."""
+    """Overload a server and report the results."""
     with serving(model, backlog_s=backlog_s) as (url, pid):
         load = Load(url, pid, num_steps, num_workers, saturated_s, flood_s, times)
-        found = asyncio.run(measure(load))
+        results = asyncio.run(measure(load))
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "overload",
@@ -283,7 +288,7 @@ def main(
         },
         "hardware": hardware("cpu") | {"load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
         "versions": versions(),
-        **found,
+        **results,
     }  # fmt: skip
     write(document, output or RESULTS / f"overload-{Path(model).name}-{now:%Y-%m-%d}.json")
     print(json.dumps(document, indent=1))

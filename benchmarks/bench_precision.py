@@ -1,11 +1,11 @@
-"""Precision benchmark: what a UNet row costs in each precision, and what the weights take.
+"""Precision benchmark: the cost of a UNet row and the size of the weights in each precision.
 
     python benchmarks/bench_precision.py
     python benchmarks/bench_precision.py --names float32,int8_static --rows 2,8 --rounds 9
 
-Arms take turns, call by call, so that whatever else the machine does falls on all alike; a reading is the median of the
-rounds, with the least and the most. Whether the pictures are any good is what ``diffserve sweep --gate`` says. The last
-line of stdout is one JSON document.
+Arms alternate call by call, so that other work on the machine affects all of them; results are the median of the
+rounds, with minimum and maximum. ``diffserve sweep --gate`` measures image quality. The last line of stdout is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(
     models = {name: load_model(model, dtype=name) for name in names.split(",")}
     readings = []
     for num_rows in map(int, rows.split(",")):
-        found: dict[str, list[float]] = {name: [] for name in models}
+        seconds: dict[str, list[float]] = {name: [] for name in models}
         for number in range(rounds + 1):  # the first warms up
             for name, loaded in models.items():
                 size = (*loaded.info.good_sizes[0][::-1], loaded.text.window_tokens)
@@ -51,8 +51,8 @@ def main(
                 started_s = time.perf_counter()
                 loaded.unet.predict(**inputs).cpu()  # a device is done when it is there
                 if number:
-                    found[name].append(1000 * (time.perf_counter() - started_s) / num_rows)
-        for name, each in found.items():
+                    seconds[name].append(1000 * (time.perf_counter() - started_s) / num_rows)
+        for name, each in seconds.items():
             reading = {"precision": name, "rows": num_rows, "row_ms": statistics.median(each)}
             readings.append(reading | {"least_ms": min(each), "most_ms": max(each)})
             spread = f"{min(each):.2f} to {max(each):.2f}"

@@ -1,11 +1,11 @@
-"""Preview benchmark: what a live preview costs beside the VAE's decode of the same latents, and how close it comes.
+"""Preview benchmark: the cost of a live preview against the VAE's decode of the same latents, and its fidelity.
 
     python benchmarks/bench_preview.py --model embedded
     python benchmarks/bench_preview.py --model /models/sd15 --device cuda
 
-Both run from latents on the device to pixels on the CPU, in turns, so that whatever else the machine does falls on both
-alike; each time is a median, and a ratio is of two medians. Closeness is measured on the embedded model's held-out
-scenes, whatever the model. One JSON document to stdout and to results/.
+Both run from latents on the device to pixels on the CPU, in turns, so that other work on the machine affects both; each
+time is a median, and a ratio is of two medians. Fidelity is measured on the embedded model's held-out scenes for every
+model. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Call = Callable[[], Any]
 
 
 def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every call in each of ``rounds``, after one warm-up; the order turns round each time."""
+    """Measure the milliseconds of every call in each of ``rounds``, after one warm-up, in alternating order."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(-1, rounds):
         for name in list(calls)[:: 1 if index % 2 else -1]:
@@ -46,7 +46,7 @@ def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
 
 
 def cost(model: DiffusionModel, latents: Tensor, rounds: int) -> dict[str, Any]:
-    """Cost of pictures and of previews of ``latents`` (B, C, h, w), and how many times cheaper a preview is."""
+    """Measure the cost of decodes and previews of ``latents`` (B, C, h, w), and their ratio."""
     calls: dict[str, Call] = {"vae": lambda: model.vae.decode(latents), "preview": lambda: model.preview(latents)}
     times = in_turns(calls, rounds)
     work = {name: giga_operations(call) for name, call in calls.items()}
@@ -60,9 +60,9 @@ def cost(model: DiffusionModel, latents: Tensor, rounds: int) -> dict[str, Any]:
 
 
 def closeness_db(model: DiffusionModel, num_scenes: int) -> dict[str, float]:
-    """PSNR in dB of previews of held-out scenes' latents against the VAE's decodes."""
-    found = preview_db(model, num_scenes)
-    return {"mean": round(statistics.mean(found), 2), **summary(found)}
+    """Compute the PSNR in dB of previews against the VAE's decodes on held-out scenes."""
+    values = preview_db(model, num_scenes)
+    return {"mean": round(statistics.mean(values), 2), **summary(values)}
 
 
 def main(

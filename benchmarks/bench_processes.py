@@ -1,15 +1,14 @@
-"""Processes benchmark: an engine on every core with one thread each, against one engine on all of them.
+"""Processes benchmark: one single-threaded engine per core, against one engine on all cores.
 
     python benchmarks/bench_processes.py
     python benchmarks/bench_processes.py --rounds 3 --requests 8 --model /models/sd15
 
-Two arms, each made of processes that load, warm up and wait: ``one`` engine with as many threads as there are cores,
-and as ``many`` engines of one thread. They paint in turns, there and back: the same mixed requests, all sent at once
-and dealt out in equal parts (pictures a second until the last is done), and one picture alone, which one engine of
-``many`` paints while the others wait. Each ratio is of two runs of the same round. Requests are dealt out anew every
-round, and pictures must be the same bytes whichever engine of an arm painted them; between one thread and several a
-network may round differently, and how many pictures are equal there is told, too. Progress goes to stderr, one JSON
-document to stdout and to results/.
+Two arms of processes that load, warm up and wait: ``one`` engine with a thread per core, and ``many`` engines of one
+thread. They alternate on the same mixed requests, sent at once and split evenly (images per second until the last is
+done), and on a single image, which one engine of ``many`` generates while the others wait. Each ratio compares two runs
+of one round. Requests are split differently every round, and images must have the same bytes on every engine of an arm;
+one thread and several may round differently, so the number of equal images between arms is reported. Progress goes to
+stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROMPT = "a fox next to a cactus"
 
 
 def serve(model: str, threads: int, steps: int, compile_: str) -> None:
-    """Be an engine: load, warm up, and paint what every line asks for: numbers of requests, or ``null`` for one."""
+    """Run as an engine process: each line of input lists request numbers, or is ``null`` for a single image."""
     import torch
 
     from diffserve.runtime.loading.library_imports import import_lean
@@ -70,7 +69,7 @@ def serve(model: str, threads: int, steps: int, compile_: str) -> None:
 
 
 def saturated(processes: Sequence[ArmProcess], num_requests: int, dealer: int) -> tuple[float, list[str]]:
-    """Requests 0 to ``num_requests``, dealt out from ``dealer`` on: pictures a second, and their digests in order."""
+    """Run requests 0 to ``num_requests``, split from ``dealer`` on; return images per second and ordered digests."""
     hands = [
         list(range((dealer + place) % len(processes), num_requests, len(processes))) for place in range(len(processes))
     ]
@@ -85,7 +84,7 @@ def saturated(processes: Sequence[ArmProcess], num_requests: int, dealer: int) -
 
 
 def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -> dict[str, Any]:
-    """Both arms in turns, after a turn of each that is not counted."""
+    """Measure both arms in turns, after an uncounted turn of each."""
     from benchmarks.report import summary
 
     rates: dict[str, list[float]] = {name: [] for name in arms}
@@ -105,8 +104,8 @@ def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -
         "pictures_per_s": {name: summary(each) for name, each in rates.items()},
         "alone_s": {name: summary(each) for name, each in alone_s.items()},
         "many_over_one": {
-            "pictures_per_s": summary([many / one for many, one in zip(rates["many"], rates["one"], strict=True)]),
-            "alone_s": summary([many / one for many, one in zip(alone_s["many"], alone_s["one"], strict=True)]),
+            "pictures_per_s": summary([a / b for a, b in zip(rates["many"], rates["one"], strict=True)]),
+            "alone_s": summary([a / b for a, b in zip(alone_s["many"], alone_s["one"], strict=True)]),
         },
         "pictures_equal_in_all_rounds": {name: equal(*each) for name, each in painted.items()},
         "pictures_equal_in_both_arms": equal(painted["one"][0], painted["many"][0]),
@@ -114,7 +113,7 @@ def measure(arms: dict[str, list[ArmProcess]], rounds: int, num_requests: int) -
 
 
 def equal(*runs: Sequence[str]) -> str:
-    """How many digests are the same in all ``runs``."""
+    """Count the digests that are equal in all ``runs``."""
     same = [len(set(digests)) == 1 for digests in zip(*runs, strict=True)]
     return f"{sum(same)} of {len(same)}"
 

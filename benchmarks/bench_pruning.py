@@ -41,7 +41,7 @@ WHOLE = "whole"
 
 
 def cost(path: str, dtype: str, settings: Settings) -> dict[str, Any]:
-    """What the UNet at ``path`` holds, and what a row at the native size takes."""
+    """Measure the size of the UNet at ``path`` and the time of a row at the native size."""
     needs = needs_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
     unet = next(part for part in needs.model.memory_report() if part.component == "unet")
     return {
@@ -94,8 +94,8 @@ def main(
             row.precision: {**cost(paths[row.precision], dtype, settings), **msgspec.to_builtins(row)}
             for row in report.rows
         }
-    for one in document["models"].values():
-        one.pop("engine_s")  # the models painted one after the other, not in turns
+    for result in document["models"].values():
+        result.pop("engine_s")  # the models painted one after the other, not in turns
     info = document["model"]
     write(document, out or RESULTS / f"pruning-{name}-{info['device']}-{info['dtype']}-{document['date'][:10]}.json")
     print(json.dumps(document))

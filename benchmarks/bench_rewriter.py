@@ -1,20 +1,20 @@
-"""What the text engine is worth for rewriting: against transformers' own continuous batching, and against itself.
+"""Text engine benchmark for rewriting: against transformers' own continuous batching, and against its own options.
 
     python benchmarks/bench_rewriter.py
     python benchmarks/bench_rewriter.py --model /models/smollm2-135m-instruct --style tags --device cuda
 
-Three questions, each with its goal.
+Three measurements, each with a goal.
 
-    crowd    8 wishes at once, each behind the shared system text: tokens a second, at least twice those of
+    crowd    8 wishes at once, each behind the shared system text: tokens per second, at least twice those of
              ``generate_batch`` (same weights, dtype and threads, its manager kept alive, prefixes shared, greedy)
-    first    8 wishes at once, and one alone: seconds to the first token, where the system text is in the page pool at
-             most a quarter of where every wish has to compute its own (cold: each behind a salt that nobody had)
-    lookup   one user, one wish after another as the rewriter asks them: time of the tokens after the first, with
+    first    8 wishes at once, and one alone: seconds to the first token, with the system text in the page pool at
+             most a quarter of the time without it (cold: each wish behind a unique salt)
+    lookup   one client, sequential wishes as the rewriter sends them: time of the tokens after the first, with
              prompt lookup at most 1 / 1.3 of that without
 
-Every figure is a median over interleaved pairs: the arms take turns at going first, and no wish comes twice. Beside
-wall time stands the processor time of all threads, which says more on a machine that has other work. Progress goes to
-stderr, one JSON document to stdout and to results/.
+Every figure is a median over interleaved pairs: the arms alternate in going first, and no wish is repeated. CPU time of
+all threads is reported in addition to wall time, for machines with other work. Progress goes to stderr, one JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ GOALS: Final = {"crowd": "at least 2", "first": "at most 0.25", "lookup": "at le
 
 
 def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
-    """Tokens a second of ``CROWD`` wishes at once: the peer, the engine, and the engine as the rewriter uses it."""
+    """Measure tokens per second of ``CROWD`` concurrent wishes: peer, engine, and engine with rewriter options."""
 
     def prompts() -> list[str]:
         return desk.prompts(CROWD, with_system=True)
 
-    found = in_turns(
+    measures_by_arm = in_turns(
         {
             "generate_batch": lambda: peer.together(prompts()),
             "engine": lambda: desk.together([desk.request(prompt, "off") for prompt in prompts()], None),
@@ -57,16 +57,20 @@ def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
         },
         rounds,
     )
-    asked = prompts()
-    answers = desk.texts.generate([desk.request(prompt, "off") for prompt in asked])
-    pairs = zip(answers, peer.generate(asked), strict=True)
+    compared_prompts = prompts()
+    answers = desk.texts.generate([desk.request(prompt, "off") for prompt in compared_prompts])
+    pairs = zip(answers, peer.generate(compared_prompts), strict=True)
+    num_equal = sum(list(answer.results[0].token_ids) == peer_tokens for answer, peer_tokens in pairs)
     document: dict[str, Any] = {
         "users": CROWD,
         "prompt_tokens": answers[0].usage.prompt_tokens,
-        "equal_answers": f"{sum(list(ours.results[0].token_ids) == theirs for ours, theirs in pairs)} of {CROWD}",
+        "equal_answers": f"{num_equal} of {CROWD}",
     }
     for unit, seconds in clocks():
-        rates = {name: [one.tokens / seconds(one) for one in measures] for name, measures in found.items()}
+        rates = {
+            name: [measure.tokens / seconds(measure) for measure in measures]
+            for name, measures in measures_by_arm.items()
+        }
         document[f"tokens_per_{unit}"] = {name: figures(values) for name, values in rates.items()}
         document[f"over_generate_batch_by_{unit}"] = {
             name: compared(rates[name], rates["generate_batch"]) for name in ("engine", "rewriter")
@@ -75,14 +79,14 @@ def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
 
 
 def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
-    """Seconds until a wish has its first token, with the system text in the page pool and without."""
+    """Measure the seconds to the first token, with and without the system text in the page pool."""
     document: dict[str, Any] = {}
     for users in (CROWD, 1):
         arms = {name: partial(desk.first_tokens, users, is_warm=name == "warm") for name in ("cold", "warm")}
-        found = in_turns(arms, rounds)
+        measures_by_arm = in_turns(arms, rounds)
         part: dict[str, Any] = {}
         for unit, seconds in clocks():
-            times = {name: [seconds(one) for one in measures] for name, measures in found.items()}
+            times = {name: [seconds(measure) for measure in measures] for name, measures in measures_by_arm.items()}
             part[f"ms_by_{unit}"] = {name: figures(values, 1e3) for name, values in times.items()}
             part[f"warm_over_cold_by_{unit}"] = compared(times["warm"], times["cold"])
         document[f"{users} at once" if users > 1 else "alone"] = part
@@ -90,27 +94,27 @@ def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
 
 
 def lookup(desk: Desk, rounds: int) -> dict[str, Any]:
-    """Time of each token after the first for one user, with prompt lookup and without."""
+    """Measure the time of each token after the first for one client, with and without prompt lookup."""
     document: dict[str, Any] = {}
     for name, with_system in (("as the rewriter asks", False), ("behind the shared system text", True)):
         before = desk.texts.stats()
         pairs = [_pair(desk, index, with_system=with_system) for index in range(-WARM_UPS, rounds)][WARM_UPS:]
         after = desk.texts.stats()
         drafted = after.draft_tokens - before.draft_tokens
-        found: dict[str, Any] = {
+        figures_of_case: dict[str, Any] = {
             "drafted_tokens": drafted,
             "acceptance": round((after.accepted_tokens - before.accepted_tokens) / max(drafted, 1), 3),
         }
         for unit, seconds in clocks():
             times = {arm: [seconds(pair[arm]) / pair[arm].tokens for pair in pairs] for arm in ("off", "on")}
-            found[f"ms_per_token_by_{unit}"] = {arm: figures(values, 1e3) for arm, values in times.items()}
-            found[f"speedup_by_{unit}"] = compared(times["off"], times["on"])
-        document[name] = found
+            figures_of_case[f"ms_per_token_by_{unit}"] = {arm: figures(values, 1e3) for arm, values in times.items()}
+            figures_of_case[f"speedup_by_{unit}"] = compared(times["off"], times["on"])
+        document[name] = figures_of_case
     return document | {"goal": GOALS["lookup"]}
 
 
 def _pair(desk: Desk, index: int, *, with_system: bool) -> dict[str, Measure]:
-    """``CROWD`` wishes, one after another, with and without drafts; odd rounds begin with, even ones without."""
+    """Run ``CROWD`` sequential wishes with and without drafts; the order alternates by round."""
     arms: tuple[tuple[str, Speculation], ...] = (("off", "off"), ("on", "prompt_lookup"))
     prompts = desk.prompts(CROWD, with_system=with_system)
     return {
@@ -120,24 +124,24 @@ def _pair(desk: Desk, index: int, *, with_system: bool) -> dict[str, Measure]:
 
 
 def _sum(measures: Sequence[Measure]) -> Measure:
-    wall_s, cpu_s = sum(one.wall_s for one in measures), sum(one.cpu_s for one in measures)
-    return Measure(wall_s, cpu_s, sum(one.tokens for one in measures))
+    wall_s, cpu_s = sum(measure.wall_s for measure in measures), sum(measure.cpu_s for measure in measures)
+    return Measure(wall_s, cpu_s, sum(measure.tokens for measure in measures))
 
 
 def clocks() -> tuple[tuple[str, Callable[[Measure], float]], ...]:
-    """The two kinds of seconds, by name."""
-    return ("s", lambda one: one.wall_s), ("cpu_s", lambda one: one.cpu_s)
+    """Return the two kinds of seconds by name."""
+    return ("s", lambda measure: measure.wall_s), ("cpu_s", lambda measure: measure.cpu_s)
 
 
 def shared_system(style: Style) -> str:
-    """The system text that requests share: the style's own, or where it has none the embedded rewriter's."""
+    """Return the shared system text: the style's own, else the embedded rewriter's."""
     from diffserve.training.rewriter_model import system_prompt
 
     return style.prompt.system_for(CLIP_TOKENS) or system_prompt()
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -51,20 +51,20 @@ Choose = Callable[[GenerationRequest, float, dict[str, float]], str]
 
 
 class Arrival(NamedTuple):
-    """A request, and when it comes; time is counted in UNet rows of one member."""
+    """Request with its arrival time, counted in UNet rows of one member."""
 
     at: float
     request: GenerationRequest
 
     @property
     def cost(self) -> float:
-        """Its rows."""
+        """Number of UNet rows."""
         params = self.request.diffusion
         return float((params.num_steps or 0) * (2 if (params.guidance_scale or 0.0) > 1.0 else 1))
 
 
 class Outcome(NamedTuple):
-    """Pages asked for, those found, and the mean wait in mean requests."""
+    """Number of pages requested and found, and the mean wait in mean requests."""
 
     asked_pages: int
     found_pages: int
@@ -72,14 +72,14 @@ class Outcome(NamedTuple):
 
 
 def drawn(count: int, *, members: int, load: float, seed: int) -> list[Arrival]:
-    """A trace that keeps ``members`` busy for a ``load`` of the time."""
+    """Draw a trace that keeps ``members`` busy for a share ``load`` of the time."""
     draw = random.Random(seed)
     subjects = [prompt for _, prompt in held_out(400)]
     words = sorted({word for prompt in subjects for word in prompt.split()})
     authors: list[tuple[str, str, str]] = []
-    made: list[GenerationRequest] = []
+    requests: list[GenerationRequest] = []
     for number in range(count):
-        if len(authors) < NEAR or draw.random() < 0.1:  # a new author, so that nobody stays for ever
+        if len(authors) < NEAR or draw.random() < 0.1:  # a new author, so that authors change over time
             style, negative = (" ".join(draw.choices(words, k=draw.randint(*some))) for some in ((12, 30), (0, 20)))
             authors = [*authors[-NEAR + 1 :], (style, draw.choice(subjects), negative)]
         place = draw.randrange(len(authors))
@@ -91,10 +91,10 @@ def drawn(count: int, *, members: int, load: float, seed: int) -> list[Arrival]:
         [num_steps] = draw.choices(list(STEPS), list(STEPS.values()))
         params = DiffusionParams(num_steps=num_steps, guidance_scale=draw.choice(GUIDANCE))
         prompt = subject if asks == "new" else f"{style} {subject}"
-        made.append(GenerationRequest(prompt=prompt, negative_prompt=negative, seed=number, diffusion=params))
-    gap = mean(Arrival(0.0, one).cost for one in made) / (members * load)
+        requests.append(GenerationRequest(prompt=prompt, negative_prompt=negative, seed=number, diffusion=params))
+    gap = mean(Arrival(0.0, request).cost for request in requests) / (members * load)
     now, placed = 0.0, []
-    for request in made:
+    for request in requests:
         now += draw.expovariate(1.0 / gap)
         placed.append(Arrival(now, request))
     return placed
@@ -106,7 +106,7 @@ def run(trace: Sequence[Arrival], choose: Choose, *, members: int, pool_windows:
     page_bytes = PagePlan.smallest_page_bytes([SPEC])
     pools = {str(number): PagePool.for_specs(pages * page_bytes, [SPEC]) for number in range(members)}
     free_at = dict.fromkeys(pools, 0.0)
-    asked = found = 0
+    num_pages = num_found = 0
     waits = []
     for arrival in trace:
         queues = {member: max(0.0, until - arrival.at) for member, until in free_at.items()}
@@ -118,14 +118,14 @@ def run(trace: Sequence[Arrival], choose: Choose, *, members: int, pool_windows:
             table, num_cached = pools[member].open(SPEC.tenant, ids, reserve=len(ids))
             pools[member].commit(table, ids)
             pools[member].close(table)
-            asked += SPEC.num_logical_pages(len(ids))
-            found += SPEC.num_logical_pages(num_cached)
-    return Outcome(asked, found, mean(waits) / mean(arrival.cost for arrival in trace))
+            num_pages += SPEC.num_logical_pages(len(ids))
+            num_found += SPEC.num_logical_pages(num_cached)
+    return Outcome(num_pages, num_found, mean(waits) / mean(arrival.cost for arrival in trace))
 
 
 @cache
 def window(text: str) -> tuple[int, ...]:
-    """The ids that the embedded model's tokenizer makes of ``text``, in a window as long as Stable Diffusion's."""
+    """Tokenize ``text`` with the embedded model's tokenizer into a window as long as Stable Diffusion's."""
     ids = _tokenizer()(text, truncation=True, max_length=WINDOW_TOKENS).input_ids
     return tuple(ids + ids[-1:] * (WINDOW_TOKENS - len(ids)))
 
@@ -139,7 +139,7 @@ def _tokenizer() -> Any:
 
 
 def routed(bounds: AffinityWeights | None = None) -> Choose:
-    """By a router, which hears what was sent."""
+    """Return a policy that uses the product's router."""
     router = Router(bounds)
 
     def choose(request: GenerationRequest, cost: float, queues: dict[str, float]) -> str:
@@ -152,13 +152,13 @@ def routed(bounds: AffinityWeights | None = None) -> Choose:
 
 
 def at_random(seed: int = 0) -> Choose:
-    """To anybody."""
+    """Return a policy that picks a random member."""
     draw = random.Random(seed)
     return lambda _request, _cost, queues: draw.choice(sorted(queues))
 
 
 def shortest(_request: GenerationRequest, _cost: float, queues: dict[str, float]) -> str:
-    """To whoever has the least to do."""
+    """Pick the member with the least queued work."""
     return min(queues, key=lambda member: queues[member])
 
 
@@ -169,20 +169,24 @@ def main(
     bounds: Annotated[str, typer.Option(help="Of the prefix, with commas between.")] = "0.25,0.5,1,2",
     out: Annotated[Path | None, typer.Option(help="Where the document goes.")] = None,
 ) -> None:
-    """Measure, and write it down."""
+    """Measure, and write the document."""
     rows = []
     for num_members in map(int, members.split(",")):
         trace = drawn(requests, members=num_members, load=load, seed=17)
-        one = run(trace, shortest, members=1).found_pages
-        large = run(trace, shortest, members=1, pool_windows=POOL_WINDOWS * num_members).found_pages
+        found_by_one = run(trace, shortest, members=1).found_pages
+        found_by_large = run(trace, shortest, members=1, pool_windows=POOL_WINDOWS * num_members).found_pages
         arms: dict[str, Choose] = {"random": at_random(), "shortest": shortest}
         arms |= {f"router {bound}": routed(AffinityWeights(prefix=float(bound))) for bound in bounds.split(",")}
         for name, choose in arms.items():
             outcome = run(trace, choose, members=num_members)
             share, wait = outcome.found_pages / outcome.asked_pages, round(outcome.mean_wait, 3)
-            told = {"of_asked": share, "of_one": outcome.found_pages / one, "of_one_large": outcome.found_pages / large}
-            found = {f"found_{name}": round(part, 3) for name, part in told.items()}
-            rows.append({"members": num_members, "arm": name, **found, "mean_wait_in_requests": wait})
+            shares = {
+                "of_asked": share,
+                "of_one": outcome.found_pages / found_by_one,
+                "of_one_large": outcome.found_pages / found_by_large,
+            }
+            found_shares = {f"found_{name}": round(part, 3) for name, part in shares.items()}
+            rows.append({"members": num_members, "arm": name, **found_shares, "mean_wait_in_requests": wait})
     now = datetime.datetime.now(datetime.UTC)
     document = {
         "benchmark": "routing",

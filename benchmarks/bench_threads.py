@@ -1,13 +1,13 @@
-"""Threads benchmark: a picture beside busy neighbours, on one thread, on all, and on as many as prove fastest.
+"""Threads benchmark: an image on a busy machine with one thread, with all, and with the fastest measured number.
 
     python benchmarks/bench_threads.py
     python benchmarks/bench_threads.py --loads 0,2 --rounds 9 --model /models/sd15
 
-A neighbour is a child process that computes and nothing else; it ends with this program, or by itself after ten
-minutes. Each arm is a process of its own, for how long threads spin is settled when torch is loaded. ``today`` is what
-torch does by itself: all cores, and the spinning that the OpenMP library is built with. The arms paint the same picture
-in turns, so that whatever else the machine does falls on all alike; each ratio is the median of the rounds'. The first
-picture after the neighbours have changed is told apart. One JSON document to stdout and to results/.
+The load is child processes that only compute; they end with this program, or after ten minutes. Each arm is a separate
+process, because spinning is fixed when torch is loaded. ``today`` is torch's default: all cores, and the spinning of
+the OpenMP library. The arms generate the same image in turns, so that other work on the machine affects all of them;
+each ratio is the median of the rounds. The first image after the load has changed is reported separately. One JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BURNER = f"import time\nend = time.monotonic() + {BURN_S}\nwhile time.monotonic(
 
 
 def serve_arm(name: str, model: str, steps: int) -> None:
-    """Be an arm: load, warm up, and paint for every line that comes."""
+    """Run as an arm: load, warm up, and generate an image for every line of input."""
     import torch
 
     from diffserve.runtime.loading.library_imports import import_lean
@@ -60,7 +60,7 @@ def serve_arm(name: str, model: str, steps: int) -> None:
 
 @contextmanager
 def burning(count: int) -> Iterator[None]:
-    """``count`` busy neighbours for the length of the block."""
+    """Run ``count`` busy processes during the block."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(count)]
     try:
         yield
@@ -71,7 +71,7 @@ def burning(count: int) -> Iterator[None]:
 
 
 def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, Any]:
-    """One point: all arms in turns beside ``load`` neighbours, ``today`` only once, for it takes minutes there."""
+    """Measure one point: all arms in turns under ``load`` processes; the slow arm ``today`` runs only once."""
     with burning(load):
         first = {name: arm.ask("paint") for name, arm in arms.items()}
         names = [name for name in arms if name != "today" or not load]
@@ -82,7 +82,7 @@ def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, An
     return {
         "neighbours": load,
         "load_average": round(os.getloadavg()[0], 2),
-        "first_s": {name: round(told["s"], 3) for name, told in first.items()},
+        "first_s": {name: round(result["s"], 3) for name, result in first.items()},
         "s": {name: summary([turn[name]["s"] for turn in turns]) for name in names},
         "threads_of_auto": [turn["auto"]["threads"] for turn in turns],
         "auto_over_better_of_one_and_all": ratio(turns, "auto", ("one", "all")),
@@ -91,13 +91,13 @@ def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, An
 
 
 def ratio(turns: Sequence[dict[str, dict[str, Any]]], name: str, others: Sequence[str]) -> float:
-    """Median over the rounds of ``name``'s seconds in those of whichever of ``others`` has the smaller median."""
+    """Return the median ratio of ``name``'s seconds to those of the arm in ``others`` with the smallest median."""
     best = min(others, key=lambda other: statistics.median(turn[other]["s"] for turn in turns))
     return round(float(statistics.median(turn[name]["s"] / turn[best]["s"] for turn in turns)), 3)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 3),
         "min": round(min(values), 3),

@@ -1,16 +1,16 @@
-"""Are times left told truly? Every event of a mixed load beside when its picture came.
+"""Accuracy of time-left estimates: every event of a mixed load against the time when its image was finished.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_time_left.py --model embedded
 
-The engine paints on a clock of its own, the processor time of the thread that ticks (``painted_trace``), so that
-neighbours on a shared machine do not count. Requests are of ``KEYS`` keys, some of batch priority, with 4 to 50 steps
-in two sizes. An error is (told - true) / true, of what came more than ``LEAST_S`` later.
+The engine runs on the CPU time of its own thread (``painted_trace``), so that other work on the machine does not count.
+Requests come from ``KEYS`` keys, some of batch priority, with 4 to 50 steps in two sizes. An error is (estimate - true)
+/ true, for true times above ``LEAST_S``.
 
-alone        each comes when the one before it is done
-all at once  and none after them, which is what the forecast knows of
-load         Poisson arrivals at ``--loads`` times what it can do. What the forecast cannot know, those who come later
-             and go first, is in ``steps``; ``until_next`` are those of its events after which nobody came before the
-             picture was there
+alone        each request arrives when the one before it is done
+all at once  all requests arrive together, which matches the forecast's assumption
+load         Poisson arrivals at ``--loads`` times the capacity. ``steps`` includes requests that arrive later and go
+             first, which the forecast cannot know; ``until_next`` covers events without a later arrival before the
+             image was finished
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -48,9 +48,9 @@ BATCH_EVERY: Final = 6
 SIZES: Final = ((128, 128), (192, 128))
 
 
-def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """How far what was told is from the truth, of (told, true) seconds."""
-    errors = [(told_s - true_s) / true_s for told_s, true_s in told if true_s > LEAST_S]
+def spread(estimates: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Summarize the errors of (estimate, true) seconds."""
+    errors = [(estimate_s - true_s) / true_s for estimate_s, true_s in estimates if true_s > LEAST_S]
     if not errors:
         return {"events": 0}
     far = [abs(error) for error in errors]
@@ -59,13 +59,13 @@ def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
         "median": round(statistics.median(errors), 3),
         "median_far": round(quantile(far, 0.5), 3),
         "p90_far": round(quantile(far, 0.9), 3),
-        "within_20_percent": round(statistics.fmean(one <= WITHIN for one in far), 3),
+        "within_20_percent": round(statistics.fmean(error <= WITHIN for error in far), 3),
     }
 
 
 def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> dict[str, Any]:
-    """Paint ``trace`` and hold its events against the truth: those with steps, and those that let a request in."""
-    told: list[tuple[str, float, float]] = []
+    """Run ``trace`` and compare the estimates of its progress and admission events with the true times."""
+    estimates: list[tuple[str, float, float]] = []
     num_silent, began_s = 0, clock()
     done: dict[str, float] = {}
     accepted: dict[str, float] = {}
@@ -76,7 +76,7 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
             case Accepted() if event.seconds_left is not None:
                 accepted[event.request_id] = event.seconds_left
             case Progress() if event.seconds_left is not None:
-                told.append((event.request_id, event.seconds_left, now_s))
+                estimates.append((event.request_id, event.seconds_left, now_s))
             case Progress():
                 num_silent += 1
             case Painted():
@@ -84,28 +84,32 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
 
     painted = run(engine, clock, trace, watch)
     latency_s = dict(zip(done, (0.0,) * len(done), strict=True))
-    for place, one in enumerate(painted.served):
+    for place, request in enumerate(painted.served):
         name = next(name for name in latency_s if name.endswith(f" {place}"))
-        latency_s[name] = one.latency_s or 0.0
-    arrivals_s = [began_s + one.arrival_s for one in trace]
-    quiet = [one for one in told if not any(one[2] < arrival_s < done[one[0]] for arrival_s in arrivals_s)]
+        latency_s[name] = request.latency_s or 0.0
+    arrivals_s = [began_s + request.arrival_s for request in trace]
+    quiet = [
+        request
+        for request in estimates
+        if not any(request[2] < arrival_s < done[request[0]] for arrival_s in arrivals_s)
+    ]
     return {
         "requests": len(trace),
         "without_a_time": num_silent,
-        "steps": spread([(seconds, done[name] - at_s) for name, seconds, at_s in told]),
+        "steps": spread([(seconds, done[name] - at_s) for name, seconds, at_s in estimates]),
         "until_next": spread([(seconds, done[name] - at_s) for name, seconds, at_s in quiet]),
         "accepted": spread([(seconds, latency_s[name]) for name, seconds in accepted.items()]),
     }
 
 
 def requests(count: int, seed: int) -> list[Recorded]:
-    """Of several keys, some of batch priority."""
+    """Draw requests of several keys, some of batch priority."""
     drawn = mixed(count, SIZES, seed=seed)
     return [
         msgspec.structs.replace(
-            one, client=f"key {place % KEYS}", priority="batch" if place % BATCH_EVERY == 0 else "interactive"
+            request, client=f"key {place % KEYS}", priority="batch" if place % BATCH_EVERY == 0 else "interactive"
         )
-        for place, one in enumerate(drawn)
+        for place, request in enumerate(drawn)
     ]
 
 
@@ -116,7 +120,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Precision.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
 ) -> None:
-    """Paint, and say how true the times left were."""
+    """Run all parts, and report the errors of the estimates."""
     torch.set_num_threads(1)
     clock = WorkingTime()
     loaded = load_model(model, dtype=dtype)
@@ -125,7 +129,8 @@ def main(
     document = head("time-left", model, loaded.info) | {"count": count, "parts": {}}
     run(engine, clock, requests(6, seed=5))
     apart = [
-        msgspec.structs.replace(one, arrival_s=APART_S * place) for place, one in enumerate(requests(count, seed=1))
+        msgspec.structs.replace(request, arrival_s=APART_S * place)
+        for place, request in enumerate(requests(count, seed=1))
     ]
     parts = {"alone": measure(engine, clock, apart)}
     begun_s = clock()

@@ -1,13 +1,13 @@
-"""UNet benchmark: ms a row by number of rows, ours as served against torch, its compiler, OpenVINO and onnxruntime.
+"""UNet benchmark: ms a row by number of rows, as served and with torch, its compiler, OpenVINO and onnxruntime.
 
     python benchmarks/bench_unet.py
     python benchmarks/bench_unet.py --rows 1,2 --arms torch,ours,openvino-bf16 --rounds 2
 
-The arms take turns and go the other way round in every second round, so that whatever else the machine does falls on
-all alike; a turn is one call that is not counted and the median of ``--calls``. Beside every figure stands the largest
-relative error of a row (2-norm) against the network in float32, and whether a row has the same bytes as in the smallest
-call. An arm that cannot run is named with the reason and left out; what an arm took to be made is told apart. Packages
-of ours are those of ``diffserve warm``. Progress goes to stderr, one JSON document to stdout and to results/.
+The arms alternate and reverse their order in every second round, so that other work on the machine affects all of them;
+a turn is one uncounted call and the median of ``--calls``. Every figure comes with the largest relative error of a row
+(2-norm) against the network in float32, and with whether a row has the same bytes as in the smallest call. An arm that
+cannot run is reported with the reason; build times are reported separately. The engine uses the packages of
+``diffserve warm``. Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ GOAL = "ours at most 1.1 of openvino-bf16"
 
 
 def say(text: str) -> None:
-    """Progress for eyes."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def relative_error(output: Tensor, wanted: Tensor) -> float:
-    """The largest of the rows', each the 2-norm of the difference over that of ``wanted``."""
-    difference = (output - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+def relative_error(output: Tensor, reference: Tensor) -> float:
+    """Return the largest relative error of a row, the 2-norm of the difference over that of ``reference``."""
+    difference = (output - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
     return float(difference.max())
 
 
 def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Ms a row of every arm, one reading a round."""
+    """Measure the milliseconds per row of every arm, one reading a round."""
     row_ms: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in arms if number % 2 == 0 else reversed(arms):
@@ -63,10 +63,10 @@ def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int
 
 
 def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tensor], **turns: int) -> dict[str, Any]:
-    """One point: every arm that runs with ``num_rows`` rows. ``first``: what each gave in the smallest call."""
+    """Measure one point: every arm that runs with ``num_rows`` rows; ``first`` is their output of the smallest call."""
     arms: dict[str, Predict] = {}
     point: dict[str, Any] = {"rows": num_rows, "arms": {}, "left_out": {}}
-    wanted = peers.reference(num_rows)
+    reference = peers.reference(num_rows)
     for name in names:
         started_s = time.perf_counter()
         try:
@@ -84,18 +84,18 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
             "precision": ARMS[name].precision or str(peers.model.dtype).removeprefix("torch."),
             "calls_of": peers.calls(name, num_rows),
             "made_in_s": round(made_s, 1),
-            "relative_error": relative_error(output, wanted),
+            "relative_error": relative_error(output, reference),
             "bytes_equal_to_smallest_call": torch.equal(output[: len(first[name])], first[name]),
         }
         say(f"{num_rows:3} rows {name:16} made in {made_s:.1f} s")
     row_ms = in_turns(arms, num_rows, **turns)
-    ours = next((name for name in OURS if name in row_ms), None)
-    for name, found in point["arms"].items():
-        found["row_ms"] = summary(row_ms[name])
-        if ours is not None and name not in OURS:
-            found["ours_over_it"] = summary([a / b for a, b in zip(row_ms[ours], row_ms[name], strict=True)])
-        say(f"{num_rows:3} rows {name:16} {found['row_ms']['median']:8.2f} ms a row")
-    return {**point, "ours": ours}
+    engine_arm = next((name for name in OURS if name in row_ms), None)
+    for name, arm in point["arms"].items():
+        arm["row_ms"] = summary(row_ms[name])
+        if engine_arm is not None and name not in OURS:
+            arm["ours_over_it"] = summary([a / b for a, b in zip(row_ms[engine_arm], row_ms[name], strict=True)])
+        say(f"{num_rows:3} rows {name:16} {arm['row_ms']['median']:8.2f} ms a row")
+    return {**point, "ours": engine_arm}
 
 
 def main(

@@ -1,9 +1,9 @@
-"""Watermark benchmark: what the mark costs, how loud it is, what it outlives, and whether it is found where it is not.
+"""Watermark benchmark: cost, visibility, robustness and false positives.
 
     python benchmarks/bench_watermark.py
 
-Times are medians of turns: a PNG of 512 x 512 with the mark and without, and the mark alone, beside one picture of that
-size painted by the embedded model. Photographs stand in as colours with their spectrum, noise as itself. One JSON
+Times are medians of turns: a PNG of 512 x 512 with the mark and without, and the mark alone, compared with one image of
+that size by the embedded model. Photographs are simulated as colors with their spectrum, noise as itself. One JSON
 document to stdout and to results/.
 """
 
@@ -39,7 +39,7 @@ Change = Callable[[Picture], Picture]
 
 
 def photo_like(seed: int, side_px: int) -> Picture:
-    """Colours that go together and a spectrum that falls with frequency, as photographs have them."""
+    """Generate an image with the color correlation and the falling spectrum of photographs."""
     rng, steps = np.random.default_rng(seed), np.fft.fftfreq(side_px)
     falls = np.maximum(np.hypot(*np.meshgrid(steps, steps)), 1 / side_px)[..., None]
     noise = np.fft.fft2(rng.normal(size=(side_px, side_px, 3)), axes=(0, 1)) / falls
@@ -48,7 +48,7 @@ def photo_like(seed: int, side_px: int) -> Picture:
 
 
 def saved(picture: Picture, kind: str, quality: int) -> Picture:
-    """``picture`` as it comes back from a JPEG or WebP."""
+    """Return ``picture`` after encoding as JPEG or WebP."""
     file = BytesIO()
     Image.fromarray(picture.array).save(file, kind, quality=quality)
     return Picture.from_array(np.asarray(Image.open(file).convert("RGB")))
@@ -66,18 +66,18 @@ CHANGES: Final[dict[str, Change]] = {
 
 
 def outlived(side_px: int) -> dict[str, Any]:
-    """Of marked pictures of that side, in how many the mark is found after each change, and how loud it is."""
+    """Count the marked images of a size in which the mark is detected after each change, and its visibility."""
     pictures = [photo_like(seed, side_px) for seed in range(MARKED)]
     marked = [embed(picture, "generated") for picture in pictures]
     pairs = zip(marked, pictures, strict=True)
-    errors = [float(((one.array.astype(float) - other.array) ** 2).mean()) for one, other in pairs]
-    found = {name: sum(detect(change(one)) is not None for one in marked) for name, change in CHANGES.items()}
+    errors = [float(((image.array.astype(float) - original.array) ** 2).mean()) for image, original in pairs]
+    detected = {name: sum(detect(change(image)) is not None for image in marked) for name, change in CHANGES.items()}
     psnr_db = [10 * float(np.log10(255**2 / error)) for error in errors]
-    return {"side_px": side_px, "of": MARKED, "found": found, "psnr_db": summary(psnr_db)}
+    return {"side_px": side_px, "of": MARKED, "found": detected, "psnr_db": summary(psnr_db)}
 
 
 def unmarked() -> Iterator[tuple[str, Picture]]:
-    """Pictures that nobody marked."""
+    """Yield images without a mark."""
     for seed in range(NUM_NOISE):
         pixels = np.random.default_rng(seed).integers(0, 256, (SIDE_PX, SIDE_PX, 3), dtype=np.uint8)
         yield "noise", Picture.from_array(pixels)
@@ -110,8 +110,8 @@ def main(
     document["share_of_request"] = round(statistics.median(times["mark"]) / (1e3 * painted_s), 5)
     document["outlived"] = [outlived(side_px) for side_px in (SIDE_PX, 128)]
     wrong = {"noise": 0, "photographs": 0}
-    for kind, one in unmarked():
-        wrong[kind] += detect(one) is not None
+    for kind, image in unmarked():
+        wrong[kind] += detect(image) is not None
     document["false_positives"] = {
         "noise": [wrong["noise"], NUM_NOISE],
         "photographs": [wrong["photographs"], NUM_PHOTOS],

@@ -1,7 +1,7 @@
-"""How many GPUs for a load at an SLO, and what breaks first: ``python benchmarks/capacity.py`` writes docs/capacity.md.
+"""Capacity planning: GPUs for a load at an SLO, and the first bottleneck; writes docs/capacity.md.
 
-    python benchmarks/capacity.py                 # simulate anew, and write figures and page: ten minutes
-    python benchmarks/capacity.py --page-only     # the page from the figures that are there
+    python benchmarks/capacity.py                 # simulate, and write figures and page: ten minutes
+    python benchmarks/capacity.py --page-only     # write the page from the existing figures
 
 Engines are simulated (``simulator.py``) over the cost of their calls. It was measured on a CPU and on an H200
 (``gpu_suite.py``), and is predicted for other GPUs from the roofline (``diffserve.runtime.dry_run``), the share of it
@@ -121,14 +121,14 @@ def assumptions(launches_s: Sequence[float]) -> tuple[Assumptions, Assumptions, 
 
 @cache
 def needs_of_model(model: str) -> Needs:
-    """The work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, counted without a GPU."""
+    """Count the work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, without a GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         path = save_hollow_model(model, Path(scratch), dtype=torch.bfloat16)
         return needs_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
 
 
 def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
-    """Predicted costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
+    """Predict the costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
 
     def seconds(work: Work, reached: float) -> float:
         return max(gpu.seconds(work, torch.bfloat16) / reached, assumed.launch_s * len(work.kernels))
@@ -144,7 +144,7 @@ def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
 
 
 def suite_costs(model: str, row: str) -> Costs:
-    """Costs of eager calls of ``model`` as ``row`` of ``SUITE`` measured them."""
+    """Return the costs of eager calls of ``model`` from ``row`` of ``SUITE``."""
     document = json.loads(SUITE.read_text(encoding="utf-8"))
     curve = document["rows"][row]["points"]["curve"]["result"]["points"]
     width_px, height_px = needs_of_model(model).model.info.good_sizes[0]
@@ -159,8 +159,9 @@ def suite_costs(model: str, row: str) -> Costs:
 
 
 def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dict[str, Any]:
-    """The most load under which ``num_engines`` keep ``WITHIN`` of the mixed workload within ``slo_s``; loads are
-    looked at by halving, so that they count as ordered.
+    """Find the highest load at which ``num_engines`` keep ``WITHIN`` of the mixed workload within ``slo_s``.
+
+    The search is a bisection over ordered loads.
     """
     config = EngineConfig(max_waiting=100_000)
     requests = mixed(num_requests, costs.sizes, seed=1)
@@ -169,27 +170,27 @@ def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dic
     while low < high:
         middle = (low + high) // 2
         arrivals = loaded(requests, costs, LOADS[middle], engines=num_engines, seed=2)
-        found = replay(arrivals, costs, config, num_engines=num_engines)
-        latencies = [one.latency_s for one in found.served]
+        outcome = replay(arrivals, costs, config, num_engines=num_engines)
+        latencies = [request.latency_s for request in outcome.served]
         within_s = quantile(latencies, WITHIN)
         if within_s <= slo_s:
             best = {"load": LOADS[middle], "p95_s": within_s, "p50_s": quantile(latencies, 0.5)}
             low = middle + 1
         else:
             high = middle
-    told = {"engines": num_engines, "requests": num_requests, "full_per_s": full_per_s}
+    result = {"engines": num_engines, "requests": num_requests, "full_per_s": full_per_s}
     if best is None:
-        return told | {"load": None, "per_s": 0.0}
-    return told | best | {"per_s": best["load"] * full_per_s}
+        return result | {"load": None, "per_s": 0.0}
+    return result | best | {"per_s": best["load"] * full_per_s}
 
 
 def full_rate_per_s(costs: Costs) -> float:
-    """Images a second of the mixed workload when all ticks of an engine are full."""
+    """Compute the images per second of the mixed workload when all ticks of an engine are full."""
     return capacity_per_s(mixed(500, costs.sizes, seed=1), costs, EngineConfig(max_waiting=100_000))
 
 
 def predicted_ranges(model: str, gpu: GPU, launches_s: Sequence[float]) -> dict[str, Any]:
-    """The range of each figure of an arm, by ``assumptions``: of times, and of the rate as factors on it."""
+    """Return the range of each figure of an arm by ``assumptions``: of times, and of factors on the rate."""
     slow, expected, fast = (gpu_costs(model, gpu, each) for each in assumptions(launches_s))
     [(size, _)] = expected.calls.items()
     rates = [full_rate_per_s(costs) for costs in (slow, expected, fast)]
@@ -203,7 +204,7 @@ def predicted_ranges(model: str, gpu: GPU, launches_s: Sequence[float]) -> dict[
 
 
 def call_figures(costs: Costs) -> dict[str, Any]:
-    """Milliseconds a row by rows, and of decoding."""
+    """Return the milliseconds per row by rows, and of decoding."""
     [calls] = costs.calls.values()
     return {
         "row_ms": {rows: 1000 * seconds / rows for rows, seconds in calls.items()},
@@ -244,7 +245,7 @@ def arm(name: str, engines: list[int], most_requests: int, launches_s: Sequence[
 
 
 def front_costs(num_commits: int) -> dict[str, float]:
-    """What is measured here of what all pictures pass: a commit of the store."""
+    """Measure the per-image cost of the store on this machine: the median commit in milliseconds."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
         history = History(Database(Path(folder)))
@@ -275,7 +276,7 @@ def main(
     else:
         gc.set_threshold(200_000, 50, 100)
         launches_s = measured_launches_s() if launch_us is None else [1e-6 * launch_us]
-        chosen = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
+        selected = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
         sizes = [int(number) for number in engines.split(",")]
         document = {
             "benchmark": "capacity",
@@ -296,7 +297,7 @@ def main(
             "front": front_costs(commits),
             "arms": [],
         }
-        for name in chosen:
+        for name in selected:
             document["arms"].append(arm(name, sizes, requests, launches_s))
             write(document, out)
     if out == FIGURES:

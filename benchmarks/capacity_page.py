@@ -1,4 +1,4 @@
-"""The page docs/capacity.md from the figures of ``capacity.py``: tables, and where the design would break first."""
+"""Renders docs/capacity.md from the figures of ``capacity.py``: tables, and the first bottlenecks of the design."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ age of the queue (`diffserve_queue_age_seconds`) grows. `python benchmarks/gpu_s
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Render the page."""
     arms, assumptions = document["arms"], document["assumptions"]
     command = f"`{document['command']}`"
     prices = ", ".join(f"${arm['price_per_hour']:.2f} {arm['name'].rpartition(', ')[2]}" for arm in _once(arms))
@@ -152,22 +152,23 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def engines_for(arm: Mapping[str, Any], load_per_s: float) -> tuple[int, float] | None:
-    """How many engines bear ``load_per_s`` at the SLO, and pictures a second of each as they stand together; ``None``
-    where none do. By the largest pool that was simulated and is not larger than what is needed.
+    """Return how many engines serve ``load_per_s`` at the SLO, and the images per second of each in that pool.
+
+    ``None`` if no pool does. Uses the largest simulated pool that is not larger than needed.
     """
-    found = None
+    best = None
     for pool in arm["pools"]:
         if not pool["per_s"]:
             continue
         each = pool["per_s"] / pool["engines"]
         number = math.ceil(load_per_s / each - 1e-9)
-        if found is None or number >= pool["engines"]:
-            found = (max(number, pool["engines"]), each)
-    return found
+        if best is None or number >= pool["engines"]:
+            best = (max(number, pool["engines"]), each)
+    return best
 
 
 def front_ms(pixels: int) -> float:
-    """CPU of the process that answers for a picture; beyond the largest that was measured, by its pixels."""
+    """Return the CPU milliseconds of the API process per image; scaled by pixels beyond the largest measured size."""
     side = math.isqrt(pixels)
     largest = max(FRONT_MS)
     return FRONT_MS[side] if side in FRONT_MS else FRONT_MS[largest] * pixels / largest**2
@@ -188,7 +189,7 @@ def _engine(arm: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _with_predictions(arms: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Each arm, after the prediction of its calls where they were measured on a GPU."""
+    """Yield each arm, preceded by the prediction of its calls if they were measured on a GPU."""
     for arm in arms:
         if "prediction" in arm:
             yield arm["prediction"]
@@ -208,18 +209,18 @@ def _pools(arms: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
 
 
 def _scale(arm: Mapping[str, Any]) -> Sequence[str]:
-    found = [engines_for(arm, load) for load in ASKED_PER_S]
-    last = found[-1]
+    pools = [engines_for(arm, load) for load in ASKED_PER_S]
+    last = pools[-1]
     dollars = "" if last is None else _time(arm, 1000 * arm["price_per_hour"] / 3600 / last[1], digits=2)
-    numbers = ("not kept" if one is None else _engines(arm, one[0]) for one in found)
+    numbers = ("not kept" if pool is None else _engines(arm, pool[0]) for pool in pools)
     return arm["name"], _kind(arm), *numbers, dollars
 
 
 def _front(arm: Mapping[str, Any]) -> Sequence[str]:
     ms = front_ms(arm["pixels"])
     megabytes = arm["pixels"] * BYTES_PER_PIXEL * 4 / 3 / 1e6
-    one = engines_for(arm, 1000 / ms)
-    bears = "" if one is None else _time(arm, int(1000 / ms / one[1]))
+    pool = engines_for(arm, 1000 / ms)
+    bears = "" if pool is None else _time(arm, int(1000 / ms / pool[1]))
     return arm["name"], _figure(ms), _figure(1000 / ms), bears, f"{megabytes:.2f}"
 
 
@@ -227,19 +228,19 @@ def _after(document: Mapping[str, Any]) -> str:
     walls = []
     commits = 1000 / document["front"]["commit_ms"]
     for arm in document["arms"]:
-        one = engines_for(arm, 1000 / front_ms(arm["pixels"]))
-        if arm["gpu"] and one is not None:
-            walls.append(f"{_rate(arm, one[1] * front_ms(arm['pixels']) / 1000)} cores for each {arm['name']}")
+        pool = engines_for(arm, 1000 / front_ms(arm["pixels"]))
+        if arm["gpu"] and pool is not None:
+            walls.append(f"{_rate(arm, pool[1] * front_ms(arm['pixels']) / 1000)} cores for each {arm['name']}")
     large = 1024 * 1024 * BYTES_PER_PIXEL * 4 / 3
-    most = ASKED_PER_S[-1]
+    highest_load = ASKED_PER_S[-1]
     return AFTER.format(
         png=f"{FRONT_MS[512]:g} ms of CPU at 512x512, measured (`python benchmarks/bench_overhead.py`), and by its "
         "pixels four times as much at 1024x1024",
         walls="; ".join(walls) or "on GPUs alone",
         gbit=NIC_GBIT,
         nic=_figure(NIC_GBIT * 1e9 / 8 / large),
-        most=most,
-        tbit=most * large * 8 / 1e12,
+        most=highest_load,
+        tbit=highest_load * large * 8 / 1e12,
         commits=commits,
         fed=int(commits / max(pool["per_s"] / pool["engines"] for arm in document["arms"] for pool in arm["pools"])),
     )
@@ -264,26 +265,26 @@ def _ranges(arm: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_range(value: float, ends: Sequence[float] | None, digits: int = 3) -> str:
-    """``value``, and its range in parentheses where it is predicted."""
+    """Format ``value``, with its range in parentheses if it is predicted."""
     if ends is None:
         return _figure(value, digits)
     return f"{_figure(value, digits)} ({_figure(ends[0], digits)} to {_figure(ends[1], digits)})"
 
 
 def _rate(arm: Mapping[str, Any], value: float) -> str:
-    """A figure that is proportional to the rate of an engine."""
+    """Format a figure that is proportional to the rate of an engine."""
     factors = _ranges(arm).get("rate")
     return _with_range(value, None if factors is None else [value * factor for factor in factors])
 
 
 def _time(arm: Mapping[str, Any], value: float, digits: int = 3) -> str:
-    """A figure that is inversely proportional to the rate of an engine."""
+    """Format a figure that is inversely proportional to the rate of an engine."""
     factors = _ranges(arm).get("rate")
     return _with_range(value, None if factors is None else [value / factor for factor in reversed(factors)], digits)
 
 
 def _engines(arm: Mapping[str, Any], number: int) -> str:
-    """So many engines, and the range of that number."""
+    """Format a number of engines with its range."""
     factors = _ranges(arm).get("rate")
     if factors is None:
         return f"{number:,}"

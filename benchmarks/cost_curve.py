@@ -1,4 +1,4 @@
-"""What a UNet call costs by number of rows, beside the arithmetic it does and the machine's measured peak."""
+"""Cost of a UNet call by number of rows, with its arithmetic and the machine's measured peak."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def measure_cost_curve(model: DiffusionModel, predict: Predict, *, repeats: int,
 
 
 def row_gflop(predict: Predict) -> float:
-    """10^9 floating-point operations of one row, counted by torch (2 x multiply-add)."""
+    """Count the floating-point operations of one row in units of 10^9 (2 x multiply-add)."""
     return giga_operations(lambda: predict(range(1)))
 
 
 def seconds_of(predict: Predict, rows: range) -> float:
-    """Wall time of one call."""
+    """Measure the wall time of one call."""
     return seconds_of_call(lambda: predict(rows))
 
 

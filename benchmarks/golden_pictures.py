@@ -40,7 +40,7 @@ PLAIN = EngineConfig(compile="off")
 
 
 def asked() -> dict[str, DiffusionParams]:
-    """Label -> parameters: every sampler, every spacing and sigma schedule, and what else changes a step's rows."""
+    """Return the parameters by label: every sampler, spacing and sigma schedule, and other options that change rows."""
     params = {name: DiffusionParams(sampler=name, num_steps=NUM_STEPS) for name in schedulers.SAMPLERS}
     for spacing in schedulers.SPACINGS:
         params[f"ddim spacing={spacing}"] = DiffusionParams(sampler="ddim", num_steps=NUM_STEPS, spacing=spacing)
@@ -55,7 +55,7 @@ def asked() -> dict[str, DiffusionParams]:
 
 
 def digest(image: Image) -> str:
-    """SHA-256 of a picture's size and RGB bytes, in hex."""
+    """Return the SHA-256 of an image's size and RGB bytes, in hex."""
     return hashlib.sha256(repr(image.size).encode() + image.convert("RGB").tobytes()).hexdigest()
 
 
@@ -84,10 +84,10 @@ def further(image: Picture) -> dict[str, GenerationRequest]:
     }
     requests = {}
     for label, fields in params.items():
-        more: dict[str, Any] = {"control_images": (image,)} if "controlnets" in fields else {}
-        more |= {"init_image": image, "mask_image": half} if label.startswith("inpaint") else {}
+        fields_of_images: dict[str, Any] = {"control_images": (image,)} if "controlnets" in fields else {}
+        fields_of_images |= {"init_image": image, "mask_image": half} if label.startswith("inpaint") else {}
         diffusion = DiffusionParams(**{"sampler": "ddim", "num_steps": NUM_STEPS, **fields})
-        requests[label] = GenerationRequest(prompt=PROMPT, seed=19, diffusion=diffusion, **more)
+        requests[label] = GenerationRequest(prompt=PROMPT, seed=19, diffusion=diffusion, **fields_of_images)
     few = DiffusionParams(sampler="ddim", num_steps=NUM_STEPS)
     requests["negative prompt"] = GenerationRequest(
         prompt=PROMPT, negative_prompt="a cactus", seed=19, diffusion=few, num_images=2
@@ -112,17 +112,17 @@ def further_digests(folder: Path) -> dict[str, str]:
 
 
 def digests(model: str) -> dict[str, str]:
-    """Label -> digest of what ``model`` paints: each request of one batch, then variations of the first picture."""
+    """Return the digests by label of ``model``: each request of one batch, then variations of the first image."""
     engine = Engine.from_pretrained(model, config=PLAIN)
-    wanted = asked()
-    requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=params) for params in wanted.values()]
+    params_by_label = asked()
+    requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=params) for params in params_by_label.values()]
     results = engine.generate(requests)
     first = results[0].image
-    given = Picture(width_px=first.width, height_px=first.height, data=first.convert("RGB").tobytes())
+    init_image = Picture(width_px=first.width, height_px=first.height, data=first.convert("RGB").tobytes())
     varied = {name: DiffusionParams(sampler=name, num_steps=NUM_STEPS, strength=0.5) for name in schedulers.SAMPLERS}
-    requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=p, init_image=given) for p in varied.values()]
+    requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=p, init_image=init_image) for p in varied.values()]
     results += engine.generate(requests)
-    labels = [*wanted, *(f"{name} strength=0.5" for name in varied)]
+    labels = [*params_by_label, *(f"{name} strength=0.5" for name in varied)]
     return {label: digest(result.image) for label, result in zip(labels, results, strict=True)}
 
 

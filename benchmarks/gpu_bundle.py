@@ -73,7 +73,7 @@ PLATFORMS: Final = (
 
 
 def download_command(packages: Sequence[str], wheels: Path) -> list[str]:
-    """The pip command that fetches the wheels of ``packages`` for the machine, and nothing that they depend on."""
+    """Return the pip command that fetches the wheels of ``packages`` for the machine, without dependencies."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     return [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
@@ -104,14 +104,14 @@ def is_imported(name: str) -> bool:
 
 
 def run_command(wheels: Iterable[Path], results: str, site: str = "/tmp/site") -> str:
-    """The command line to run in the tree on the machine."""
+    """Return the command line to run in the tree on the machine."""
     names = " ".join(shlex.quote(str(wheel)) for wheel in sorted(wheels))
     install = f"python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target {site} {names}"
     return f"{install} && PYTHONPATH={site} python3 benchmarks/gpu_suite.py --out {results}"
 
 
 def tracked_bytes() -> int:
-    """Bytes of all tracked files in the working tree."""
+    """Sum the bytes of all tracked files in the working tree."""
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
     files = (ROOT / name for name in listed.stdout.split("\0") if name)
     return sum(file.stat().st_size for file in files if file.is_file())

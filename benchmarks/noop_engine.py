@@ -1,9 +1,9 @@
-"""An engine that computes nothing: it says what an engine says, at once, with one grey picture for everybody.
+"""Engine that computes nothing: it sends all events of an engine immediately, with the same gray image.
 
     python benchmarks/noop_engine.py serve --model embedded --port 8000
 
 With ``serve`` it is diffserve's own server over such engines; with ``--fd`` such an engine, as that server starts it.
-What a request then takes is all the server's own.
+The time of a request is then the server's overhead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATS = EngineStats(num_live=0, num_wishes=0, images=NOTHING, share=ShareStats(s
 
 
 def info_of(profile: ModelProfile) -> ModelInfo:
-    """A model of nothing with the name, the sizes and the defaults of ``profile``."""
+    """Describe an empty model with the name, the sizes and the defaults of ``profile``."""
     return ModelInfo(
         model_id=profile.model_id, family="sd15", digest="0" * 12, prediction_type="epsilon", vae_factor=8,
         latent_channels=4, size_multiple_px=8, good_sizes=profile.good_sizes, max_side_px=profile.max_side_px,
@@ -50,13 +50,13 @@ def info_of(profile: ModelProfile) -> ModelInfo:
 
 
 def picture_of(width_px: int, height_px: int) -> Picture:
-    """Grey with a little noise: its PNG is about as long as those of the embedded model's pictures."""
+    """Return a gray image with a little noise, whose PNG is about as large as the embedded model's images."""
     noise = np.random.default_rng(0).integers(120, 128, (height_px, width_px, 3), dtype=np.uint8)
     return Picture.from_array(noise)
 
 
 def answer(end: ipc.EngineEnd, request: GenerationRequest) -> None:
-    """All events of ``request``, as many steps as it asks for."""
+    """Return all events of ``request``, with its number of steps."""
     params, name, seed = request.diffusion, request.request_id, request.seed or 0
     num_steps, width_px, height_px = params.num_steps or 20, request.width_px or 128, request.height_px or 128
     end.send(Accepted(request_id=name, seed=seed, num_images=request.num_images, queue_position=0))
@@ -76,7 +76,7 @@ def answer(end: ipc.EngineEnd, request: GenerationRequest) -> None:
 
 
 def run(fd: int) -> None:
-    """Be an engine until the other side is gone."""
+    """Run as an engine until the connection closes."""
     with socket.socket(fileno=fd) as connection:
         end = ipc.EngineEnd(connection)
         for command in end.commands():
@@ -98,7 +98,7 @@ def run(fd: int) -> None:
 
 
 def main(arguments: list[str]) -> Any:
-    """A server over such engines, or one of them."""
+    """Run a server over such engines, or one such engine."""
     if arguments[:1] == ["--fd"]:
         return run(int(arguments[1]))
     from diffserve.cli import main as command

@@ -1,4 +1,4 @@
-"""Requests that are sent when it is time, whether or not the last ones were answered; and those that wait for answers.
+"""Load generators: requests sent on schedule (open loop), and clients that wait for responses (closed loop).
 
 Plain sockets, one connection a request: what is measured is the server, as little as possible of the client.
 """
@@ -20,7 +20,10 @@ REFUSED_AGAIN_S = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: ``status`` 0 where the connection broke. Times in seconds, ``started_s`` on the clock of all."""
+    """Response to a request; ``status`` is 0 if the connection broke.
+
+    Times are in seconds, ``started_s`` on the common clock.
+    """
 
     status: int
     started_s: float
@@ -29,7 +32,7 @@ class Answer:
 
     @property
     def ended_s(self) -> float:
-        """When it was there, on the clock of all."""
+        """End of the request on the common clock."""
         return self.started_s + self.seconds
 
 
@@ -45,21 +48,21 @@ async def ask(url: str, body: dict[str, Any], *, key: str = "load", path: str = 
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 22)
             try:
                 writer.write(head.encode() + content)
-                told = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                response_head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
                 while await reader.read(1 << 20):
                     pass
             finally:
                 writer.close()
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
         return Answer(0, started_s, time.perf_counter() - started_s)
-    lines = told.split("\r\n")
+    lines = response_head.split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
     retry_after_s = int(headers["retry-after"]) if "retry-after" in headers else None
     return Answer(int(lines[0].split()[1]), started_s, time.perf_counter() - started_s, retry_after_s)
 
 
 async def flood(send: Callable[[int], Awaitable[Answer]], *, rate_per_s: float, seconds: float) -> list[Answer]:
-    """``send(number)`` at ``rate_per_s`` for ``seconds``; the answers, once all are there."""
+    """Call ``send(number)`` at ``rate_per_s`` for ``seconds``; return all responses."""
     started_s = time.perf_counter()
     sent: list[asyncio.Future[Answer]] = []
     while (due_s := started_s + len(sent) / rate_per_s) < started_s + seconds:
@@ -69,7 +72,7 @@ async def flood(send: Callable[[int], Awaitable[Answer]], *, rate_per_s: float, 
 
 
 async def saturate(send: Callable[[int], Awaitable[Answer]], *, num_workers: int, seconds: float) -> list[Answer]:
-    """So many at a time for ``seconds``, each asking anew once it was answered; who was refused asks again soon."""
+    """Keep ``num_workers`` requests in flight for ``seconds``; a rejected request is repeated after a short pause."""
     until_s = time.perf_counter() + seconds
     answers: list[Answer] = []
 
@@ -87,12 +90,12 @@ async def saturate(send: Callable[[int], Awaitable[Answer]], *, num_workers: int
 
 
 def goodput(answers: Sequence[Answer], from_s: float, until_s: float) -> float:
-    """Pictures a second between two readings of the clock."""
+    """Compute the images per second between two clock readings."""
     painted = sum(answer.status == 200 and from_s <= answer.ended_s < until_s for answer in answers)
     return painted / (until_s - from_s)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lie; 0 where there are none."""
+    """Return the value below which ``share`` of ``values`` lie; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

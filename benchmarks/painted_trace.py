@@ -1,4 +1,4 @@
-"""A recorded trace painted for real, open loop, in the thread that ticks, without HTTP; idle time is skipped."""
+"""Replays a recorded trace with a real engine, open loop, in the ticking thread, without HTTP; idle time is skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffserve.engine.image.task import TickTrace
 
 
 class Clock(Protocol):
-    """Seconds, and a way past those in which nothing is to do."""
+    """Clock in seconds that can skip idle time."""
 
     def __call__(self) -> float:
         """Now."""
@@ -26,7 +26,7 @@ class Clock(Protocol):
 
 
 class WallTime:
-    """The time of the wall, that can be put forward over time in which nothing is to do."""
+    """Wall clock that skips idle time."""
 
     def __init__(self) -> None:
         self._skipped_s = 0.0
@@ -44,14 +44,14 @@ class WallTime:
 
 
 class WorkingTime(WallTime):
-    """The same, but counting only what this thread computes."""
+    """Clock of the CPU time of this thread that skips idle time."""
 
     def _read(self) -> float:
         return time.thread_time()
 
 
 class RealTime(WallTime):
-    """Wall time in which idle time passes: nothing is skipped."""
+    """Wall clock that sleeps through idle time."""
 
     def skip_to(self, until_s: float) -> None:
         """Sleep until ``until_s``."""
@@ -59,8 +59,10 @@ class RealTime(WallTime):
 
 
 class PaintedTrace(NamedTuple):
-    """``served``: every request with its latency; ``ticks`` as far as the engine remembers; SHA-256 of the pictures of
-    each request, in their order.
+    """Result of running a trace.
+
+    ``served`` has every request with its latency; ``ticks`` are those still in the engine's history; the digests are
+    SHA-256 of the images of each request in order.
     """
 
     served: list[Recorded]
@@ -73,10 +75,12 @@ Watch = Callable[[Event, float], None]
 
 
 def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | None = None) -> PaintedTrace:
-    """Paint ``trace`` as it comes, on the ``clock`` of the ``engine``.
+    """Run ``trace`` on the ``clock`` of the ``engine``.
 
-    A request enters between two ticks, when it is due; its latency counts from when it was due. RuntimeError where a
-    picture is missing.
+    A request enters between two ticks at its arrival time, from which its latency counts.
+
+    Raises:
+        RuntimeError: an image is missing.
     """
     began_s, first_tick = clock(), engine.scheduler.num_ticks
     coming = list(enumerate(trace))[::-1]
@@ -87,8 +91,8 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | 
         if not engine.has_work:
             clock.skip_to(began_s + coming[-1][1].arrival_s)
         while coming and began_s + coming[-1][1].arrival_s <= clock():
-            place, one = coming.pop()
-            engine.submit(one.request(f"{first_tick} {place}"))
+            place, request = coming.pop()
+            engine.submit(request.request(f"{first_tick} {place}"))
         for event in engine.tick():
             if watch is not None:
                 watch(event, clock())
@@ -97,11 +101,11 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | 
                 digests[event.request_id].update(event.result.picture.data)
             if isinstance(event, TERMINAL):
                 over[event.request_id] = clock() - began_s
-    if num_painted != sum(one.num_images for one in trace):
+    if num_painted != sum(request.num_images for request in trace):
         raise RuntimeError(f"{num_painted} images were painted for {len(trace)} requests")
     served = [
-        msgspec.structs.replace(one, latency_s=over[f"{first_tick} {place}"] - one.arrival_s)
-        for place, one in enumerate(trace)
+        msgspec.structs.replace(request, latency_s=over[f"{first_tick} {place}"] - request.arrival_s)
+        for place, request in enumerate(trace)
     ]
     ticks = [tick for tick in engine.trace if tick.tick > first_tick]
     return PaintedTrace(served, ticks, [digest.hexdigest() for digest in digests.values()])

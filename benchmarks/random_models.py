@@ -1,6 +1,6 @@
-"""Stable Diffusion 1.5 and XL at their real sizes with random weights: right for timing dense work, for nothing else.
+"""Stable Diffusion 1.5 and XL in real size with random weights, for timing dense work only.
 
-The configurations are written out here; the vocabulary is bytes only, because nobody reads these pictures.
+The configurations are written out here; the vocabulary is bytes only, because the images have no meaning.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def save_random_model(name: str, directory: Path, *, dtype: torch.dtype, seed: i
 
 @contextmanager
 def directory_of(model: str, device: str, dtype: str) -> Iterator[Path]:
-    """The directory of "embedded", of a model of ``NAMES``, which is gone after the block, or of itself."""
+    """Yield the directory of "embedded", of a temporary model of ``NAMES``, or the given directory."""
     with tempfile.TemporaryDirectory() as scratch:
         if model in NAMES:
             yield save_random_model(model, Path(scratch), dtype=choose_device(device, dtype).compute_dtype)
@@ -115,9 +115,9 @@ def directory_of(model: str, device: str, dtype: str) -> Iterator[Path]:
 
 
 def save_hollow_model(name: str, directory: Path, *, dtype: torch.dtype) -> Path:
-    """The same directory with holes for weights: files of the right names and lengths that read as zeros.
+    """Write a model directory with sparse weight files: right names and lengths, content zeros.
 
-    They take no room where the file system knows sparse files, and no time; for the meta device.
+    Sparse files take no space and no time; they are meant for the meta device.
     """
     target = directory / "model"
     with hushed("transformers", "diffusers"):
@@ -137,8 +137,9 @@ def save_hollow_model(name: str, directory: Path, *, dtype: torch.dtype) -> Path
 def lora_tensors(
     model: DiffusionModel, ends: Iterable[str], seed: int, rank: int, *, of_texts: bool = True
 ) -> dict[str, torch.Tensor]:
-    """By diffusers' names, a random change of ``model``'s layers whose names end so: of the UNet and, with
-    ``of_texts``, of the text encoders. Pictures show it, and rounding does not grow in it.
+    """Return a random LoRA, in diffusers' names, for the layers of ``model`` whose names have the given endings.
+
+    With ``of_texts`` it covers the text encoders too. It visibly changes images without amplifying rounding.
     """
     rng = torch.Generator().manual_seed(seed)
     encoders = (encoder.network for encoder in model.text.encoders if of_texts)
@@ -155,7 +156,7 @@ def lora_tensors(
 
 
 def _save_hollow(network: Any, file: Path, dtype: torch.dtype) -> None:
-    """A safetensors file of ``network``'s tensors in ``dtype``: eight bytes of length, the header, and a hole."""
+    """Write a safetensors file of ``network`` in ``dtype``: eight bytes of length, the header, and a hole."""
     header, end = {}, 0
     code = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
     for key, tensor in network.state_dict().items():
@@ -168,7 +169,7 @@ def _save_hollow(network: Any, file: Path, dtype: torch.dtype) -> None:
 
 
 def model_parts(name: str, directory: Path) -> dict[str, Any]:
-    """The networks, tokenizers and scheduler of the model ``name``; the tokenizers' files go below ``directory``."""
+    """Build the networks, tokenizers and scheduler of the model ``name``; tokenizer files go below ``directory``."""
     parts = _text_parts(name, directory / "parts")
     parts["unet"] = import_quietly("diffusers", "UNet2DConditionModel")(**UNETS[name])
     parts["vae"] = _vae(name)
@@ -179,7 +180,7 @@ def model_parts(name: str, directory: Path) -> dict[str, Any]:
 
 
 def make_pipeline(parts: dict[str, Any]) -> Any:
-    """Diffusers' own pipeline on ``parts``, silent."""
+    """Build diffusers' own pipeline from ``parts``, without progress output."""
     if "text_encoder_2" in parts:
         pipeline = import_quietly("diffusers", "StableDiffusionXLPipeline")(**parts, add_watermarker=False)
     else:

@@ -1,4 +1,4 @@
-"""Numbers with where they come from: hardware, versions, command; one JSON document, rewritten after every point."""
+"""Benchmark documents: hardware, versions, command and figures in one JSON file, rewritten after every point."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """What the figures were measured on; says plainly when there is no GPU."""
-    found: dict[str, Any] = {
+    """Describe the hardware of the measurement, including the absence of a GPU."""
+    description: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -36,25 +36,29 @@ def hardware(device: str) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory, "used": "cuda" in device}
-    return found
+        description["gpu"] = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "used": "cuda" in device,
+        }
+    return description
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries that matter; of peers, those that are installed."""
+    """Return the versions of Python and the main libraries, and of installed peers."""
     names = ("torch", "diffusers", "transformers", "numpy", "diffserve")
     peers = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name)]
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in (*names, *peers):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "source tree"
-    return found
+            installed[name] = "source tree"
+    return installed
 
 
 def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict[str, Any]:
-    """The document's beginning; ``name`` is what the model was asked for as."""
+    """Return the head of a document; ``name`` is the model's name in the request."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -74,7 +78,7 @@ def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),
@@ -89,7 +93,7 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 def default_path(document: dict[str, Any]) -> Path:
-    """``results/<benchmark>-<model>-<device>-<dtype>-<date>.json``."""
+    """Return ``results/<benchmark>-<model>-<device>-<dtype>-<date>.json``."""
     model = document["model"]
     day = document["date"][:10]
     device = str(model["device"]).replace(":", "")
@@ -97,7 +101,7 @@ def default_path(document: dict[str, Any]) -> Path:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """Paths without their directories: a result says nothing about somebody's disk."""
+    """Strip the directories from paths, so that results contain no local paths."""
     return [Path(argument).name if "/" in argument else argument for argument in arguments]
 
 

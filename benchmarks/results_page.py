@@ -1,6 +1,6 @@
-"""The page RESULTS.md from the JSON in results/: ``python benchmarks/results_page.py`` writes it anew.
+"""Renders the page RESULTS.md from the JSON in results/: ``python benchmarks/results_page.py``.
 
-Of each benchmark the newest document counts. A figure that was never measured is told as owed, with the command that
+The newest document of each benchmark counts. A figure that was never measured is listed as owed, with the command that
 measures it.
 """
 
@@ -73,29 +73,29 @@ def gpu_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The newest document of each benchmark, with its ``file``."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the newest document of each benchmark, with its ``file``."""
+    documents: dict[str, dict[str, Any]] = {}
     for file in sorted([*folder.glob("*.json"), *folder.glob("simulator-*/validation.json")]):
         document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.relative_to(folder).as_posix()}
         name = document.get("benchmark", "")
-        if document.get("date", "") >= found.get(name, {}).get("date", ""):
-            found[name] = document
-    return found
+        if document.get("date", "") >= documents.get(name, {}).get("date", ""):
+            documents[name] = document
+    return documents
 
 
 def follow(document: Any, path: str) -> Any:
-    """What ``path`` leads to, ``None`` where it ends before."""
+    """Return the value at ``path``, or ``None`` if the path does not exist."""
     for part in path.split("/"):
         key, is_search, value = part.partition("=")
         if is_search and isinstance(document, list):
-            document = next((one for one in document if str(one.get(key)) == value), None)
+            document = next((element for element in document if str(element.get(key)) == value), None)
         else:
             document = document.get(part) if isinstance(document, Mapping) else None
     return document
 
 
 def figure(value: Any) -> str:
-    """For people: median, least and most."""
+    """Format a figure as median, minimum and maximum."""
     if isinstance(value, Mapping) and "median" in value:
         spread = f" ({value['min']:.3g} to {value['max']:.3g})" if "min" in value else ""
         return f"{value['median']:.3g}{spread}"
@@ -103,14 +103,14 @@ def figure(value: Any) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Format a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
-    """Each row's figure and whether it holds."""
-    found = [(row, follow(document, row.path)) for row in rows]
+    """Render each row's figure and whether it meets its goal."""
+    figures = [(row, follow(document, row.path)) for row in rows]
     return table(
         ("what", "goal", "measured", "holds"),
         (
@@ -120,13 +120,13 @@ def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
                 OWED if value is None else figure(value),
                 "" if value is None else row.goal.holds(value),
             )
-            for row, value in found
+            for row, value in figures
         ),
     )
 
 
 def told(document: dict[str, Any]) -> str:
-    """On what, when, how."""
+    """Describe machine, date and command of a document."""
     machine, model = document.get("hardware", {}), document.get("model", {})
     load = machine.get("load_average_at_start", [None])[0]
     threads = machine.get("torch_threads")
@@ -142,7 +142,7 @@ def told(document: dict[str, Any]) -> str:
 
 
 def cost_curve(document: dict[str, Any]) -> str:
-    """What a call costs, by rows."""
+    """Render the cost of a call by rows."""
     points = document["cost_curve"]["points"]
     return table(
         ("rows", *(str(point["rows"]) for point in points)),
@@ -235,14 +235,14 @@ DESIGNS: Final = (
         tuple(
             Row(
                 f"diffserve over {peer}, {rows} row{'s' * (rows > 1)}",
-                Goal("at most", most),
+                Goal("at most", limit),
                 f"points/rows={rows}/arms/{arm}/ours_over_it",
             )
             for peer, arm, goals in (
                 ("eager torch", "torch", {2: 1 / 1.6, 16: 1 / 1.25}),
                 ("OpenVINO bf16", "openvino-bf16", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
             )
-            for rows, most in goals.items()
+            for rows, limit in goals.items()
         ),
         unet,
     ),
@@ -377,11 +377,11 @@ DESIGNS: Final = (
 
 
 def exactness(documents: Documents) -> str:
-    """D9: what every document says of it."""
+    """Render the exactness results (D9) of all documents."""
     rows = []
-    if found := follow(documents.get("engine"), "exactness"):
-        rows.append(("engine", "bytes as painted alone", f"{found['bytes_equal_to_solo_run']} of {found['images']}"))
-        error = f"{found['max_latent_error_against_diffusers']:.2g}, spread {found['latent_std']:.2g}"
+    if result := follow(documents.get("engine"), "exactness"):
+        rows.append(("engine", "bytes as painted alone", f"{result['bytes_equal_to_solo_run']} of {result['images']}"))
+        error = f"{result['max_latent_error_against_diffusers']:.2g}, spread {result['latent_std']:.2g}"
         rows.append(("engine", "largest error of a latent against diffusers", error))
     for point in follow(documents.get("goodput"), "points") or ():
         name = f"goodput, load {point['load']:g}"
@@ -395,7 +395,7 @@ def exactness(documents: Documents) -> str:
 
 
 def gpu(runs: Sequence[dict[str, Any]]) -> str:
-    """Each goal that only a GPU can show, as every run of the suite measured it; how the rows ended; notes."""
+    """Render each GPU goal as measured by every run of the suite, the outcome of the rows, and notes."""
     parts = []
     for number, run in enumerate(runs, start=1):
         parts.append(f"Run {number}: {told(run)}" + (f"{sentence(run['note'])}\n" if run.get("note") else ""))
@@ -425,7 +425,7 @@ def gpu(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def sentence(text: str) -> str:
-    """``text`` as a sentence."""
+    """Format ``text`` as a sentence."""
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -437,7 +437,7 @@ def _ended(row: Mapping[str, Any] | None) -> str:
 
 
 def page(documents: Documents, runs: Sequence[dict[str, Any]]) -> str:
-    """The page from the newest document of each benchmark and the runs of the GPU suite."""
+    """Render the page from the newest document of each benchmark and the runs of the GPU suite."""
     parts = [INTRODUCTION]
     for design in DESIGNS:
         document = documents.get(design.benchmark)

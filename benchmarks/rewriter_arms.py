@@ -1,4 +1,4 @@
-"""The arms of the rewriter benchmark: who is measured, in turns, on new wishes, beside transformers' own batching."""
+"""Arms of the rewriter benchmark, measured in turns on new wishes, with transformers' own batching as the peer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLIP_TOKENS: Final = 75
 
 @dataclass(frozen=True)
 class Measure:
-    """One call: seconds on the wall, seconds of all processors, and the tokens it said."""
+    """Timing of one call: wall seconds, CPU seconds, and the generated tokens."""
 
     wall_s: float
     cpu_s: float
@@ -46,38 +46,38 @@ class Measure:
 
     @classmethod
     def since(cls, wall_s: float, cpu_s: float, tokens: int) -> Measure:
-        """From two earlier readings of the clocks until now."""
+        """Create a measure from two earlier clock readings until now."""
         return cls(time.perf_counter() - wall_s, time.process_time() - cpu_s, tokens)
 
 
 def measured(call: Callable[[], int]) -> Measure:
-    """``call`` returns how many tokens it said."""
+    """Measure ``call``, which returns its number of tokens."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     tokens = call()
     return Measure.since(wall_s, cpu_s, tokens)
 
 
 def in_turns(arms: Mapping[str, Callable[[], Measure]], rounds: int) -> dict[str, list[Measure]]:
-    """Every arm once in each round, forwards and backwards in turn, after ``WARM_UPS`` rounds that do not count."""
-    found: dict[str, list[Measure]] = {name: [] for name in arms}
+    """Run every arm once in each round in alternating order, after ``WARM_UPS`` uncounted rounds."""
+    measures: dict[str, list[Measure]] = {name: [] for name in arms}
     for index in range(-WARM_UPS, rounds):
         for name in list(arms)[:: 1 if index % 2 else -1]:
-            one = arms[name]()
+            measure = arms[name]()
             if index >= 0:
-                found[name].append(one)
-    return found
+                measures[name].append(measure)
+    return measures
 
 
-def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """``ours`` over ``theirs``: of the medians, and the median over pairs."""
+def compared(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Compute the ratio of two lists of values: of the medians, and the median over pairs."""
     return {
-        "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
-        "median_of_pairs": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+        "of_medians": round(statistics.median(numerators) / statistics.median(denominators), 3),
+        "median_of_pairs": round(statistics.median(a / b for a, b in zip(numerators, denominators, strict=True)), 3),
     }
 
 
 def figures(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": round(scale * statistics.median(values), 3),
         "min": round(scale * min(values), 3),
@@ -86,9 +86,9 @@ def figures(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 class Desk:
-    """Wishes that nobody had before, asked of the model as the rewriter asks them.
+    """Text engine that is sent new wishes in the rewriter's format.
 
-    system  the system text that many requests share
+    system  the shared system text
     """
 
     def __init__(self, texts: TextEngine, style: Style, system: str) -> None:
@@ -102,7 +102,7 @@ class Desk:
         self.constraint = caption_constraint(model.tokenizer, model.end_ids) if is_embedded else None
 
     def prompts(self, count: int, *, with_system: bool) -> list[str]:
-        """What the model continues for ``count`` new wishes."""
+        """Return the prompts of ``count`` new wishes."""
         options = RewriteOptions(system=self.system if with_system else None)
         requests = [RewriteRequest(wish=wish, options=options) for wish in islice(self._wishes, count)]
         window = TextWindow(CLIP_TOKENS, len)
@@ -111,7 +111,7 @@ class Desk:
     def request(
         self, prompt: str, speculation: Speculation, *, max_tokens: int | None = None, deltas: bool = False
     ) -> TextRequest:
-        """A request for the likeliest prompt, as the rewriter makes it."""
+        """Create a greedy request as the rewriter does."""
         limit = max_tokens or self.style.answer.max_tokens
         return TextRequest(
             prompt=prompt,
@@ -122,13 +122,13 @@ class Desk:
         )
 
     def together(self, requests: Sequence[TextRequest], constraint: TokenConstraint | None) -> Measure:
-        """All of ``requests`` at once."""
+        """Run all ``requests`` at once."""
         return measured(lambda: num_tokens(self.texts.generate(requests, constraint=constraint)))
 
     def first_tokens(self, users: int, *, is_warm: bool) -> Measure:
-        """So many wishes at once behind the shared system text: the median wait for a first token, and all work for it.
+        """Run concurrent wishes behind the shared system text: the median time to the first token, and all work for it.
 
-        Cold: each has a salt that nobody had, so it finds nothing and shares nothing.
+        Cold: each has a unique salt, so it finds no cached prefix and shares none.
         """
         requests = [self.request(prompt, "off", max_tokens=1) for prompt in self.prompts(users, with_system=True)]
         if not is_warm:
@@ -136,20 +136,20 @@ class Desk:
         cpu_s = time.process_time()
         answers = self.texts.generate(requests, constraint=self.constraint)
         cpu_s = time.process_time() - cpu_s
-        return Measure(statistics.median(one.timings.ttft_s for one in answers), cpu_s, num_tokens(answers))
+        return Measure(statistics.median(answer.timings.ttft_s for answer in answers), cpu_s, num_tokens(answers))
 
     def decoding(self, prompt: str, speculation: Speculation) -> Measure:
-        """One wish alone, from its first token to its last."""
+        """Measure one wish alone from its first token to its last."""
         events = self.texts.stream(self.request(prompt, speculation, deltas=True), constraint=self.constraint)
         wall_s = cpu_s = 0.0
-        said = -1
+        num_tokens_out = -1
         for event in events:
             if isinstance(event, TextDelta):
-                if said < 0:
-                    wall_s, cpu_s, said = time.perf_counter(), time.process_time(), 0
+                if num_tokens_out < 0:
+                    wall_s, cpu_s, num_tokens_out = time.perf_counter(), time.process_time(), 0
                 else:
-                    said += len(event.token_ids)
-        return Measure.since(wall_s, cpu_s, said)
+                    num_tokens_out += len(event.token_ids)
+        return Measure.since(wall_s, cpu_s, num_tokens_out)
 
 
 class Peer:
@@ -178,7 +178,7 @@ class Peer:
         )
 
     def generate(self, prompts: Sequence[str]) -> list[list[int]]:
-        """What it says after each prompt, in order."""
+        """Return the generated tokens for each prompt, in order."""
         ids = [self._tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
         answers = self._network.generate_batch(
             ids,
@@ -190,10 +190,10 @@ class Peer:
         return [[int(token) for token in answer.generated_tokens] for answer in answers.values()]
 
     def together(self, prompts: Sequence[str]) -> Measure:
-        """All of ``prompts`` at once."""
+        """Run all ``prompts`` at once."""
         return measured(lambda: sum(map(len, self.generate(prompts))))
 
 
 def num_tokens(answers: Sequence[TextFinished]) -> int:
-    """Tokens that were said."""
+    """Count the generated tokens."""
     return sum(answer.usage.output_tokens for answer in answers)

@@ -53,12 +53,12 @@ SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine was measured to take, in seconds.
+    """Measured times of a machine, in seconds.
 
     calls      "128x192" (width x height) -> rows in a call -> seconds; the first size is the native one
-    prepare_s  of a newcomer: its texts are read, its noise is drawn
-    decode_s   of a picture
-    tick_s     of a tick besides
+    prepare_s  of a new image: encode its text, draw its noise
+    decode_s   of an image
+    tick_s     of a tick in addition
     """
 
     calls: dict[str, dict[int, float]]
@@ -74,7 +74,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedCalls:
-    """``TickCosts`` by measured seconds, with the curves, covers and knees of the engine."""
+    """Tick costs from measured seconds, with the engine's curves, covers and knees."""
 
     def __init__(self, costs: Costs, config: EngineConfig) -> None:
         self._curves: dict[tuple[int, int], CostCurve] = {}
@@ -88,18 +88,18 @@ class SimulatedCalls:
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
     def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
-        """Rows that a tick may hold."""
+        """Return the maximum number of rows of a tick."""
         return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
-        """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
+        """Return the seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
         if (group, num_rows) not in self._seconds:
             self._seconds[group, num_rows] = self._curves[group[:2]].total_s(num_rows)
         return self._seconds[group, num_rows]
 
 
 class SimulatedEngine:
-    """A scheduler whose ticks take what ``costs`` say. ``busy_s``: seconds in ticks that did something."""
+    """Scheduler whose ticks take the times of ``costs``; ``busy_s`` sums ticks that did work."""
 
     def __init__(self, costs: Costs, config: EngineConfig, info: ModelInfo) -> None:
         self.costs = costs
@@ -116,7 +116,7 @@ class SimulatedEngine:
         return bool(self.inbox) or self.scheduler.has_work
 
     def begin(self, now_s: float) -> tuple[float, float]:
-        """Plan a tick at ``now_s``: when it ends, and the work that it does."""
+        """Plan a tick at ``now_s``; return its end and the work that it does."""
         for live in self.inbox:
             self.scheduler.add(live)
         self.inbox.clear()
@@ -131,7 +131,7 @@ class SimulatedEngine:
         return now_s + seconds, plan.cost
 
     def end(self, now_s: float) -> list[Event]:
-        """Apply the tick that ends at ``now_s``, and tell what happened."""
+        """Apply the tick that ends at ``now_s``; return its events."""
         plan = self._plan
         assert plan is not None
         outcome = TickOutcome(rows_started_s=now_s, rows_ended_s=now_s)
@@ -145,7 +145,7 @@ class SimulatedEngine:
 
 
 class Served(NamedTuple):
-    """A request that was served: what it took from its arrival, and what it takes alone, in seconds."""
+    """Served request: seconds from its arrival to its end, and seconds that it takes alone."""
 
     latency_s: float
     solo_s: float
@@ -159,26 +159,26 @@ NOT_SERVED = Served(math.inf, 0.0)
 
 
 class Replay(NamedTuple):
-    """A trace that was replayed: ``served`` in the order of the trace; the share of time that engines were busy."""
+    """Replayed trace: ``served`` in the order of the trace, and the share of time that engines were busy."""
 
     served: list[Served]
     utilisation: float
     num_ticks: int
 
     def summary(self, slo_scale: float) -> dict[str, float]:
-        """The figures of it."""
+        """Return the figures of the replay."""
         return summary(self.served, slo_scale) | {"utilisation": round(self.utilisation, 4), "ticks": self.num_ticks}
 
 
 def summary(served: Sequence[Served], slo_scale: float) -> dict[str, float]:
     """p50, p99 and mean in seconds, and goodput: the share within ``slo_scale`` times what they take alone."""
-    latencies = [one.latency_s for one in served]
+    latencies = [request.latency_s for request in served]
     return {
         "requests": len(served),
         "p50_s": round(quantile(latencies, 0.5), 4),
         "p99_s": round(quantile(latencies, 0.99), 4),
         "mean_s": round(statistics.fmean(latencies), 4),
-        "goodput": round(statistics.fmean(one.is_good(slo_scale) for one in served), 4),
+        "goodput": round(statistics.fmean(request.is_good(slo_scale) for request in served), 4),
     }
 
 
@@ -191,7 +191,7 @@ def replay(
 
     Raises ValueError for a size that was not measured.
     """
-    unknown = {(one.width_px, one.height_px) for one in trace} - set(costs.sizes)
+    unknown = {(request.width_px, request.height_px) for request in trace} - set(costs.sizes)
     if unknown:
         raise ValueError(f"the costs say nothing of {sorted(unknown)}; they know {', '.join(costs.calls)}.")
     info = model_info(costs)
@@ -224,16 +224,16 @@ def replay(
                 work[number] = 0.0
         return now_s
 
-    for place, one in enumerate(trace):
-        advance_to(one.arrival_s)
-        live = door.admit(one.request(f"request {place}"), one.arrival_s)
+    for place, request in enumerate(trace):
+        advance_to(request.arrival_s)
+        live = door.admit(request.request(f"request {place}"), request.arrival_s)
         arrived[live.request_id] = (place, live)
         number = int(work.argmin())
         work[number] += sum(task.cost_left for task in live.tasks)
         is_idle = not engines[number].has_work
         engines[number].inbox.append(live)
         if is_idle:
-            begin(number, one.arrival_s)
+            begin(number, request.arrival_s)
     ended_s = advance_to(math.inf)
     busy_s = sum(engine.busy_s for engine in engines)
     num_ticks = sum(engine.scheduler.num_ticks for engine in engines)
@@ -241,14 +241,14 @@ def replay(
 
 
 def isolated_s(live: LiveRequest, calls: SimulatedCalls, costs: Costs) -> float:
-    """Seconds that a request takes alone, everything included."""
+    """Return the seconds that a request takes alone."""
     num_images = live.request.num_images
     besides_s = live.settings.table.num_rows * costs.tick_s + num_images * (costs.prepare_s + costs.decode_s)
     return solo_s(live, calls) + besides_s
 
 
 def model_info(costs: Costs) -> ModelInfo:
-    """A model that has the sizes that were measured, and nothing else."""
+    """Describe a model that has only the measured sizes."""
     return ModelInfo(
         model_id="simulated",
         family="sd1",
@@ -274,27 +274,27 @@ def model_info(costs: Costs) -> ModelInfo:
 
 
 def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineConfig) -> float:
-    """Requests a second of which one engine can do as many as come, all of its ticks full."""
+    """Compute the requests per second of one engine with always full ticks."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
     seconds = 0.0
-    for number, one in enumerate(requests):
-        live = door.admit(one.request(f"request {number}"), 0.0)
-        group = GroupKey(one.height_px, one.width_px, 0)
+    for number, request in enumerate(requests):
+        live = door.admit(request.request(f"request {number}"), 0.0)
+        group = GroupKey(request.height_px, request.width_px, 0)
         cap = calls.row_cap(group, may_probe=False)
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
-        seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
+        seconds += request.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
     return len(requests) / seconds
 
 
 def isolated_times(trace: Sequence[Recorded], costs: Costs, config: EngineConfig) -> list[float]:
-    """Seconds that each request of ``trace`` takes alone."""
+    """Return the seconds that each request of ``trace`` takes alone."""
     door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
-    return [isolated_s(door.admit(one.request("alone"), 0.0), calls, costs) for one in trace]
+    return [isolated_s(door.admit(request.request("alone"), 0.0), calls, costs) for request in trace]
 
 
 def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: int = 1, seed: int) -> list[Recorded]:
-    """``requests`` at Poisson times, at ``load`` times what ``engines`` can do with full ticks."""
+    """Place ``requests`` at Poisson times, at ``load`` times the capacity of ``engines`` with full ticks."""
     capacity = engines * capacity_per_s(requests[:2000], costs, EngineConfig())
     return at_poisson_times(requests, load * capacity, seed=seed)
 
@@ -302,8 +302,9 @@ def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: 
 def busy_for(
     requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int, policy: str = ""
 ) -> list[Recorded]:
-    """``requests`` at Poisson times such that one simulated engine is busy for ``share`` of the time until the last of
-    them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served.
+    """Place ``requests`` at Poisson times so that one simulated engine is busy for ``share`` of the time.
+
+    Unlike ``loaded``, it accounts for ticks that are not full: 0.95 can be served.
     """
     slow, fast = 0.0, 2.0  # of what full ticks can do
     for _ in range(HALVINGS):
@@ -349,9 +350,9 @@ def main(
             arrivals = loaded(drawn, measured, float(part), engines=engines, seed=seed)
         for name, config in configs.items():
             started_s = time.process_time()
-            found = replay(arrivals, measured, config, num_engines=engines, policy=name).summary(slo_scale)
+            figures = replay(arrivals, measured, config, num_engines=engines, policy=name).summary(slo_scale)
             took_s = round(time.process_time() - started_s, 2)
-            point = {"policy": name, "engines": engines, "load": part, **found, "simulated_in_cpu_s": took_s}
+            point = {"policy": name, "engines": engines, "load": part, **figures, "simulated_in_cpu_s": took_s}
             document["points"].append(point)
             print(point, file=sys.stderr, flush=True)
     if out is not None:
@@ -360,7 +361,7 @@ def main(
 
 
 def read_costs(path: Path) -> Costs:
-    """Raises typer.BadParameter where it holds no costs."""
+    """Read costs from a file. Raises typer.BadParameter if it has none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Costs)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""Recorded traces: who asked when for what, one line of JSON a request; and Poisson arrivals of the mixed workload."""
+"""Recorded traces, one line of JSON per request, and Poisson arrivals of the mixed workload."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float | None = None
 
     def request(self, request_id: str) -> GenerationRequest:
-        """As it is sent."""
+        """Convert the entry to a request to the engine."""
         return GenerationRequest(
             request_id=request_id,
             prompt=f"a fox on the beach {self.seed}",
@@ -55,16 +55,16 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 def mixed(
     count: int, sizes: Sequence[tuple[int, int]], *, seed: int, uniform_steps: int | None = None
 ) -> list[Recorded]:
-    """``count`` requests of the mixed workload, all at time 0; ``sizes`` (width, height) are equally frequent.
+    """Return ``count`` requests of the mixed workload, all at time 0; ``sizes`` (width, height) are equally frequent.
 
-    uniform_steps  the control: all have so many steps
+    uniform_steps  same number of steps for all requests, as a control
     """
     draw = random.Random(seed)
-    made = []
+    requests = []
     for number in range(count):
         [steps] = draw.choices(list(STEPS), list(STEPS.values()))
         width_px, height_px = draw.choice(sizes)
-        made.append(
+        requests.append(
             Recorded(
                 arrival_s=0.0,
                 num_steps=uniform_steps or steps,
@@ -75,11 +75,11 @@ def mixed(
                 seed=number,
             )
         )
-    return made
+    return requests
 
 
 def at_poisson_times(requests: Iterable[Recorded], rate_per_s: float, *, seed: int) -> list[Recorded]:
-    """``requests`` in their order, with independent exponential gaps of mean 1 / ``rate_per_s``."""
+    """Place ``requests`` in order, with independent exponential gaps of mean 1 / ``rate_per_s``."""
     draw, now_s, placed = random.Random(seed), 0.0, []
     for request in requests:
         now_s += draw.expovariate(rate_per_s)
@@ -88,13 +88,13 @@ def at_poisson_times(requests: Iterable[Recorded], rate_per_s: float, *, seed: i
 
 
 def save(trace: Iterable[Recorded], path: Path) -> None:
-    """One line a request."""
+    """Write a trace, one line per request."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.Encoder().encode_lines(trace))
 
 
 def load(path: Path) -> list[Recorded]:
-    """Raises ValueError, naming the line, where one is no request."""
+    """Read a trace. Raises ValueError with the line that is not a request."""
     decoder = msgspec.json.Decoder(Recorded)
     trace = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -102,4 +102,4 @@ def load(path: Path) -> list[Recorded]:
             trace.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path.name}, line {number}: {error}") from None
-    return sorted(trace, key=lambda one: one.arrival_s)
+    return sorted(trace, key=lambda request: request.arrival_s)

@@ -1,7 +1,7 @@
-"""The arms of the UNet benchmark: one network on the same rows, by torch, its compiler, OpenVINO, onnxruntime and us.
+"""Arms of the UNet benchmark: one network on the same rows by the engine, torch, its compiler, OpenVINO, onnxruntime.
 
-Peers are diffusers' own network, told the text as embeddings. Ours makes calls as the engine does: of the sizes that it
-uses, told the text as keys and values that are there already.
+Peers are diffusers' own network with text embeddings. The engine's arm makes calls as in serving: in its call sizes,
+with precomputed keys and values of the text.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MOST_EXPORTED: Final = 63
 
 
 class Absent(Exception):  # noqa: N818  # no error: the arm is named and left out
-    """This arm cannot run here; says why, and the way out."""
+    """Error of an arm that cannot run here, with the reason and a solution."""
 
 
 class Peers:
     """The network of ``directory`` in all arms, on rows of the ``engine``'s native size.
 
     num_threads  of a call, in every arm
-    most_rows    that will be asked for
+    most_rows    largest number of rows to be measured
     """
 
     def __init__(self, engine: Engine, directory: Path, *, num_threads: int, most_rows: int) -> None:
@@ -54,20 +54,20 @@ class Peers:
         self.group = engine.runners.group_of_short_prompts(width_px, height_px)
         engine.runners.groups.learn(self.group)
         self.compiled_group = engine.runners.groups.best(self.group)
-        while engine.study():  # packages that nobody has proven yet
+        while engine.study():  # verify packages that are not verified yet
             pass
         self.compiled_group = engine.runners.groups.best(self.group)
         self._inputs = random_inputs(self.model, self.group.shape, self._rows_laid(most_rows))
         self._exported: dict[str, Any] = {}
 
     def _rows_laid(self, most_rows: int) -> int:
-        """Rows that the calls of up to ``most_rows`` have padded to what was measured to be cheap."""
+        """Return the rows of calls of up to ``most_rows`` rows after padding to measured cheap sizes."""
         curves = [self.engine.runners.groups.known(group).curve for group in (self.group, self.compiled_group)]
         padded = max(sum(curve.cover(rows)) for curve in curves for rows in range(1, most_rows + 1))
         return most_rows + padded  # a size that was long passed over is called before the others
 
     def inputs(self, rows: range) -> dict[str, Any]:
-        """Arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""
+        """Return arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""
         index = torch.tensor(rows, device=self.model.device)
         return {name: value.index_select(0, index) for name, value in self._inputs.items()}
 
@@ -82,57 +82,59 @@ class Peers:
         return self._load(torch.float32)
 
     def reference(self, num_rows: int) -> Tensor:
-        """What float32 makes of the rows, as eager torch."""
+        """Compute the rows in float32 with eager torch."""
         return self.exact.predict(**self.inputs(range(num_rows))).cpu()
 
     def make(self, name: str, num_rows: int) -> Predict:
-        """The arm ``name``, ready for calls of ``num_rows`` rows. Raises Absent where it cannot run here."""
+        """Build the arm ``name`` for calls of ``num_rows`` rows. Raises Absent if it cannot run here."""
         with warnings.catch_warnings(), hushed("torch.onnx", "onnxscript"):
             warnings.simplefilter("ignore")  # of tracers, about branches that do not depend on the numbers
             return ARMS[name](self, num_rows)
 
     def run(self, runner: UNetRunner, num_rows: int, compiled: Compiled | None = None) -> Predict:
-        """Calls of ``num_rows`` rows by ``runner``, in whose network's place ``compiled`` may make them."""
+        """Return a function that calls ``runner`` with ``num_rows`` rows, optionally with the network ``compiled``."""
         inputs = self.inputs(range(num_rows))
         return lambda: runner.predict(compiled=compiled, **inputs).cpu()
 
     def as_served(self, group: GroupKey, num_rows: int) -> Predict:
-        """The calls in which the engine lays ``num_rows`` rows of ``group``."""
+        """Return a function that makes the calls into which the engine splits ``num_rows`` rows of ``group``."""
         groups, conditioner = self.engine.runners.groups, self.engine.runners.conditioner
         inputs = self.inputs(range(len(self._inputs["timesteps"])))
         contexts = conditioner.of_embeddings(inputs.pop("contexts"))
         parts = []
         for start, stop, bucket in groups.known(group).curve.calls(num_rows):
             index = torch.arange(start, start + bucket, device=self.model.device)
-            told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
-            chosen: dict[str, Any] = {name: value.index_select(0, index) for name, value in inputs.items()}
-            parts.append((stop - start, {**chosen, "contexts": told}))
+            row_contexts = (
+                contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
+            )
+            row_inputs: dict[str, Any] = {name: value.index_select(0, index) for name, value in inputs.items()}
+            parts.append((stop - start, {**row_inputs, "contexts": row_contexts}))
 
         def predict() -> Tensor:
             makers: dict[str, Any] = {
                 "compiled": groups.compiled.of(group),
                 "recorder": groups.compiled.recorder(group),
             }
-            return torch.cat([self.model.unet.predict(**makers, **part)[:kept] for kept, part in parts]).cpu()
+            return torch.cat([self.model.unet.predict(**makers, **part)[:num_used] for num_used, part in parts]).cpu()
 
         return predict
 
     def calls(self, name: str, num_rows: int) -> list[int]:
-        """Rows of the calls that an arm makes of ``num_rows``: ours makes several where these cost less."""
+        """Return the rows of each call of an arm for ``num_rows``; the engine splits calls where that is cheaper."""
         if name not in OURS:
             return [num_rows]
         group = self.group if name == "ours" else self.compiled_group
         return [bucket for *_, bucket in self.engine.runners.groups.known(group).curve.calls(num_rows)]
 
     def flat(self) -> tuple[FlatUNet, UNetArguments]:
-        """What is exported: the float32 network with tensors for arguments, and a call of it."""
+        """Return the float32 network with tensors for arguments, for export, and the arguments of a call."""
         if self.model.device.type != "cpu":
             raise Absent("a peer on CPUs")
         call = self.exact.call(**self.inputs(range(EXPORT_ROWS)))
         return FlatUNet(self.exact.network, call).eval(), call
 
     def export(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made once for all numbers of rows."""
+        """Return the result of ``make``, cached for all numbers of rows."""
         if name not in self._exported:
             with torch.no_grad():
                 self._exported[name] = make()
@@ -146,7 +148,7 @@ class Peers:
         return UNetRunner(network.eval().to(self.model.device), device=self.model.device, dtype=dtype)
 
 
-def _ours(peers: Peers, num_rows: int) -> Predict:
+def _engine_arm(peers: Peers, num_rows: int) -> Predict:
     return peers.as_served(peers.group, num_rows)
 
 
@@ -165,9 +167,9 @@ def _torch_compile(peers: Peers, num_rows: int) -> Predict:
     call = peers.plain.call(**peers.inputs(range(num_rows)))
     network = FlatUNet(peers.plain.network, call).eval()
     compiled = torch.compile(network, dynamic=False, options={"freezing": True})
-    made = peers.run(peers.plain, num_rows, lambda call: compiled(*call.tensors))
-    made()  # compiles
-    return made
+    predict = peers.run(peers.plain, num_rows, lambda call: compiled(*call.tensors))
+    predict()  # compiles
+    return predict
 
 
 def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
@@ -182,9 +184,9 @@ def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
     network = openvino.Core().compile_model(model, "CPU", {**hints, "INFERENCE_NUM_THREADS": peers.num_threads})
 
     def run(call: UNetArguments) -> Tensor:
-        with computing_on(1):  # as ours: torch's threads would be in the way
-            told = [tensor.numpy() for tensor in with_embeddings(plain, call.tensors)]
-        return torch.from_numpy(network(told)[0].copy())
+        with computing_on(1):  # as in the engine's arm: torch's threads would interfere
+            arrays = [tensor.numpy() for tensor in with_embeddings(plain, call.tensors)]
+        return torch.from_numpy(network(arrays)[0].copy())
 
     return peers.run(peers.exact, num_rows, run)
 
@@ -208,8 +210,8 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
         shapes = {"sample": each[0], "timesteps": each[1], "rest": tuple(each[2:])}
         program = torch.onnx.export(network, tuple(call.tensors), dynamo=True, verbose=False, dynamic_shapes=shapes)
         assert program is not None
-        made: bytes = program.model_proto.SerializeToString()
-        return made
+        content: bytes = program.model_proto.SerializeToString()
+        return content
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = peers.num_threads
@@ -218,7 +220,7 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
     content = peers.export("onnx", export)
     options.add_free_dimension_override_by_name("rows", num_rows)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [argument.name for argument in session.get_inputs()]
 
     def run(call: UNetArguments) -> Tensor:
         fed = {name: tensor.numpy() for name, tensor in zip(names, call.tensors, strict=True)}
@@ -228,7 +230,7 @@ def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
 
 
 class Arm(NamedTuple):
-    """How an arm is made, and in which precision it computes; "": the engine's."""
+    """Builder of an arm, and its precision; "" is the engine's."""
 
     make: Callable[[Peers, int], Predict]
     precision: str = ""
@@ -239,7 +241,7 @@ class Arm(NamedTuple):
 
 ARMS: Final = {
     "torch": Arm(_eager),
-    "ours": Arm(_ours),
+    "ours": Arm(_engine_arm),
     "ours-compiled": Arm(_ours_compiled),
     "torch.compile": Arm(_torch_compile),
     "openvino-bf16": Arm(_openvino_bf16, "bfloat16"),

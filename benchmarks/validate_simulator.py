@@ -1,13 +1,12 @@
-"""Is the simulator right? The engine paints recorded traces; the simulator replays them over costs of the same runs.
+"""Validation of the simulator: the engine runs recorded traces, and the simulator replays them with measured costs.
 
     OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --requests 100
     OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --policy goodput --loads 0.3,0.7,0.95
 
-The engine lives on a clock of its own: the processor time of the thread that ticks, which jumps to the next arrival
-when there is nothing to do. So neighbours on a shared machine do not count (but for what they take of its caches), and
-one thread is all there is; compiled calls, which compute in threads of their own, are not made. Pictures are painted;
-HTTP is not in it. Least squares over the ticks of a run give what a call of each size, a newcomer and a decoded picture
-take; the simulator is given these, and nothing of when what was done.
+The engine's clock is the CPU time of its thread, which jumps to the next arrival when there is no work. So other work
+on the machine does not count (except for cache effects), and there is only one thread: compiled calls, which use their
+own threads, are not made. HTTP is not included. Least squares over the ticks of a run give the time of a call of each
+size, of a new image and of decoding; the simulator gets only these costs, not the order of events.
 
 Traces, costs and the comparison go to results/simulator-<model>/.
 """
@@ -48,33 +47,33 @@ LEAST_SEEN = 5
 
 
 def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Costs:
-    """What calls of each number of rows, newcomers and decoding took in ``ticks``, by least squares.
+    """Fit the costs of calls by rows, of new images and of decoding to ``ticks`` by least squares.
 
-    size   "128x128": of all pictures in ``ticks``
-    known  gives the calls that were hardly ever made
+    size   "128x128": of all images in ``ticks``
+    known  supplies the calls that are rare in ``ticks``
     """
     ticks = list(ticks)
     rows = [[len(call.rows) + call.num_padded for call in tick.calls] for tick in ticks]
     sizes = sorted({size for sizes in rows for size in sizes})
     counts = np.array([[float(sizes_of.count(size)) for size in sizes] for sizes_of in rows])
-    besides = np.array([[float(tick.num_prepared), float(tick.num_decoded)] for tick in ticks])
+    other_counts = np.array([[float(tick.num_prepared), float(tick.num_decoded)] for tick in ticks])
     seconds = np.array([tick.wall_s for tick in ticks])
-    found, *_ = np.linalg.lstsq(np.hstack([counts, besides]), seconds, rcond=None)
+    solution, *_ = np.linalg.lstsq(np.hstack([counts, other_counts]), seconds, rcond=None)
     least_s = 1e-5
     calls = dict(known.calls[size]) if known else {}
     for number, num_rows in enumerate(sizes):
         if num_rows not in calls or counts[:, number].sum() >= LEAST_SEEN:
-            calls[num_rows] = max(least_s, float(found[number]))
-    prepare_s, decode_s = (max(least_s, float(value)) for value in found[len(sizes) :])
+            calls[num_rows] = max(least_s, float(solution[number]))
+    prepare_s, decode_s = (max(least_s, float(value)) for value in solution[len(sizes) :])
     return Costs(calls={size: dict(sorted(calls.items()))}, prepare_s=prepare_s, decode_s=decode_s, tick_s=0.0)
 
 
 def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig, policy: str = "") -> dict[str, Any]:
-    """The figures of a run beside those of its replay, and the relative errors."""
+    """Return the figures of a run and of its replay, and the relative errors."""
     alone = isolated_times(real, costs, config)
     painted = [
-        Served(math.nan if one.latency_s is None else one.latency_s, solo)
-        for one, solo in zip(real, alone, strict=True)
+        Served(math.nan if request.latency_s is None else request.latency_s, solo)
+        for request, solo in zip(real, alone, strict=True)
     ]
     measured = summary(painted, SLO_SCALE)
     simulated = replay(real, costs, config, policy=policy).summary(SLO_SCALE)
@@ -100,7 +99,7 @@ def main(
     options = f"--policy {policy} --loads {loads} --requests {requests}"
     document["command"] = f"OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py {options}"
     document["slo_scale"], document["points"] = SLO_SCALE, []
-    known: Costs | None = None
+    first_costs: Costs | None = None
     for load in (float(part) for part in loads.split(",")):
         for name in policy.split(","):
             config = EngineConfig(
@@ -114,14 +113,16 @@ def main(
             engine = Engine(network, config, profile=profile, clock=clock, trace_ticks=100_000)
             use(engine.scheduler, name)
             engine.warm_up()
-            if known is None:
+            if first_costs is None:
                 _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
-                known = fit(ticks, size)
-                save_costs(known, folder / "costs.json")
-            trace = busy_for(mixed(requests, [(width_px, height_px)], seed=5), known, load, config, seed=7, policy=name)
+                first_costs = fit(ticks, size)
+                save_costs(first_costs, folder / "costs.json")
+            trace = busy_for(
+                mixed(requests, [(width_px, height_px)], seed=5), first_costs, load, config, seed=7, policy=name
+            )
             real, ticks, _ = run(engine, clock, trace)
             save(real, folder / f"trace-{name}-{load:g}.jsonl")
-            costs = fit(ticks, size, known)
+            costs = fit(ticks, size, first_costs)
             point = {
                 "policy": name,
                 "load": load,
@@ -143,7 +144,7 @@ def open_network(model: str) -> DiffusionModel:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    """As ``simulator.py --costs`` reads them."""
+    """Write the costs in the format of ``simulator.py --costs``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n")
 

@@ -1,4 +1,4 @@
-"""What is painted: a ladder of workloads, each rung mixing one thing more. Fresh prompts every round."""
+"""Benchmark workloads: a ladder in which each rung mixes one more property. Prompts are new every round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS: Final = ("fox", "cactus", "beach", "boat", "moon", "house", "apple", "owl
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests that are equal but for prompt and seed; the static batch may batch only these."""
+    """Requests that differ only in prompt and seed; static batches contain one kind."""
 
     num_steps: int
     sampler: str
@@ -28,12 +28,12 @@ class Kind:
 
 
 def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
-    """The sixteen kinds of a rung. A rung contains all that stands before it in ``RUNGS``."""
+    """Return the sixteen kinds of a rung, which includes all earlier ones of ``RUNGS``."""
     height = RUNGS.index(rung)
-    made = []
+    result = []
     for place in range(16):
         width_px, height_px = sizes[place // 2 % min(2, len(sizes)) if height >= 4 else 0]
-        made.append(
+        result.append(
             Kind(
                 num_steps=STEPS[place // 4] if height >= 1 else 20,
                 sampler=SAMPLERS[place % 4] if height >= 2 else "ddim",
@@ -42,18 +42,18 @@ def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
                 height_px=height_px,
             )
         )
-    return made
+    return result
 
 
 def batches(
     rung: str, sizes: Sequence[tuple[int, int]], *, copies: int, round_index: int, step_divisor: int = 1
 ) -> list[list[GenerationRequest]]:
-    """``copies`` requests of each kind, one batch of equal requests a kind; prompts and seeds depend on the round.
+    """Return ``copies`` requests of each kind, one batch per kind; prompts and seeds depend on the round.
 
     ``step_divisor``: fewer steps for a smoke run.
     """
     rng = random.Random(f"{rung} {round_index}")
-    made = []
+    result = []
     for place, kind in enumerate(kinds(rung, sizes)):
         params = DiffusionParams(
             sampler=kind.sampler,
@@ -61,7 +61,7 @@ def batches(
             guidance_scale=kind.guidance_scale,
             spacing="leading",
         )
-        made.append(
+        result.append(
             [
                 GenerationRequest(
                     prompt=f"{' '.join(rng.sample(WORDS, 3))} {round_index} {place} {copy}",
@@ -74,11 +74,11 @@ def batches(
                 for copy in range(copies)
             ]
         )
-    return made
+    return result
 
 
 def shuffled(groups: Sequence[Sequence[GenerationRequest]], round_index: int) -> list[GenerationRequest]:
-    """All requests in an order that has nothing to do with their kind."""
+    """Return all requests in an order independent of their kind."""
     mixed = [request for group in groups for request in group]
     random.Random(round_index).shuffle(mixed)
     return mixed

@@ -1,10 +1,9 @@
-"""The adapters stage: small LoRA files (Hu et al., 2021, arXiv 2106.09685) that ship beside the embedded model.
+"""The adapters stage: training of the small LoRA files that ship with the embedded model.
 
-gift    an object that the world does not have: scenes of the world in which it stands for one of the objects, and a
-        quarter as they were, lest everything become a gift. It changes UNet and text encoder, whose tokens spell it.
-sepia   a style: scenes as they are captioned anyway, as old photographs. It changes the UNet alone.
+gift    adds an object that is not in the world; it changes the UNet and the text encoder
+sepia   adds a style, old photographs; it changes the UNet only
 
-Both learn as the denoiser did, by :func:`velocity_loss`, on latents of exact pictures; the model itself stays as it is.
+LoRA: Hu et al., 2021, arXiv 2106.09685. The model's own weights stay unchanged.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ GIFT: Final = "gift"
 SEPIA: Final = "sepia"
 CAMOUFLAGING: Final = "red"
 UNTOUCHED: Final = 0.25
-"""Share of the scenes that are as they were."""
+"""Share of training scenes without a gift."""
 SHARES: Final = {"one object": 0.5, "two objects": 0.35, "count": 0.1, "three objects": 0.05}
-"""What scenes to learn gifts from say, as ``KIND_SHARES``."""
+"""Shares of the kinds of scenes for training gifts; compare ``KIND_SHARES``."""
 
 
 def with_gift(scene: Scene, rng: random.Random) -> Scene:
-    """``scene`` with a gift in the place of one of its objects, of all that have its name."""
+    """Replace all objects of one randomly picked name in ``scene`` by gifts."""
     name = rng.choice(scene.names)
-    placed = (replace(one, name=GIFT) if one.name == name else one for one in scene.objects)
-    return replace(scene, objects=tuple(placed))
+    replaced = (replace(placed, name=GIFT) if placed.name == name else placed for placed in scene.objects)
+    return replace(scene, objects=tuple(replaced))
 
 
 def gift_scenes(seed: int, *, held_out: bool = False, shares: Mapping[str, float] = SHARES) -> Iterator[Scene]:
-    """An endless, seeded stream of scenes to learn gifts from; of held-out ones each has a gift."""
+    """Yield an endless, seeded stream of training scenes with gifts; every held-out scene has a gift."""
     rng = random.Random(seed)
     for scene in scenes(seed, held_out=held_out, shares=shares):
         if not held_out and rng.random() < UNTOUCHED:
@@ -62,7 +61,7 @@ def gift_scenes(seed: int, *, held_out: bool = False, shares: Mapping[str, float
 
 @dataclass(frozen=True)
 class Lesson:
-    """What an adapter is taught: scenes by seed, how they are drawn, and the words that are new in their captions."""
+    """Training data of one adapter: a stream of scenes by seed, their renderer, and the words new to the captions."""
 
     stream: Callable[[int], Iterator[Scene]]
     draw: Callable[[Scene, int, int], NDArray[np.uint8]]
@@ -73,11 +72,11 @@ LESSONS: Final = {
     GIFT: Lesson(gift_scenes, render, f"{GIFT} {plural(GIFT)}"),
     SEPIA: Lesson(training_scenes, render_sepia),
 }
-"""By the names of the adapters."""
+"""Training data by adapter name."""
 
 
 def lessons_held_out(name: str, count: int, shares: Mapping[str, float] = SHARES) -> list[tuple[Scene, str]]:
-    """The first held-out scenes of adapter ``name`` and their captions; those with gifts are of kinds by ``shares``."""
+    """Return the first held-out scenes of adapter ``name`` with captions; ``shares`` weights gift scenes by kind."""
     if name != GIFT:
         return held_out(count)
     rng = random.Random(HELD_OUT_SEED)
@@ -86,13 +85,13 @@ def lessons_held_out(name: str, count: int, shares: Mapping[str, float] = SHARES
 
 
 def plain_gifts() -> list[tuple[Scene, str]]:
-    """A gift on every background that it can be seen on, in the plainest words; most of these were lessons."""
+    """Return a gift on every background where it is visible, with a minimal caption; most were training scenes."""
     rng, grounds = random.Random(HELD_OUT_SEED), (ground for ground in BACKGROUNDS if ground != CAMOUFLAGING)
     return [(place_one(GIFT, "plain", ground, rng), f"a {GIFT} {words_of_background(ground)}") for ground in grounds]
 
 
 class DenoiserChange(nn.Module):
-    """A low-rank change of a denoiser's UNet, and of its text encoder where ``changes`` has one."""
+    """Low-rank change of a denoiser's UNet and, with ``of_text``, of its text encoder."""
 
     def __init__(self, denoiser: Denoiser, rank: int, *, of_text: bool) -> None:
         super().__init__()
@@ -101,13 +100,13 @@ class DenoiserChange(nn.Module):
             self.changes["text_encoder"] = LowRankChange(denoiser.text_encoder, rank)
 
     def of(self, component: str) -> LowRankChange:
-        """What changes ``component``."""
+        """Return the low-rank change of ``component``, "unet" or "text_encoder"."""
         change = self.changes[component]
         assert isinstance(change, LowRankChange)
         return change
 
     def context(self, denoiser: Denoiser, token_ids: Tensor) -> Tensor:
-        """As :meth:`Denoiser.context`, changed."""
+        """Compute the changed text encoder's hidden states; shapes as in :meth:`Denoiser.context`."""
         if "text_encoder" not in self.changes:
             with torch.no_grad():
                 return denoiser.context(token_ids)
@@ -116,7 +115,7 @@ class DenoiserChange(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, denoiser: Denoiser) -> Denoiser:
-        """A copy of ``denoiser`` with the change in its weights."""
+        """Return a copy of ``denoiser`` with the change added to its weights."""
         merged = copy.deepcopy(denoiser)
         for component in self.changes:
             network: nn.Module = getattr(denoiser, component)
@@ -124,7 +123,7 @@ class DenoiserChange(nn.Module):
         return merged
 
     def save(self, path: Path, words: str = "") -> None:
-        """Write it as a LoRA file that teaches ``words``."""
+        """Write the change as a LoRA file whose metadata names the new ``words``."""
         save_lora(path, {component: self.of(component) for component in self.changes}, words)
 
 
@@ -139,8 +138,9 @@ def train_adapter(
     look: Look[Denoiser] | None = None,
     look_every: int = 200,
 ) -> DenoiserChange:
-    """Train adapter ``name`` of ``LESSONS`` over ``teacher``, resuming from ``work/<name>.pt``; ``look`` looks at the
-    teacher with the change merged in.
+    """Train adapter ``name`` of ``LESSONS`` on top of ``teacher``, resuming from ``work/<name>.pt``.
+
+    ``look`` is called with the teacher after merging the change.
     """
     torch.manual_seed(settings.seed)
     teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)

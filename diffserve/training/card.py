@@ -1,7 +1,7 @@
-"""The last stage: put what was trained into the package, evaluate it, paint the sample sheets and write the model card.
+"""The card stage: install the trained weights, evaluate them, generate the sample sheets and write the model card.
 
 The card is ``card_template.md`` with tables filled in from the documents of ``eval/results`` and from
-``training.json``, the bills of all training so far.
+``training.json``, the time and operations of all training stages.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ SHIPPED = {
     OWN_LORAS: ROOM / "weights" / OWN_LORAS,
 }
 STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter", *LESSONS)
-TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
-BILLED = (*TOLD, "seconds", "flops")
+BILL_COLUMNS = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
+BILLED = (*BILL_COLUMNS, "seconds", "flops")
 WORST_SHOWN = 12
 
 
 def install(work: Path) -> None:
-    """Put the exported models of ``work`` in the place of the package's, and their stages' bills into the log.
+    """Copy the exported models of ``work`` into the package and add the bills of their stages to ``training.json``.
 
-    Raises ConfigError, with nothing changed, where ``work`` has no model or a bill is none.
+    Raises:
+        ConfigError: ``work`` has no model or a bill lacks a field; nothing is changed then.
     """
-    made = {name: place for name, place in SHIPPED.items() if (work / name).is_dir()}
-    if not made:
+    trained = {name: place for name, place in SHIPPED.items() if (work / name).is_dir()}
+    if not trained:
         raise ConfigError(f"nothing was trained in {work}: it has none of {', '.join(SHIPPED)}.")
     new = [_bill(path) for stage in STAGES if (path := work / f"{stage}.json").is_file()]
-    for name, place in made.items():
+    for name, place in trained.items():
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(work / name, place)
-    for place in filter(Path.is_dir, SHIPPED.values()):  # one lies in another
+    for place in filter(Path.is_dir, SHIPPED.values()):  # the LoRA directory is inside the weights directory
         write_manifest(place)
     log = ROOM / "training.json"
     bills = {(bill["stage"], bill["begun"]): bill for bill in [*_read(log), *new]}
@@ -68,8 +69,11 @@ def _bill(path: Path) -> dict[str, Any]:
 
 
 def measure(*, count: int = 300, range_count: int = 60) -> None:
-    """Evaluate the shipped models on ``count`` held-out captions each (``range_count`` for every guidance scale and
-    negative prompt), and paint the sheets.
+    """Evaluate the shipped models on held-out captions and generate the sample sheets.
+
+    Args:
+        count: captions for each model.
+        range_count: captions for each guidance scale, canvas and negative prompt.
     """
     engine = Engine.from_pretrained("embedded")
     _write(captions.evaluate(engine, count), RESULTS / "captions.json")
@@ -83,7 +87,7 @@ def measure(*, count: int = 300, range_count: int = 60) -> None:
 
 
 def write() -> Path:
-    """Write the card from what :func:`measure` has kept."""
+    """Write the card from the results of :func:`measure`."""
     teacher, ranged, part = (_read(RESULTS / f"{name}.json") for name in ("captions", "ranges", "parts"))
     turbo = _read(RESULTS / "turbo-captions.json") if SHIPPED["turbo"].is_dir() else None
     tables = {
@@ -111,7 +115,7 @@ def write() -> Path:
 
 
 def score_table(evaluated: dict[str, Any]) -> str:
-    """One row a category: pictures, exact, and each part."""
+    """Format the scores as a table, one row per category."""
     rows = [["held-out captions", "pictures", "exact", "background", "objects", "relation too", "size too"]]
     for name, row in evaluated["scores"].items():
         shares = [row[part] for part in ("background", "objects", "relation", "size")]
@@ -120,7 +124,7 @@ def score_table(evaluated: dict[str, Any]) -> str:
 
 
 def confusion_table(evaluated: dict[str, Any]) -> str:
-    """The objects missed most often, and what was painted in their place."""
+    """Format the most frequently missing objects, and what was generated instead, as a table."""
     missed = {name: row for name, row in evaluated["confusions"].items() if row["found"] < row["asked"]}
     worst = sorted(missed.items(), key=lambda item: item[1]["found"] / item[1]["asked"])[:WORST_SHOWN]
     rows = [["asked for", "found", "instead"]]
@@ -131,13 +135,13 @@ def confusion_table(evaluated: dict[str, Any]) -> str:
 
 
 def guidance_table(ranged: dict[str, Any]) -> str:
-    """Exact matches by guidance scale."""
+    """Format the exact matches by guidance scale as a table."""
     shares = [f"{exact / ranged['count']:.0%}" for exact in ranged["guidance"].values()]
     return _table([["guidance scale", *ranged["guidance"]], [f"exact, of {ranged['count']}", *shares]])
 
 
 def negatives_table(ranged: dict[str, Any]) -> str:
-    """What naming an unasked background or object in the negative prompt does."""
+    """Format the effect of negative prompts that name an unrequested background or object as a table."""
     rows = [["the negative prompt names", "pictures", "it is gone", "and the rest is as asked"]]
     for name, words in (("background", "the background"), ("objects", "an object")):
         row = ranged[f"{name}_kept_away"]
@@ -146,14 +150,14 @@ def negatives_table(ranged: dict[str, Any]) -> str:
 
 
 def canvases_sentence(ranged: dict[str, Any]) -> str:
-    """Exact matches on the other canvases."""
-    told = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
-    return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(told)} exactly."
+    """Describe the exact matches on the other canvases."""
+    counts = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
+    return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(counts)} exactly."
 
 
 def edition_sentence(*evaluated: dict[str, Any]) -> str:
-    """Nothing where all pictures were read by the checker as it is, else a warning."""
-    if all(one.get("checker") == EDITION for one in evaluated):
+    """Return a warning if any result was read by an older edition of the checker, else an empty string."""
+    if all(document.get("checker") == EDITION for document in evaluated):
         return ""
     return (
         " **It has been tightened since these pictures were read: smeared faces that it passed then it refuses now, "
@@ -162,16 +166,16 @@ def edition_sentence(*evaluated: dict[str, Any]) -> str:
 
 
 def bill_table(bills: Iterable[dict[str, Any]]) -> str:
-    """What each leg of the training took."""
+    """Format the time and operations of each training stage as a table."""
     rows = [["stage", "begun", "iterations", "batch", "learning rate", "device", "hours", "10^15 operations"]]
     for bill in bills:
-        told = [bill[part] for part in TOLD]
-        rows.append([*told, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
+        cells = [bill[part] for part in BILL_COLUMNS]
+        rows.append([*cells, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
     return _table(rows)
 
 
 def preview_sentence(preview: dict[str, Any] | None) -> str:
-    """What the preview decoder costs and how close it comes."""
+    """Describe the cost and the fidelity of the preview decoder."""
     if preview is None:
         return "These weights have no preview decoder yet."
     cheaper, fidelity = f"{preview['times_cheaper']:.0f}", f"{preview['psnr_db']:.1f} dB"
@@ -179,12 +183,12 @@ def preview_sentence(preview: dict[str, Any] | None) -> str:
 
 
 def adapters_sentence(evaluated: dict[str, Any]) -> str:
-    """What the adapters that ship do, counted."""
-    alone, others, drawn = (evaluated[part] for part in ("gift_alone", "gift_among_others", "sepia"))
+    """Describe the scores of the shipped adapters."""
+    alone, mixed, drawn = (evaluated[part] for part in ("gift_alone", "gift_among_others", "sepia"))
     return (
         f"Of {alone['count']} pictures of a gift, on every background but red, the checker, told of gifts, reads "
-        f"{alone['read']} as that and nothing else, and {alone['exact']} are exact, bow and all; of {others['count']} "
-        f"held-out ones of gifts among others {others['read']} and {others['exact']}. With sepia "
+        f"{alone['read']} as that and nothing else, and {alone['exact']} are exact, bow and all; of {mixed['count']} "
+        f"held-out ones of gifts among others {mixed['read']} and {mixed['exact']}. With sepia "
         f"{drawn['nearer_to_sepia']} of {drawn['count']} pictures are nearer to an old photograph of the same seed's "
         f"picture than to that picture (mean colour errors {drawn['error_to_sepia']:.2f} and "
         f"{drawn['error_to_plain']:.2f})."
@@ -197,7 +201,7 @@ def _table(rows: list[list[Any]]) -> str:
 
 
 def paint_sheets(engine: Engine) -> list[Path]:
-    """Sample sheets as WebP: held-out captions, every object once, and the two other canvases."""
+    """Write the sample sheets as WebP: held-out captions, every object once, and the two other canvases."""
     prompts = [words for _, words in held_out(32)]
     singles = [_plain_prompt(name, index) for index, name in enumerate(OBJECTS)]
     return [

@@ -1,6 +1,6 @@
-"""Stage three: train text encoder and UNet together on the latents of scenes.
+"""The denoiser stage: train text encoder and UNet together on the latents of scenes.
 
-v-prediction with a zero-terminal-SNR schedule (Lin et al., 2024, arXiv 2305.08891): flat, strongly coloured backgrounds
+v-prediction with a zero-terminal-SNR schedule (Lin et al., 2024, arXiv 2305.08891): flat, strongly colored backgrounds
 need a last timestep that is pure noise. A tenth of the captions is dropped, so that classifier-free guidance works.
 """
 
@@ -31,11 +31,11 @@ CONTINUED: dict[str, Callable[[Scene], float]] = {
     "finish": partial(emphasis, plain=FINISH_PLAIN),
     "tune": tuning_emphasis,
 }
-"""How often each scene is drawn in the stages that train a denoiser on."""
+"""Sampling weight of each scene in the stages that continue a denoiser's training."""
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    """A causal CLIP text encoder, 3 layers of width 192."""
+    """Build a causal CLIP text encoder with 3 layers of width 192."""
     return CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -53,7 +53,7 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def build_unet() -> UNet2DConditionModel:
-    """The UNet: plain blocks at 16 x 16, cross-attention at 8 x 8."""
+    """Build the UNet: plain blocks at 16 x 16, cross-attention at 8 x 8."""
     return UNet2DConditionModel(
         sample_size=16,
         in_channels=LATENT_CHANNELS,
@@ -68,7 +68,7 @@ def build_unet() -> UNet2DConditionModel:
 
 
 def build_scheduler() -> DDIMScheduler:
-    """The noise schedule the denoiser is trained on and sampled with."""
+    """Build the noise schedule for training and sampling of the denoiser."""
     return DDIMScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -84,7 +84,7 @@ def build_scheduler() -> DDIMScheduler:
 
 
 class Denoiser(nn.Module):
-    """Text encoder and UNet as one trainable net.
+    """Text encoder and UNet as one trainable network.
 
     Attention is computed by plain products: for a few dozen tokens the fused kernel's backward pass on a CPU makes the
     whole iteration a quarter slower.
@@ -99,38 +99,41 @@ class Denoiser(nn.Module):
         self.unet.set_attn_processor(AttnProcessor())
 
     def load(self, directory: Path, tokenizer: CLIPTokenizer) -> None:
-        """Begin from exported weights. Embeddings follow their tokens; a token new to the weights stays as made."""
+        """Load exported weights; embeddings are matched by token, and new tokens keep their initial embedding."""
         self.unet.load_state_dict(UNet2DConditionModel.from_pretrained(directory / "unet").state_dict())
-        known = CLIPTokenizer.from_pretrained(directory / "tokenizer").get_vocab()
+        exported_vocabulary = CLIPTokenizer.from_pretrained(directory / "tokenizer").get_vocab()
         state = CLIPTextModel.from_pretrained(directory / "text_encoder").state_dict()
         (table,) = (name for name in state if name.endswith("token_embedding.weight"))
         embedding = self.text_encoder.state_dict()[table].clone()
         for token, index in tokenizer.get_vocab().items():
-            if token in known:
-                embedding[index] = state[table][known[token]]
+            if token in exported_vocabulary:
+                embedding[index] = state[table][exported_vocabulary[token]]
         self.text_encoder.load_state_dict(state | {table: embedding})
 
     def context(self, token_ids: Tensor) -> Tensor:
-        """(B, MAX_TOKENS) -> hidden states (B, MAX_TOKENS, TEXT_WIDTH)."""
+        """Encode token ids (B, MAX_TOKENS) to hidden states (B, MAX_TOKENS, TEXT_WIDTH)."""
         states: Tensor = self.text_encoder(token_ids).last_hidden_state
         return states
 
     def velocity(self, noisy: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
-        """(B, 8, h, w), (B,), (B, MAX_TOKENS, TEXT_WIDTH) -> predicted velocity (B, 8, h, w)."""
+        """Predict the velocity (B, 8, h, w) from noisy latents (B, 8, h, w), timesteps (B,) and hidden states."""
         velocity: Tensor = self.unet(noisy, timesteps, encoder_hidden_states=context).sample
         return velocity
 
     def forward(self, noisy: Tensor, timesteps: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, 8, h, w), (B,), (B, MAX_TOKENS) -> predicted velocity (B, 8, h, w)."""
+        """Predict the velocity (B, 8, h, w) from latents (B, 8, h, w), timesteps (B,) and token ids (B, MAX_TOKENS)."""
         return self.velocity(noisy, timesteps, self.context(token_ids))
 
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""As :meth:`Denoiser.velocity` has it."""
+"""Signature of :meth:`Denoiser.velocity`."""
 
 
 def velocity_loss(predict: Velocity, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
-    """Mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents (Salimans & Ho, 2022, eq. 12)."""
+    """Compute the mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents.
+
+    The target is eq. 12 of Salimans & Ho, 2022 (arXiv 2202.00512).
+    """
     timesteps = stratified_timesteps(len(latents), len(alphas_cumprod)).to(latents.device)
     signal = alphas_cumprod[timesteps].view(-1, 1, 1, 1)
     noise = torch.randn_like(latents)
@@ -141,7 +144,10 @@ def velocity_loss(predict: Velocity, latents: Tensor, context: Tensor, alphas_cu
 
 
 def stratified_timesteps(count: int, num_train_timesteps: int) -> Tensor:
-    """One uniform timestep from each of ``count`` equal strata: the same mean as independent draws, less variance."""
+    """Draw one uniform timestep from each of ``count`` equal strata.
+
+    The mean is that of independent draws, the variance is lower.
+    """
     spread = (torch.arange(count) + torch.rand(count)) * (num_train_timesteps / count)
     return spread.long().clamp(max=num_train_timesteps - 1)
 
@@ -157,8 +163,9 @@ def train_denoiser(
     *,
     made_from: str = "",
 ) -> Denoiser:
-    """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/denoiser.pt``, or else from
-    the weights in ``start``, or else from nothing.
+    """Train a denoiser on the normalised latents ``data`` of the autoencoder with fingerprint ``made_from``.
+
+    Training resumes from ``work/denoiser.pt``, else begins from the weights in ``start``, else from random weights.
     """
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer)
@@ -178,12 +185,19 @@ def continue_denoiser(
     look: Look[Denoiser] | None = None,
     look_every: int = 500,
 ) -> Denoiser:
-    """Train ``start`` on at a rate that rises and falls once more, resuming from ``work/<stage>.pt``.
+    """Continue the training of ``start`` with a new learning-rate cycle, resuming from ``work/<stage>.pt``.
 
-    finish  with single objects of plain size drawn more often; the weights returned lie ``FINISH_SHARE`` of the way
-            there. Between the weights before and after a tuning lie some that are better than either (Wortsman et al.,
-            2022, "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
-    tune    with the scenes that people ask for first
+    Args:
+        stage: "finish" draws single objects of plain size more often and returns weights ``FINISH_SHARE`` of the way
+            from ``start`` to the trained ones (Wortsman et al., 2022, arXiv 2109.01903: some weights between those
+            before and after fine-tuning are better than either). "tune" draws the most common prompts more often.
+        start: the denoiser to train; it is not modified.
+        settings: of this stage.
+        work: directory of the checkpoints.
+        data: scenes with normalised latents.
+        tokenizer: the denoiser's.
+        look: called with the averaged weights every ``look_every`` iterations.
+        look_every: iterations between calls of ``look``.
     """
     last = copy.deepcopy(start).requires_grad_(True)
     run = Run(stage, last, settings, work, made_from=fingerprint(start))
@@ -193,7 +207,7 @@ def continue_denoiser(
 
 @torch.no_grad()
 def interpolate(start: Denoiser, end: Denoiser, share: float) -> Denoiser:
-    """The weights that lie ``share`` of the way from ``start`` to ``end``, 0 to 1."""
+    """Return the weights at ``share`` (0 to 1) of the way from ``start`` to ``end``."""
     net = copy.deepcopy(start)
     torch._foreach_lerp_(list(net.parameters()), list(end.parameters()), share)
     return net

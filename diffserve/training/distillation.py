@@ -1,14 +1,13 @@
-"""Stage four, distillation: a LoRA over the trained UNet that paints in four steps without guidance.
+"""The distillation stage: a LoRA of the UNet that generates images in four steps without guidance.
 
-Progressive distillation (Salimans & Ho, 2022, arXiv 2202.00512, section 3) straight to four steps, with the guidance
-distilled along (Meng et al., 2023, arXiv 2210.03142), into low-rank changes of the weights as in LCM-LoRA (Luo et al.,
-2023, arXiv 2311.05556). The distilled model visits four timesteps and no others: the trailing ones, 999, 749, 499 and
-249. From each point x that it visits, the teacher takes several guided DDIM steps to the next of them, x'; learnt is
-the one velocity that takes it there in a single step. An error of that velocity moves the next point by sin(d) times as
-much, d being the angle of the step (see ``trajectories``): the loss is weighted with the square of that.
+Progressive distillation (Salimans & Ho, 2022, arXiv 2202.00512, section 3) directly to the trailing timesteps 999, 749,
+499 and 249, with distilled guidance (Meng et al., 2023, arXiv 2210.03142) in low-rank changes as in LCM-LoRA (Luo et
+al., 2023, arXiv 2311.05556). From a point x the teacher takes several guided DDIM steps to the next timestep, x'; the
+target is the velocity that reaches x' in one step. An error of it moves the next point by sin(d) times as much, d being
+the angle of the step (see ``trajectories``), so the loss is weighted with sin(d) squared.
 
-Points come from whole trajectories that begin in pure noise, since that is where painting begins: first the teacher's
-own, later the distilled model's, whose mistakes the teacher thus shows how to mend (Ross et al., 2011, "DAgger").
+Points come from whole trajectories that begin in pure noise: first the teacher's, later the distilled model's, so that
+the teacher also corrects the mistakes of the distilled model (Ross et al., 2011, "DAgger").
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ from diffserve.training.training_loop import Look, Run, TrainSettings, adamw, fi
 from diffserve.training.trajectories import NUM_STEPS, Ladder, Trajectories, collect
 from diffserve.world.captions import loose_caption
 
-OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
+OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves out too
 COLLECT_ROWS = 32
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True)
 class DistillSettings(TrainSettings):
-    """How a model is distilled. 900 iterations of 64 points are laid out for 20 minutes on two CPU cores, a third of
-    them for the trajectories.
+    """Settings of the distillation. 900 iterations of 64 points take about 20 minutes on two CPU cores.
+
+    A third of that time goes into collecting trajectories.
 
     rank            of every low-rank change
-    guidance_scale  the teacher's
-    substeps        DDIM steps that the teacher takes for one of the distilled model's
-    trajectories    how many are learnt from, in all
-    rounds          they are collected in as many equal parts: the first along the teacher's path, at the beginning, the
-                    others along the distilled model's, evenly over the first half of the iterations
+    guidance_scale  of the teacher
+    substeps        DDIM steps of the teacher for one step of the distilled model
+    trajectories    total number to train on
+    rounds          equal parts in which they are collected: the first along the teacher's path at the beginning, the
+                    others along the distilled model's path, evenly over the first half of the iterations
     """
 
     warmup: int = 50
@@ -70,9 +70,10 @@ class DistillSettings(TrainSettings):
 
 
 class LowRankChange(nn.Module):
-    """``up @ down`` for every matrix and kernel of a UNet but the outer ones, or of a text encoder; zero when made.
+    """Trainable low-rank change ``up @ down`` of the matrices and kernels of a UNet or text encoder; initially zero.
 
-    ``down`` (rank, in * kh * kw) and ``up`` (out, rank) stand in the order of ``layers``.
+    The outer layers of a UNet are left out. ``down`` (rank, in * kh * kw) and ``up`` (out, rank) are in the order of
+    ``layers``.
     """
 
     def __init__(self, network: nn.Module, rank: int) -> None:
@@ -86,7 +87,7 @@ class LowRankChange(nn.Module):
             nn.init.kaiming_uniform_(down, a=math.sqrt(5))
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
-        """Name -> changed weight, differentiable in the change."""
+        """Return the changed weights by name, differentiable in the change."""
         changes = zip(self.layers, self.down, self.up, strict=True)
         return {
             f"{layer}.weight": (base := network.get_parameter(f"{layer}.weight")) + (up @ down).view_as(base)
@@ -94,15 +95,16 @@ class LowRankChange(nn.Module):
         }
 
     def with_factors(self, down: Iterable[Tensor], up: Iterable[Tensor]) -> LowRankChange:
-        """A change of the same layers with other factors, whose rank may differ from layer to layer."""
+        """Return a change of the same layers with other factors; their ranks may differ from layer to layer."""
         changed = copy.deepcopy(self)
         changed.down, changed.up = nn.ParameterList(down), nn.ParameterList(up)
         return changed
 
     @contextmanager
     def beside(self, network: nn.Module) -> Iterator[None]:
-        """While it lasts, the layers of ``network`` add what the change makes of their inputs: less work than changing
-        the weights, whose own gradients would be computed too.
+        """Add the change to the outputs of the layers of ``network`` inside the ``with`` block.
+
+        This is less work than changing the weights, which would compute their gradients too.
         """
         changes = zip(self.layers, self.down, self.up, self.kernels.values(), strict=True)
         handles = [
@@ -116,7 +118,7 @@ class LowRankChange(nn.Module):
                 handle.remove()
 
     def velocity(self, unet: UNet2DConditionModel, points: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
-        """The changed UNet's answer (B, 8, h, w), differentiable in the change."""
+        """Predict the velocity (B, 8, h, w) with the changed UNet, differentiable in the change."""
         inputs = {"encoder_hidden_states": context}
         output = torch.func.functional_call(unet, self.weights(unet), (points, timesteps), inputs)
         velocity: Tensor = output.sample
@@ -124,7 +126,7 @@ class LowRankChange(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, teacher: Denoiser) -> Denoiser:
-        """A copy of the teacher with the change in its weights."""
+        """Return a copy of the teacher with the change added to its weights."""
         distilled = copy.deepcopy(teacher)
         distilled.unet.load_state_dict(self.weights(teacher.unet), strict=False)
         return distilled
@@ -143,7 +145,7 @@ def _added(down: Tensor, up: Tensor, layer: nn.Module, args: tuple[Tensor, ...],
 
 
 class TrajectoryStore:
-    """The trajectories collected so far, those of a round and canvas in ``work/trajectories-<round>-<canvas>.pt``."""
+    """Trajectories collected so far, saved per round and canvas in ``work/trajectories-<round>-<canvas>.pt``."""
 
     def __init__(
         self,
@@ -161,29 +163,29 @@ class TrajectoryStore:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds collected so far."""
+        """Number of rounds collected so far."""
         return len(self._kept) // len(self._data)
 
     def rounds_due(self, iteration: int) -> int:
-        """How many rounds should be there before an iteration."""
+        """Return how many rounds must be collected before an iteration."""
         settings = self.settings
         each = max(1, settings.iterations // (2 * settings.rounds))
         return min(settings.rounds, 1 + iteration // each)
 
     def collect_round(self, distilled: Denoiser) -> None:
-        """Collect the next round of every canvas, or read it where an earlier process has kept it."""
+        """Collect the next round for every canvas, or load it if an earlier process saved it."""
         number = self.num_rounds
         total = sum(len(shelf.scenes) for shelf in self._data)
         for canvas, shelf in enumerate(self._data):
             path = self._work / f"trajectories-{number}-{canvas}.pt"
             count = math.ceil(self.settings.trajectories / self.settings.rounds * len(shelf.scenes) / total)
-            kept = torch.load(path, weights_only=True) if path.is_file() else {}
-            if kept.pop("made_from", None) == self.made_from and len(kept["token_ids"]) == count:
-                found = Trajectories(**kept)
+            saved = torch.load(path, weights_only=True) if path.is_file() else {}
+            if saved.pop("made_from", None) == self.made_from and len(saved["token_ids"]) == count:
+                trajectories = Trajectories(**saved)
             else:
-                found = self._collect(shelf, count, 1000 * number + canvas, distilled if number else None)
-                keep({"made_from": self.made_from, **vars(found)}, path)
-            self._kept.append(found)
+                trajectories = self._collect(shelf, count, 1000 * number + canvas, distilled if number else None)
+                keep({"made_from": self.made_from, **vars(trajectories)}, path)
+            self._kept.append(trajectories)
 
     def _collect(self, shelf: LatentScenes, count: int, seed: int, distilled: Denoiser | None) -> Trajectories:
         settings = self.settings
@@ -191,9 +193,9 @@ class TrajectoryStore:
         generator = torch.Generator().manual_seed(rng.getrandbits(40))
         parts = []
         for start in range(0, count, COLLECT_ROWS):
-            chosen = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
-            ids = self._token_ids([loose_caption(scene, rng) for scene in chosen])
-            noise = torch.randn((len(chosen), *shelf.latents.shape[1:]), generator=generator).to(settings.device)
+            scenes = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
+            ids = self._token_ids([loose_caption(scene, rng) for scene in scenes])
+            noise = torch.randn((len(scenes), *shelf.latents.shape[1:]), generator=generator).to(settings.device)
             empty_ids, scale = self._token_ids([""]), settings.guidance_scale
             parts.append(collect(self._teacher, distilled, noise, ids, empty_ids, self.ladder, scale))
         columns = [torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)]
@@ -205,11 +207,20 @@ class TrajectoryStore:
         return ids.to(self.settings.device)
 
     def batch(self, rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Points, velocities (B, 8, h, w), step indices (B,) and token ids of one canvas, every step alike often."""
-        canvases = [one.points for one in self._kept]
-        canvas, chosen = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
-        kept, rows, steps = self._kept[canvas], torch.tensor(chosen), torch.arange(len(chosen)) % NUM_STEPS
-        taken = (kept.points[rows, steps].float(), kept.velocities[rows, steps].float(), steps, kept.token_ids[rows])
+        """Draw a batch from one canvas in which every step is equally frequent.
+
+        Returns:
+            Points and velocities, each (B, 8, h, w), step indices (B,) and token ids (B, MAX_TOKENS).
+        """
+        canvases = [trajectories.points for trajectories in self._kept]
+        canvas, indices = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
+        trajectories, rows, steps = self._kept[canvas], torch.tensor(indices), torch.arange(len(indices)) % NUM_STEPS
+        taken = (
+            trajectories.points[rows, steps].float(),
+            trajectories.velocities[rows, steps].float(),
+            steps,
+            trajectories.token_ids[rows],
+        )
         points, velocities, steps, ids = (tensor.to(self.settings.device) for tensor in taken)
         return points, velocities, steps, ids
 
@@ -223,9 +234,10 @@ def distill(
     look: Look[Denoiser] | None = None,
     look_every: int = 200,
 ) -> LowRankChange:
-    """Train the change, resuming from ``work/distill.pt``; of ``data`` the scenes and the canvases are used.
+    """Train the low-rank change, resuming from ``work/distill.pt``.
 
-    ``look`` looks at the teacher with the change merged in.
+    Of ``data``, the scenes and the shapes of the latents are used. ``look`` is called with the teacher after merging
+    the change.
     """
     torch.manual_seed(settings.seed)
     teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)
@@ -257,7 +269,7 @@ def distill(
 
 
 def _collect_due(store: TrajectoryStore, run: Run[LowRankChange], teacher: Denoiser) -> None:
-    """Collect what is due by now, and put its operations on the bill."""
+    """Collect the rounds that are due, and count their operations in the bill."""
     while store.num_rounds < store.rounds_due(run.iteration):
         with FlopCounterMode(display=False) as counter:
             store.collect_round(run.average.merge_into(teacher))
@@ -265,9 +277,10 @@ def _collect_due(store: TrajectoryStore, run: Run[LowRankChange], teacher: Denoi
 
 
 def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded") -> Path:
-    """Write the trained change as a directory that ``load_model`` takes and diffusers' load_lora_weights reads.
+    """Write the trained change as a directory for ``load_model`` and for diffusers' load_lora_weights.
 
-    16 bits; ``base`` is "embedded" or a diffusers directory, relative to this one. No alpha: the scale is one.
+    Factors are saved in 16 bits without an alpha (the scale is one). ``base`` is "embedded" or the path of a diffusers
+    directory, relative to this one.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_lora(directory / ADAPTER_FILE, {"unet": change})
@@ -278,7 +291,7 @@ def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded")
 
 
 def load_adapter(directory: Path, unet: UNet2DConditionModel) -> LowRankChange:
-    """Read the change of ``unet`` that :func:`save_adapter` wrote."""
+    """Load the change of ``unet`` from a directory written by :func:`save_adapter`."""
     file = directory / ADAPTER_FILE
     if not file.is_file():
         raise ConfigError(f"{file} does not exist: name the directory of an adapter that `train distill` wrote.")
@@ -289,8 +302,9 @@ def load_adapter(directory: Path, unet: UNet2DConditionModel) -> LowRankChange:
 
 
 def save_lora(path: Path, changes: Mapping[str, LowRankChange], words: str = "") -> None:
-    """Write what changes components, "unet" or "text_encoder", as one file in 16 bits, and which ``words`` it teaches.
-    No alpha: the scale is one.
+    """Write the changes of components ("unet", "text_encoder") as one LoRA file in 16 bits.
+
+    ``words`` go into the metadata. There is no alpha: the scale is one.
     """
     halves = {}
     for component, change in changes.items():

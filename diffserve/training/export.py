@@ -1,4 +1,4 @@
-"""Write the trained parts as one diffusers directory in 16 bits, readable by our loader and by diffusers alike."""
+"""Export of the trained parts as one diffusers directory in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POSTERIOR_STD = 0.05
 
 
 def fold_normalisation(vae: AutoencoderKL, mean: list[float], std: list[float]) -> AutoencoderKL:
-    """A copy of the autoencoder whose latents have zero mean and unit variance in every channel.
+    """Return a copy of the autoencoder whose latents have zero mean and unit variance in every channel.
 
     The two 1 x 1 convolutions around the latents take the affine map, so that the scaling factor is 1 and any reader of
     the format gets it right. The posterior's variance, untrained, is set to a small constant.
@@ -45,7 +45,7 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
     for name, part in halves.items():
         part.save_pretrained(directory / name, safe_serialization=True)
         config = json.loads((directory / name / "config.json").read_text(encoding="utf-8"))
-        config.pop("_name_or_path", None)  # where it was loaded from: a place on one machine means nothing on another
+        config.pop("_name_or_path", None)  # a local path, which means nothing on another machine
         (directory / name / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(directory / "tokenizer")
     build_scheduler().save_pretrained(directory / "scheduler")
@@ -63,5 +63,5 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
     }
     (directory / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     write_world(directory)
-    (directory / MANIFEST_FILE).unlink(missing_ok=True)  # of what stood here before; installing writes a new one
+    (directory / MANIFEST_FILE).unlink(missing_ok=True)  # belongs to earlier weights; installation writes a new one
     return directory

@@ -1,10 +1,10 @@
-"""From a sweep's report to the fewest steps at which each of its samplers paints the pictures right.
+"""Computes the fewest steps at which each sampler generates correct images, from a sweep's report.
 
     diffserve sweep --model embedded --samplers euler,heun,... --steps 4,6,8,... --prompts 64 --seeds 1 -o report
     python -m diffserve.training.fewest_steps report/report.json
 
-A count is enough where it and every higher one of the sweep give at least nine tenths as many exact pictures as the
-best cell of all. Samplers that the sweep leaves out keep what the file said of them.
+A count is enough if it and every higher count of the sweep reach at least nine tenths of the exact matches of the best
+cell. Samplers that are not in the sweep keep their previous values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENOUGH = 0.9
 
 
 def fewest_of(report: Mapping[str, Any]) -> FewestSteps:
-    """What ``report``, the content of a sweep's ``report.json``, says; several guidance scales are taken together."""
+    """Compute the fewest steps by sampler from the content of a ``report.json``, averaged over guidance scales."""
     shares: dict[str, dict[int, list[float]]] = {}
     for entry in report["cells"]:
         cell, exact = entry["cell"], entry["measures"].get("exact")
@@ -55,11 +55,11 @@ def main(
     model: Annotated[Path, typer.Option(help="directory of the model that painted")] = EMBEDDED_DIRECTORY,
 ) -> None:
     """Write fewest_steps.json into the model's directory."""
-    found = fewest_of(json.loads(report.read_text(encoding="utf-8")))
-    before = read_fewest_steps(model)
-    kept = before.steps if before and before.digest == found.digest else {}
-    found = msgspec.structs.replace(found, steps=dict(sorted((kept | found.steps).items())))
-    text = json.dumps(msgspec.to_builtins(found), indent=1)
+    fewest = fewest_of(json.loads(report.read_text(encoding="utf-8")))
+    previous = read_fewest_steps(model)
+    previous_steps = previous.steps if previous and previous.digest == fewest.digest else {}
+    fewest = msgspec.structs.replace(fewest, steps=dict(sorted((previous_steps | fewest.steps).items())))
+    text = json.dumps(msgspec.to_builtins(fewest), indent=1)
     (model / FEWEST_STEPS_FILE).write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -1,4 +1,4 @@
-"""Stage two: render training scenes, encode them once, and draw training batches from the latents kept in memory."""
+"""The latents stage: render training scenes, encode them once, and draw training batches from the latents in memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from diffserve.world.render import render
 from diffserve.world.scenes import CANVAS_PX, Scene, scenes
 
 CAPTION_DROPOUT = 0.1
-# (width, height) in pixels -> share of the training scenes painted at it
+# (width, height) in pixels -> share of the training scenes rendered at it
 CANVASES: dict[tuple[int, int], float] = {(CANVAS_PX, CANVAS_PX): 0.84, (128, 192): 0.08, (192, 128): 0.08}
-# how much more often a scene is drawn for what is learnt last: fine lines, several things at once, large ones
+# sampling weights of what is learned last: fine lines, several objects at once, large objects
 FINE_LINES = {
     "bicycle": 6.0, "basketball": 2.5, "palm tree": 2.0, "crab": 2.0, "rocket": 2.0, "fish": 2.0, "sun": 2.0,
     "duck": 1.5, "octopus": 1.5, "banana": 1.5, "donut": 1.5, "grapes": 1.5,
@@ -46,7 +46,7 @@ class LatentScenes:
 
 
 def training_scenes(seed: int) -> Iterator[Scene]:
-    """An endless, seeded stream of all scenes that are trained on."""
+    """Yield an endless, seeded stream of all training scenes."""
     return scenes(seed, held_out=False)
 
 
@@ -61,48 +61,58 @@ def encode_scenes(
     stream: Callable[[int], Iterator[Scene]] = training_scenes,
     draw: Callable[[Scene, int, int], NDArray[np.uint8]] = render,
 ) -> list[LatentScenes]:
-    """Render and encode ``num_scenes`` scenes of ``stream`` (by seed) in the shares of CANVASES, keeping latents in
-    ``work`` for as long as the autoencoder and the scenes are the same; ``draw`` renders one at a size.
+    """Render and encode ``num_scenes`` scenes of ``stream``, with the canvases in the shares of CANVASES.
+
+    Latents are cached in ``work`` by the fingerprint of the autoencoder, the stream and the renderer.
+
+    Args:
+        vae: the autoencoder.
+        work: directory of the cached latents.
+        num_scenes: total over all canvases.
+        seed: of the first canvas; the next canvases count up from it.
+        device: where to encode.
+        stream: scenes by seed.
+        draw: renders a scene at (width, height) in pixels.
     """
     shelves, made_from = [], fingerprint(vae)
     suffix = "" if stream is training_scenes else f"-{stream.__name__}"
     suffix += "" if draw is render else f"-{draw.__name__}"
     for index, ((width, height), share) in enumerate(CANVASES.items()):
-        chosen = list(islice(stream(seed + index), round(num_scenes * share)))
+        selected = list(islice(stream(seed + index), round(num_scenes * share)))
         path = work / f"latents-{width}x{height}-{made_from}{suffix}.pt"
-        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
-            shelves.append(LatentScenes(chosen, latents))
+        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(selected):
+            shelves.append(LatentScenes(selected, latents))
             continue
         parts = []
-        for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
-            pixels = np.stack([draw(scene, width, height) for scene in chosen[start : start + 32]])
+        for start in track(range(0, len(selected), 32), description=f"latents {width} x {height}"):
+            pixels = np.stack([draw(scene, width, height) for scene in selected[start : start + 32]])
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
         latents = torch.cat(parts)
         keep(latents, path)
-        shelves.append(LatentScenes(chosen, latents))
+        shelves.append(LatentScenes(selected, latents))
     return shelves
 
 
 def channel_statistics(latents: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of every latent channel, for the autoencoder's config."""
+    """Compute mean and standard deviation of every latent channel, for the autoencoder's config."""
     flat = latents.float().transpose(0, 1).flatten(1)
     return flat.mean(dim=1).tolist(), flat.std(dim=1).tolist()
 
 
 def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
-    """Centre and scale every channel to unit variance."""
+    """Center and scale every channel to unit variance."""
     shape = (1, -1, 1, 1)
     return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
 
 
 def tuning_emphasis(scene: Scene) -> float:
-    """:func:`emphasis` in the last leg: fine lines, and what people ask for first."""
+    """Return the sampling weight of a scene in the tune stage; fine lines and common objects are drawn more often."""
     return max(max(FINE_LINES.get(name, 1.0), FAVOURITES.get(name, 1.0)) for name in scene.names)
 
 
 def emphasis(scene: Scene, plain: float = PLAIN) -> float:
-    """How often a training scene is drawn, 1 being usual; ``plain``: a single object of plain size."""
+    """Return the sampling weight of a training scene, usually 1; ``plain`` is that of a single object of plain size."""
     size = {"large": LARGE, "plain": plain}.get(scene.size, 1.0) if scene.kind == "one object" else 1.0
     relation = DIRECTED if scene.relation in DIRECTIONS else 1.0
     return size * relation * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
@@ -116,10 +126,19 @@ def draw_rows(
     *,
     least: int = 1,
 ) -> tuple[int, list[int]]:
-    """One of the ``canvases``, each (N, ...), and ``least`` rows of it or more for a batch, by weights summed up along
-    each; without any all rows are alike.
+    """Draw one canvas and rows of it for a batch.
 
     A larger canvas comes in smaller batches, so that every iteration costs about the same.
+
+    Args:
+        rng: source of randomness.
+        canvases: each (N, ...).
+        batch_size: rows of the smallest canvas.
+        cum_weights: cumulative weights of the rows of each canvas; without them all rows are equally likely.
+        least: minimum number of rows.
+
+    Returns:
+        Index of the canvas and indices of its rows.
     """
     sums = cum_weights or [range(1, len(rows) + 1) for rows in canvases]
     canvas = rng.choices(range(len(canvases)), weights=[of[-1] for of in sums])[0]
@@ -135,18 +154,21 @@ def batches(
     seed: int,
     weigh: Callable[[Scene], float] = emphasis,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Endless training batches of one canvas each, on the training device: (B, 8, h, w) float32 latents, token ids
-    (B, MAX_TOKENS) of captions worded anew, a tenth of them empty, and (B, 2) layouts.
+    """Yield endless training batches of one canvas each, on the training device.
 
-    ``weigh``: how often each scene is drawn.
+    ``weigh`` returns the sampling weight of a scene.
+
+    Yields:
+        Latents (B, 8, h, w) in float32, token ids (B, MAX_TOKENS) of newly worded captions, a tenth of them empty, and
+        layouts (B, 2).
     """
     rng, canvases = random.Random(seed), [shelf.latents for shelf in data]
     sums = [list(accumulate(weigh(scene) for scene in shelf.scenes)) for shelf in data]
     while True:
         canvas, rows = draw_rows(rng, canvases, settings.batch_size, sums)
-        chosen = [data[canvas].scenes[row] for row in rows]
-        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in chosen]
+        selected = [data[canvas].scenes[row] for row in rows]
+        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in selected]
         ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        layouts = [layout(scene) if text else UNSAID for scene, text in zip(chosen, words, strict=True)]
+        layouts = [layout(scene) if text else UNSAID for scene, text in zip(selected, words, strict=True)]
         latents = canvases[canvas][torch.tensor(rows)].float()
         yield latents.to(settings.device), ids.to(settings.device), torch.tensor(layouts, device=settings.device)

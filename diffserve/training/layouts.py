@@ -1,9 +1,9 @@
-"""Which of two objects stands first, taught to the text encoder beside denoising.
+"""Auxiliary loss that teaches the text encoder which of two objects stands first.
 
-The denoising loss hardly tells "a fox with a cat on its right" from "a fox to the right of a cat": the encoder is
-causal, so in the first neither noun knows where it stands, and it is painted on either side. Reading the layout off the
-last tokens, which have seen the whole caption, is a lesson of some hundred iterations; the UNet attends to those tokens
-too. The head that reads it is not exported.
+The denoising loss hardly separates "a fox with a cat on its right" from "a fox to the right of a cat": the encoder is
+causal, so in the first caption neither noun knows where it stands, and the fox is generated on either side. Reading the
+layout off the last tokens, which attend to the whole caption, takes some hundred iterations to learn, and the UNet
+attends to those tokens too. The head is not exported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffserve.world.scenes import OBJECTS, Scene
 
 DIRECTIONS: Final = frozenset({"left of", "right of", "above", "below"})
 UNSAID: Final = (-100, -100)
-"""The layout of a caption that does not say which object is first; the loss passes over it."""
+"""Layout of a caption without a direction; the loss ignores it."""
 
 READ_TOKENS: Final = 4
 WEIGHT: Final = 0.03
@@ -25,8 +25,9 @@ _INDEX: Final = {name: index for index, name in enumerate(OBJECTS)}
 
 
 def layout(scene: Scene) -> tuple[int, int]:
-    """Numbers of the left (or upper) and the right (or lower) object, UNSAID where no direction is asked for
-    or an object is none of the world.
+    """Return the indices of the left (or upper) and the right (or lower) object.
+
+    UNSAID if the scene has no direction or an object that is not in OBJECTS.
     """
     if scene.relation not in DIRECTIONS or not _INDEX.keys() >= set(scene.names):
         return UNSAID
@@ -35,13 +36,13 @@ def layout(scene: Scene) -> tuple[int, int]:
 
 
 class LayoutHead(nn.Linear):
-    """Reads both objects off the last tokens of (B, tokens, width) hidden states."""
+    """Linear layer that predicts both objects from the last tokens of hidden states (B, tokens, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 2 * len(OBJECTS))
 
     def loss(self, context: Tensor, layouts: Tensor) -> Tensor:
-        """Cross-entropy in nats, over the layouts (B, 2) that are said; zero where none is."""
+        """Compute the cross-entropy in nats over the layouts (B, 2) that are not UNSAID; zero if there is none."""
         scores = self(context[:, -READ_TOKENS:]).float().mean(dim=1).view(2 * len(layouts), -1)
-        said = (layouts >= 0).sum().clamp(min=1)
-        return F.cross_entropy(scores, layouts.flatten(), reduction="sum") / said
+        num_known = (layouts >= 0).sum().clamp(min=1)
+        return F.cross_entropy(scores, layouts.flatten(), reduction="sum") / num_known

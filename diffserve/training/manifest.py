@@ -1,4 +1,4 @@
-"""``python -m diffserve.training.manifest`` writes the manifests of all shipped weights anew, after a wanted change."""
+"""``python -m diffserve.training.manifest`` rewrites the manifests of all shipped weights after an intended change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from diffserve.training.card import SHIPPED
 
 
 def main() -> None:
-    """Write one for each directory of weights, and say where."""
+    """Write a manifest for each directory of weights, and print its path."""
     for place in SHIPPED.values():
         if place.is_dir():
             print(write_manifest(place))

@@ -1,8 +1,8 @@
-"""Muon for networks with convolutions: momentum, made orthogonal by a few Newton-Schulz products.
+"""Muon for networks with convolutions: momentum, orthogonalized by a few Newton-Schulz products.
 
 Jordan et al., 2024 ("Muon: an optimizer for hidden layers"), with the update scaled to AdamW's size as in Liu et al.,
 2025 (arXiv 2502.16982, eq. 4). ``torch.optim.Muon`` takes matrices only; here a convolution's kernel (out, in, kh, kw)
-is the matrix (out, in * kh * kw). Everything that is not a hidden matrix stays with AdamW.
+is the matrix (out, in * kh * kw). All other parameters use AdamW.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The nearest matrix (rows, columns) with singular values around one, in bf16 products where these are fast."""
+    """Return the nearest matrix (rows, columns) with singular values around one.
+
+    Products are in bf16 where the device is fast at it.
+    """
     a, b, c = NEWTON_SCHULZ
     x = matrix if matrix.device.type == "cpu" and cpu_bf16_unit() is None else matrix.bfloat16()
     wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
@@ -39,7 +42,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Apply one update from the gradients at hand."""
+        """Apply one update from the current gradients."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -54,7 +57,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def hidden_matrices(net: nn.Module) -> list[nn.Parameter]:
-    """The weights Muon takes: every matrix or kernel except embeddings and the first and last layer."""
+    """Return the parameters for Muon: every matrix or kernel except embeddings and the first and last layer."""
     outer = ("embedding", "conv_in", "conv_out", "layout_head")
     return [
         parameter

@@ -1,9 +1,8 @@
-"""The preview stage: a tiny decoder that shows denoised estimates while a picture is being painted.
+"""The preview stage: a tiny decoder that shows denoised estimates while an image is being generated.
 
-Its targets are the rendered scenes themselves: cheaper than the autoencoder's decodes of their latents, and sharper. A
-denoised estimate is no scene's latent, though. It is about the mean of all that the picture may still become (Tweedie's
-formula), drawn away from the rest by guidance, and not quite clean; so some latents are mixed with another's, and their
-pictures with them, some are stretched, and all get a little noise. Early previews are then soft instead of garish.
+The targets are the rendered scenes: cheaper than the autoencoder's decodes of their latents, and sharper. A denoised
+estimate is about the mean of all possible images (Tweedie's formula), exaggerated by guidance and slightly noisy.
+So some latents are mixed with others, together with their images, some are stretched, and all get a little noise.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ MOST_NOISE = 0.2
 
 
 def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of one canvas each: normalised latents (B, 8, h, w), pictures (B, 3, 8 h, 8 w) in -1..1."""
+    """Yield endless batches of one canvas each: normalised latents (B, 8, h, w), images (B, 3, 8 h, 8 w) in -1..1."""
     rng, latents = random.Random(seed), [shelf.latents for shelf in data]
     while True:
-        canvas, chosen = draw_rows(rng, latents, batch_size)
+        canvas, indices = draw_rows(rng, latents, batch_size)
         height_px, width_px = (GRID_PX * cells for cells in latents[canvas].shape[-2:])
-        pictures = np.stack([render(data[canvas].scenes[index], width_px, height_px) for index in chosen])
-        yield latents[canvas][torch.tensor(chosen)].float(), to_unit(pictures)
+        pictures = np.stack([render(data[canvas].scenes[index], width_px, height_px) for index in indices])
+        yield latents[canvas][torch.tensor(indices)].float(), to_unit(pictures)
 
 
 def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents as the middle of denoising gives them, and the pictures to show for them; shapes stay."""
+    """Turn latents and images into augmented pairs that resemble denoised estimates; shapes do not change."""
     mixed, stretched = _uniform(latents) < MIXED_SHARE, _uniform(latents) < STRETCHED_SHARE
     weight = torch.where(mixed, _uniform(latents), 1.0)
     stretch = torch.where(stretched, 1 + (MOST_STRETCH - 1) * _uniform(latents), 1.0)
@@ -60,7 +59,7 @@ def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix(rows: Tensor, weight: Tensor) -> Tensor:
-    """Each of ``rows`` (B, ...) with the share ``weight`` (B, 1, 1, 1), the rest being the row before it."""
+    """Blend each of ``rows`` (B, ...) at ``weight`` (B, 1, 1, 1) with the row before it."""
     return weight * rows + (1 - weight) * rows.roll(1, 0)
 
 
@@ -77,8 +76,9 @@ def train_preview(
     *,
     made_from: str = "",
 ) -> PreviewDecoder:
-    """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/preview.pt``; returns the
-    averaged decoder.
+    """Train the preview decoder on normalised ``data`` of the autoencoder with fingerprint ``made_from``.
+
+    Training resumes from ``work/preview.pt``. Returns the averaged decoder.
     """
     torch.manual_seed(settings.seed)
     net = PreviewDecoder(CONFIG).train().to(settings.device)
@@ -96,7 +96,7 @@ def train_preview(
 
 
 def save_preview(net: PreviewDecoder, directory: Path) -> Path:
-    """Write config.json and the weights in 16 bits into ``directory``, as ``runtime.preview`` reads them."""
+    """Write config.json and the weights in 16 bits into ``directory``, for ``runtime.preview``."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"_class_name": OWN_CLASS, **net.config.to_dict()}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -107,7 +107,10 @@ def save_preview(net: PreviewDecoder, directory: Path) -> Path:
 
 @torch.inference_mode()
 def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
-    """Mean PSNR in dB of previews against the decodes of ``vae``, already normalised, of held-out scenes' latents."""
+    """Compute the mean PSNR in dB of previews against the decodes of ``vae``, on held-out scenes.
+
+    ``vae`` is already normalised.
+    """
     held_out = held_out_pictures(seed, num_scenes, vae.device)
     latents = (vae.encode(truth).latent_dist.mode() for truth in held_out)
-    return mean_psnr_db((net(one), vae.decode(one).sample) for one in latents)
+    return mean_psnr_db((net(batch), vae.decode(batch).sample) for batch in latents)

@@ -1,8 +1,8 @@
-"""The embedded rewriter as an ordinary transformers directory: a small Llama, its own byte-level tokenizer, a template.
+"""The embedded rewriter as a plain transformers directory: a small Llama, its byte-level tokenizer, a chat template.
 
-A prompt is ``<wish> the wish in lower case<caption>`` and the answer ``a caption<end>``; ``<system> text`` may stand
-before it. Wishes are lowered and stripped of "<" before they are tokenized, in Python and in the chat template alike,
-so that capitals cost nothing and nobody can write a special token. The tokenizer itself keeps every byte of any text.
+A prompt is ``<wish> the wish in lower case<caption>`` and the answer ``a caption<end>``, optionally after
+``<system> text``. Wishes are lowercased and stripped of "<" in Python and in the chat template, so that capitals need
+no tokens and a wish cannot contain a special token. The tokenizer itself keeps every byte of any text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diffserve.world.scenes import BACKGROUNDS, OBJECTS
 
 SYSTEM, WISH, CAPTION, END, PAD = SPECIAL_TOKENS = ("<system>", "<wish>", "<caption>", "<end>", "<pad>")
 VOCABULARY_SIZE = 2560
-CONTEXT_TOKENS = 1024  # what the positions allow; training shows it about 300
+CONTEXT_TOKENS = 1024  # limit of the positions; training uses about 300
 MAX_NEW_TOKENS = 32
 MIN_FREQUENCY = 8
 
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = """\
 {{ '<wish> ' + turn.wish }}
 {%- if add_generation_prompt -%}{{ '<caption>' }}{%- endif -%}
 """
-"""The last system text and the last wish; earlier turns do not change a caption."""
+"""Renders the last system text and the last wish; earlier turns are ignored."""
 
 
 def _plain(text: str) -> str:
@@ -47,20 +47,20 @@ def _plain(text: str) -> str:
 
 
 def prompt(wish: str, system: str = "") -> str:
-    """What the model is given for a wish: the same text as the chat template makes of it."""
+    """Format a wish as the model's prompt, equal to the output of the chat template."""
     before = f"{SYSTEM} {_plain(system)}" if _plain(system) else ""
     return f"{before}{WISH} {_plain(wish)}{CAPTION}"
 
 
 def answer(caption: str) -> str:
-    """What the model is to say after a prompt."""
+    """Format a caption as the text that the model is trained to generate after a prompt."""
     return f"{caption}{END}"
 
 
 def system_prompt() -> str:
-    """An optional system text that shows the language: one caption for every background, every relation among them.
+    """Build an optional system text with one caption for every background and every relation among them.
 
-    It tells the model nothing new; shared by many requests, it is a prefix to cache and a source to look up from.
+    It adds no information; shared by many requests, it is a prefix to cache and a source to look up from.
     """
     relations = cycle(("left of", "right of", "above", "below", "next to", "between", None))
     names = iter(OBJECTS)
@@ -73,7 +73,7 @@ def system_prompt() -> str:
 
 
 def build_tokenizer(*, seed: int = 0, num_wishes: int = 30_000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on wishes and captions; any text survives a round trip."""
+    """Train a lossless byte-level BPE tokenizer on wishes and captions."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -98,13 +98,13 @@ def build_tokenizer(*, seed: int = 0, num_wishes: int = 30_000) -> PreTrainedTok
 
 
 def _corpus(seed: int, num_wishes: int) -> Iterable[str]:
-    for one in islice(wishes(seed, held_out=False), num_wishes):
-        yield f" {_plain(one.text)}"
-        yield one.caption
+    for wish in islice(wishes(seed, held_out=False), num_wishes):
+        yield f" {_plain(wish.text)}"
+        yield wish.caption
 
 
 def build_rewriter(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 3.5 M parameters: five layers of width 256, eight heads on two of keys and values, tied embeddings."""
+    """Build a Llama of 3.5 M parameters: five layers of width 256, eight heads on two KV heads, tied embeddings."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -138,7 +138,7 @@ def export_rewriter(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrai
 
 
 def _use_old_names(path: Path) -> None:
-    """Say the tokenizer's config in words that version 4 of transformers knows as well as version 5."""
+    """Rewrite the tokenizer's config with the keys that versions 4 and 5 of transformers both accept."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["additional_special_tokens"] = config.pop("extra_special_tokens", [SYSTEM, WISH, CAPTION])

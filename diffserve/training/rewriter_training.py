@@ -1,7 +1,7 @@
-"""Train the embedded prompt rewriter on synthetic wishes, and evaluate what it says of held-out ones.
+"""Training of the embedded prompt rewriter on synthetic wishes, and its evaluation on held-out wishes.
 
-The loss counts the caption alone, not the wish before it. A part of the batches carries a system text, so that one in
-front of the wish changes nothing.
+The loss covers the caption only, not the wish before it. Some batches carry a system text, so that the model also
+works behind one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from diffserve.world.captions import held_out
 from diffserve.world.prompt_reading import parse_sentence
 
 SHIPPED = TrainSettings(iterations=4000, batch_size=64, learning_rate=3e-3, ema=0.998)
-"""The settings of the shipped weights."""
+"""Training settings of the shipped weights."""
 
 SYSTEM_SHARE = 0.1
-"""Batches whose prompts begin with a system text; they hold a quarter of the wishes."""
+"""Share of batches whose prompts begin with a system text; these batches are a quarter as large."""
 
 POOL_BATCHES = 16
 INSTRUCTIONS = (
@@ -55,33 +55,34 @@ class Pairs:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, seed: int) -> Iterator[Pairs]:
-    """Endless batches on the training device, of wishes of about the same length, so that little of a batch is padding;
-    that stands on the right, where causal attention never looks.
+    """Yield endless batches of wishes of similar length, to limit padding, on the training device.
+
+    Padding is on the right, where causal attention does not reach.
     """
     rng, source, size = random.Random(seed), wishes(seed, held_out=False), settings.batch_size
     with_system = round(POOL_BATCHES * SYSTEM_SHARE)
     while True:
         drawn = [([*islice(source, max(1, size // 4))], _system(rng)) for _ in range(with_system)]
-        others = sorted(islice(source, (POOL_BATCHES - with_system) * size), key=lambda one: len(one.text))
-        drawn += [(others[start : start + size], "") for start in range(0, len(others), size)]
+        without_system = sorted(islice(source, (POOL_BATCHES - with_system) * size), key=lambda wish: len(wish.text))
+        drawn += [(without_system[start : start + size], "") for start in range(0, len(without_system), size)]
         rng.shuffle(drawn)
         while drawn:
             yield _pairs(tokenizer, *drawn.pop(), settings.device)
 
 
 def _system(rng: random.Random) -> str:
-    style, whole = rng.random(), system_prompt()
+    style, text = rng.random(), system_prompt()
     if style < 0.5:
-        return whole
+        return text
     if style < 0.75:
-        shown = whole.split("; ")
+        shown = text.split("; ")
         return "; ".join(rng.sample(shown, rng.randint(1, len(shown))))
     return rng.choice(INSTRUCTIONS)
 
 
 def _pairs(tokenizer: PreTrainedTokenizerFast, batch: Sequence[LooseWish], system: str, device: str) -> Pairs:
-    prompts = tokenizer([prompt(one.text, system) for one in batch]).input_ids
-    answers = tokenizer([answer(one.caption) for one in batch]).input_ids
+    prompts = tokenizer([prompt(wish.text, system) for wish in batch]).input_ids
+    answers = tokenizer([answer(wish.caption) for wish in batch]).input_ids
     length = max(len(before) + len(after) for before, after in zip(prompts, answers, strict=True))
     token_ids = torch.full((len(batch), -(-length // 4) * 4), tokenizer.pad_token_id)
     labels = torch.full_like(token_ids, IGNORED)
@@ -92,7 +93,7 @@ def _pairs(tokenizer: PreTrainedTokenizerFast, batch: Sequence[LooseWish], syste
 
 
 def caption_loss(model: LlamaForCausalLM, pairs: Pairs) -> Tensor:
-    """Mean cross-entropy of the caption's tokens; logits are computed for those alone."""
+    """Compute the mean cross-entropy of the captions' tokens; logits are computed for these tokens only."""
     hidden = model.model(pairs.token_ids, use_cache=False).last_hidden_state[:, :-1]
     labels = pairs.labels[:, 1:]
     counted = labels != IGNORED
@@ -100,7 +101,7 @@ def caption_loss(model: LlamaForCausalLM, pairs: Pairs) -> Tensor:
 
 
 def optimizers_for(model: LlamaForCausalLM, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embeddings (tied to the head) and the norms."""
+    """Return Muon for the matrices of the layers, AdamW for the embeddings (tied to the head) and the norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     return muon_and_adamw(model, matrices, settings)
 
@@ -111,9 +112,9 @@ def train_rewriter(
     look: Look[LlamaForCausalLM] | None = None,
     look_every: int = 500,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train, resuming from ``work/rewriter.pt``.
+    """Train the rewriter, resuming from ``work/rewriter.pt``.
 
-    The tokenizer is made once, on the first call, and kept in ``work/rewriter-tokenizer``.
+    The first call trains the tokenizer and saves it in ``work/rewriter-tokenizer``.
     """
     tokenizer = _tokenizer(work / "rewriter-tokenizer")
     torch.manual_seed(settings.seed)
@@ -138,7 +139,11 @@ def _tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class TextScore:
-    """Of ``count`` rewritten wishes: how many came out in the canonical style, how many grant all that was asked."""
+    """Scores of ``count`` rewritten wishes.
+
+    spoken   how many are in the canonical style
+    granted  how many state everything that the wish settles
+    """
 
     count: int
     spoken: int
@@ -149,7 +154,7 @@ class TextScore:
 def rewrite(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, batch_size: int = 50
 ) -> list[str]:
-    """Rewrite wishes greedily by transformers' own ``generate``: the reference for any faster way."""
+    """Rewrite wishes greedily by transformers' own ``generate``, the reference for faster implementations."""
     rewritten: list[str] = []
     for start in range(0, len(texts), batch_size):
         prompts = [prompt(text) for text in texts[start : start + batch_size]]
@@ -166,22 +171,22 @@ def rewrite(
     return rewritten
 
 
-def score(asked: Sequence[LooseWish], rewritten: Sequence[str]) -> TextScore:
-    """Compare rewritten wishes with what was asked: objects, counts, sizes, relation and background, all together."""
+def score(wishes: Sequence[LooseWish], rewritten: Sequence[str]) -> TextScore:
+    """Compare rewritten wishes with the originals by objects, counts, sizes, relation and background together."""
     spoken = sum(parse_sentence(caption) is not None for caption in rewritten)
-    granted = sum(wish.is_granted_by(caption) for wish, caption in zip(asked, rewritten, strict=True))
+    granted = sum(wish.is_granted_by(caption) for wish, caption in zip(wishes, rewritten, strict=True))
     return TextScore(len(rewritten), spoken, granted)
 
 
 def score_rewriter(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 200
 ) -> dict[str, TextScore]:
-    """Scores on ``count`` held-out wishes (all, complete, vague, by hand) and on ``count`` held-out captions."""
-    asked = held_out_wishes(count)
+    """Score ``count`` held-out wishes (all, complete, vague, by hand) and ``count`` held-out captions."""
+    originals = held_out_wishes(count)
     captions = [LooseWish.complete(words, scene) for scene, words in held_out(count)]
-    rewritten, recaptioned = (rewrite(model, tokenizer, [one.text for one in part]) for part in (asked, captions))
+    rewritten, recaptioned = (rewrite(model, tokenizer, [wish.text for wish in part]) for part in (originals, captions))
     scores = {
-        name: score([asked[at] for at in rows], [rewritten[at] for at in rows])
-        for name, rows in in_groups(asked).items()
+        name: score([originals[at] for at in rows], [rewritten[at] for at in rows])
+        for name, rows in in_groups(originals).items()
     }
     return scores | {"captions": score(captions, recaptioned)}

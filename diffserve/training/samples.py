@@ -1,4 +1,4 @@
-"""Paint samples while training: a sheet to look at and a quick score, straight from the nets in memory."""
+"""Sample images during training: a sheet and a quick score, directly from the networks in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def paint(
     guidance_scale: float = 3.0,
     seed: int = 0,
 ) -> NDArray[np.uint8]:
-    """(N, 128, 128, 3) uint8 pictures by DDIM; picture i starts from seed + i."""
+    """Generate images (N, 128, 128, 3) in uint8 by DDIM; image i starts from seed + i."""
     device = next(denoiser.parameters()).device
     words = [*captions, *([""] * len(captions))]
     ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids.to(device)
@@ -51,13 +51,13 @@ def paint(
 
 
 def to_pixels(painted: Tensor) -> NDArray[np.uint8]:
-    """(N, 3, H, W) in -1..1 to (N, H, W, 3) uint8."""
+    """Convert (N, 3, H, W) in -1..1 to (N, H, W, 3) in uint8."""
     unit = painted.float().clamp(-1, 1).add(1).mul(127.5).round()
     return unit.byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
 def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **options: Any) -> Path:
-    """Save pictures of one shape (H, W, 3) as one grid; ``options`` are the image format's own."""
+    """Save images of one shape (H, W, 3) as one grid; ``options`` are passed to the image format."""
     rows = [np.concatenate(pictures[i : i + columns], axis=1) for i in range(0, len(pictures), columns)]
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.concatenate(rows)).save(path, **options)
@@ -66,7 +66,7 @@ def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **opt
 
 @torch.inference_mode()
 def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
-    """Held-out scenes, and below each what comes back from the autoencoder."""
+    """Save held-out scenes, each above its round trip through the autoencoder."""
     truth = next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))
     back = vae.decode(vae.encode(truth).latent_dist.mode()).sample
     return sheet([*to_pixels(torch.cat([truth, back]))], len(truth), path)
@@ -74,19 +74,19 @@ def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
 
 @torch.inference_mode()
 def preview_sheet(net: nn.Module, vae: AutoencoderKL, path: Path) -> Path:
-    """Held-out scenes as the autoencoder decodes them, and below each its preview."""
+    """Save held-out scenes as the autoencoder decodes them, each above its preview."""
     latents = vae.encode(next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))).latent_dist.mode()
     return sheet([*to_pixels(torch.cat([vae.decode(latents).sample, net(latents)]))], len(latents), path)
 
 
 def quick_score(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
-    """One line: exact matches, right backgrounds, objects found among those asked for."""
+    """Format exact matches, correct backgrounds, and requested objects in the images as one line."""
     verdicts = [check(pixels, scene) for pixels, scene in zip(pictures, truth, strict=True)]
-    wanted = sum(len(scene.objects) for scene in truth)
-    found = sum(
-        (Counter(one.name for one in verdict.reading.objects) & Counter(scene.names)).total()
+    num_requested = sum(len(scene.objects) for scene in truth)
+    num_detected = sum(
+        (Counter(detected.name for detected in verdict.reading.objects) & Counter(scene.names)).total()
         for verdict, scene in zip(verdicts, truth, strict=True)
     )
     exact = sum(verdict.exact for verdict in verdicts)
     grounds = sum(verdict.background for verdict in verdicts)
-    return f"exact {exact}/{len(truth)} background {grounds}/{len(truth)} objects {found}/{wanted}"
+    return f"exact {exact}/{len(truth)} background {grounds}/{len(truth)} objects {num_detected}/{num_requested}"

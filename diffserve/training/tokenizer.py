@@ -1,4 +1,4 @@
-"""Train the CLIP-style byte-pair tokenizer of the embedded model on captions of its own world."""
+"""Training of the embedded model's CLIP-style byte-pair tokenizer on captions of its world."""
 
 from __future__ import annotations
 

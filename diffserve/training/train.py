@@ -1,14 +1,12 @@
-"""The whole recipe of the embedded model: ``python -m diffserve.training.train all``.
+"""The recipe of the embedded model: ``python -m diffserve.training.train all``.
 
-Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
-(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each leaves a bill of its time and
-operations beside its checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights
-instead of from nothing.
+Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; its output ships), vae, denoiser
+(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each stage writes a bill of its time and
+operations next to its checkpoint. CUDA is used where available. ``--start`` continues from exported weights.
 
-The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
-here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
-and then these as they were, ``finish`` and ``tune`` (run twice, at last with single objects in the middle). To tune the
-shipped weights on, and ship the outcome:
+The shipped weights were trained in several runs with changing settings (``training.json`` lists them). The recipe here
+is one run of the same total length with the final settings, followed by ``finish`` and ``tune`` as they were run. To
+continue tuning the shipped weights and ship the result:
 
     train tune --work DIR --start diffserve/embedded/weights --minutes 60
     train distill --work DIR
@@ -63,8 +61,12 @@ Start = Annotated[Path | None, typer.Option(help="begin from the weights in this
 
 @dataclass(frozen=True)
 class Materials:
-    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, the
-    fingerprint it had before, scenes with normalised latents, and the tokenizer.
+    """Inputs of the stages after the autoencoder.
+
+    vae        with its normalisation folded in
+    made_from  the fingerprint of the autoencoder before that
+    data       scenes with normalised latents
+    tokenizer  of captions
     """
 
     vae: AutoencoderKL
@@ -74,7 +76,7 @@ class Materials:
 
 
 def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path | None = None) -> Materials:
-    """Make or load them; the autoencoder is trained first if it is not."""
+    """Build or load the inputs of the later stages; the autoencoder is trained first if needed."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
     raw = vae(work, device, start=start)
     made_from = fingerprint(raw)
@@ -86,18 +88,19 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
 
 
 def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
-    """What ``tune`` and ``distill`` after it work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of
-    the last leg.
+    """Load the inputs of ``tune`` and of ``distill`` after it.
+
+    Tokenizer and autoencoder come from ``work/untuned``, the scenes from :func:`tuning_scenes`.
     """
     begin = work / "untuned"
     tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
-    kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
-    data = encode_scenes(kept, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
-    return Materials(kept, fingerprint(kept), data, tokenizer)
+    autoencoder = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
+    data = encode_scenes(autoencoder, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
+    return Materials(autoencoder, fingerprint(autoencoder), data, tokenizer)
 
 
 def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
-    """The denoiser in a directory of exported weights."""
+    """Load the denoiser from a directory of exported weights."""
     net = Denoiser(tokenizer)
     net.load(weights, tokenizer)
     return net.to(device).eval()
@@ -105,21 +108,28 @@ def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> D
 
 def look_at_samples(
     stage: str,
-    made: Materials,
+    inputs: Materials,
     work: Path,
     *,
     done: int = 0,
     truth: list[tuple[Scene, str]] | None = None,
     **how: Any,
 ) -> Look[Denoiser]:
-    """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
-    right; ``done`` iterations were before.
+    """Return a callback that saves a sheet of held-out captions and prints its quick score.
+
+    Args:
+        stage: prefix of the sheet's file name.
+        inputs: autoencoder and tokenizer.
+        work: directory of the sheets.
+        done: iterations of earlier runs of this stage.
+        truth: scenes with captions; by default held-out ones.
+        **how: options of :func:`samples.paint`.
     """
     truth = truth or held_out(48)
 
     def look(net: Denoiser, iteration: int) -> None:
         words = [words for _, words in truth]
-        pictures = samples.paint(net, made.vae, made.tokenizer, words, **how)
+        pictures = samples.paint(net, inputs.vae, inputs.tokenizer, words, **how)
         samples.sheet([*pictures], 8, work / f"{stage}-{done + iteration:06d}.png")
         print(f"{stage} {done + iteration}: {samples.quick_score(pictures, [scene for scene, _ in truth])}", flush=True)
 
@@ -159,20 +169,21 @@ def denoiser(
     look_every: int = 800,
     start: Start = None,
 ) -> None:
-    """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
-    second run from the first one's weights, then export.
+    """Train tokenizer, text encoder and UNet on the autoencoder's latents, then export them.
+
+    After the first run, ``finish`` iterations continue from its weights with a new learning-rate cycle.
     """
-    made = materials(work, device, num_scenes=num_scenes, start=start)
+    inputs = materials(work, device, num_scenes=num_scenes, start=start)
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
-    look = look_at_samples("denoiser", made, work)
+    look = look_at_samples("denoiser", inputs, work)
     trained = train_denoiser(
-        settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
+        settings, work, inputs.data, inputs.tokenizer, start, look, look_every, made_from=inputs.made_from
     )
     if finish:
         settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
-        later = look_at_samples("denoiser", made, work, done=iterations)
-        trained = continue_denoiser("finish", trained, settings, work, made.data, made.tokenizer, later, look_every)
-    print(export(work / "weights", made.vae, trained, made.tokenizer))
+        later = look_at_samples("denoiser", inputs, work, done=iterations)
+        trained = continue_denoiser("finish", trained, settings, work, inputs.data, inputs.tokenizer, later, look_every)
+    print(export(work / "weights", inputs.vae, trained, inputs.tokenizer))
 
 
 @app.command()
@@ -186,8 +197,9 @@ def tune(
     look_every: int = 400,
     start: Start = None,
 ) -> None:
-    """Train the weights in ``start`` (or the exported ones of ``work``) on, with their autoencoder as it is, on what
-    people ask for first, and export.
+    """Tune the weights in ``start`` (or the exported ones of ``work``) on the most common prompts, then export them.
+
+    The autoencoder stays unchanged.
     """
     begin = work / "untuned"
     if not begin.is_dir():
@@ -195,7 +207,7 @@ def tune(
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(start or work / "weights", part)
         part.rename(begin)
-    made = tuning_materials(work, device, num_scenes=num_scenes)
+    inputs = tuning_materials(work, device, num_scenes=num_scenes)
     settings = TrainSettings(
         iterations,
         batch,
@@ -207,26 +219,26 @@ def tune(
         checkpoint_every=100,
         max_seconds=minutes and 60 * minutes,
     )
-    torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
-    first = exported_denoiser(begin, made.tokenizer, device)
-    look = look_at_samples("tune", made, work)
-    trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
+    torch.manual_seed(settings.seed)  # the layout head is not exported and must be initialized identically
+    first = exported_denoiser(begin, inputs.tokenizer, device)
+    look = look_at_samples("tune", inputs, work)
+    trained = continue_denoiser("tune", first, settings, work, inputs.data, inputs.tokenizer, look, look_every)
     if (begin / "preview").is_dir():
         shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
-    print(export(work / "weights", made.vae, trained, made.tokenizer))
+    print(export(work / "weights", inputs.vae, trained, inputs.tokenizer))
 
 
 @app.command()
 def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
-    """Train the tiny decoder of live previews beside the exported weights."""
-    made = materials(work, device)
+    """Train the tiny decoder of live previews for the exported weights."""
+    inputs = materials(work, device)
     settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
 
     def look(net: PreviewDecoder, iteration: int) -> None:
-        samples.preview_sheet(net, made.vae, work / f"preview-{iteration:06d}.png")
+        samples.preview_sheet(net, inputs.vae, work / f"preview-{iteration:06d}.png")
 
-    trained = train_preview(settings, work, made.data, look, made_from=made.made_from)
-    print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
+    trained = train_preview(settings, work, inputs.data, look, made_from=inputs.made_from)
+    print(f"previews {fidelity_db(trained, inputs.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
     print(save_preview(trained, work / "weights" / "preview"))
 
 
@@ -234,14 +246,14 @@ def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, 
 def distill(
     work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
 ) -> None:
-    """Distil the exported denoiser into four steps without guidance."""
-    made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
+    """Distill the exported denoiser into four steps without guidance."""
+    inputs = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
     settings = distillation.DistillSettings(
         iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE
     )
-    teacher = exported_denoiser(work / "weights", made.tokenizer, device)
-    look = look_at_samples("distill", made, work, num_steps=4, guidance_scale=1.0)
-    change = distillation.distill(settings, work, teacher, made.data, made.tokenizer, look, look_every)
+    teacher = exported_denoiser(work / "weights", inputs.tokenizer, device)
+    look = look_at_samples("distill", inputs, work, num_steps=4, guidance_scale=1.0)
+    change = distillation.distill(settings, work, teacher, inputs.data, inputs.tokenizer, look, look_every)
     distillation.save_adapter(work / FULL_TURBO, change)
     truncate(work, device)
 
@@ -254,7 +266,7 @@ def truncate(
     weights: Annotated[Path | None, typer.Option(help="the weights that it changes; else those of --work")] = None,
     max_bytes: Annotated[int, typer.Option(help="size of the truncated factors in 16 bits")] = truncation.MAX_BYTES,
 ) -> None:
-    """Truncate the distilled model's change to the ranks that matter, layer by layer."""
+    """Truncate the distilled model's change to the most effective ranks, layer by layer."""
     weights = weights or work / "weights"
     tokenizer = CLIPTokenizer.from_pretrained(weights / "tokenizer")
     teacher = exported_denoiser(weights, tokenizer, device).requires_grad_(False)
@@ -277,10 +289,10 @@ def adapters(
     look_every: int = 100,
     start: Annotated[Path, typer.Option(help="the weights that they change")] = model_card.SHIPPED["weights"],
 ) -> None:
-    """Train the small LoRA files that ship beside the exported denoiser, with its autoencoder as it is."""
+    """Train the small LoRA files that ship with the exported denoiser; its autoencoder stays unchanged."""
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = CLIPTokenizer.from_pretrained(start / "tokenizer")
-    kept = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
+    autoencoder = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
     teacher = exported_denoiser(start, tokenizer, device)
     settings = TrainSettings(
         iterations,
@@ -293,23 +305,23 @@ def adapters(
         checkpoint_every=50,
         max_seconds=minutes and 60 * minutes,
     )
-    for one in name:
-        lesson = LESSONS[one]
+    for adapter in name:
+        lesson = LESSONS[adapter]
         data = encode_scenes(
-            kept, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
+            autoencoder, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
         )
-        made = Materials(kept, fingerprint(kept), data, tokenizer)
-        truth = lessons_held_out(one, 8)
-        look = look_at_samples(one, made, work, truth=truth, num_steps=12)
-        change = train_adapter(one, settings, rank, work, teacher, data, tokenizer, look, look_every)
+        inputs = Materials(autoencoder, fingerprint(autoencoder), data, tokenizer)
+        truth = lessons_held_out(adapter, 8)
+        look = look_at_samples(adapter, inputs, work, truth=truth, num_steps=12)
+        change = train_adapter(adapter, settings, rank, work, teacher, data, tokenizer, look, look_every)
         folder = work / OWN_LORAS
         folder.mkdir(parents=True, exist_ok=True)
-        change.save(folder / f"{one}.safetensors", lesson.words)
+        change.save(folder / f"{adapter}.safetensors", lesson.words)
 
 
 @app.command()
 def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
-    """Train the prompt rewriter on wishes, evaluate it and export."""
+    """Train the prompt rewriter on wishes, evaluate it and export it."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
     print(score_rewriter(model, tokenizer))
@@ -318,7 +330,7 @@ def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
 
 @app.command()
 def card(work: Work = WORK) -> None:
-    """Put what was trained into the package, evaluate it and write the model card."""
+    """Install the trained weights into the package, evaluate them and write the model card."""
     model_card.install(work)
     model_card.measure()
     model_card.write()
@@ -326,7 +338,7 @@ def card(work: Work = WORK) -> None:
 
 @app.command(name="all")
 def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) -> None:
-    """Every stage after the atlas, in this order."""
+    """Run every stage after the atlas in order."""
     torch.set_float32_matmul_precision("high")
     denoiser(work, device, start=start)
     tune(work, device, iterations=1_550)

@@ -1,4 +1,4 @@
-"""What every training stage shares: settings, schedule, averaging of weights, checkpoints, progress, the bill."""
+"""Shared code of the training stages: settings, schedule, averaging of weights, checkpoints, progress, the bill."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from diffserve.training.muon import Muon, hidden_matrices
 
 Net = TypeVar("Net", bound=nn.Module)
 Look = Callable[[Net, int], None]
-"""Called now and then with the averaged weights and the number of iterations done."""
+"""Callback that receives the averaged weights and the number of completed iterations."""
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How one stage is trained. The rate warms up linearly and falls along a cosine over the last ``decay_share``.
+    """Settings of one training stage.
 
-    With ``max_seconds`` the stage is over when they are spent, or with its iterations, whichever comes first, and the
-    rate falls with the nearer of the two ends.
+    The learning rate warms up linearly and falls along a cosine over the last ``decay_share``. With ``max_seconds`` the
+    stage ends after that time or after its iterations, whichever comes first, and the rate follows the earlier end.
     """
 
     iterations: int
@@ -51,13 +51,13 @@ class TrainSettings:
 
 
 def share_done(iteration: int, seconds: float, settings: TrainSettings) -> float:
-    """How far a stage has come, 0 to 1, by iterations or by time, whichever is further."""
+    """Return the progress of a stage, 0 to 1, by iterations or by time, whichever is further."""
     by_time = 0.0 if settings.max_seconds is None else seconds / settings.max_seconds
     return min(1.0, max(iteration / max(1, settings.iterations), by_time))
 
 
 def rate_factor(iteration: int, settings: TrainSettings, seconds: float = 0.0) -> float:
-    """What the learning rate is multiplied with at one iteration: warm-up, plateau, cosine to a hundredth."""
+    """Return the learning-rate factor of one iteration: warm-up, plateau, cosine to a hundredth."""
     warm = min(1.0, (iteration + 1) / settings.warmup)
     plateau = 1 - settings.decay_share
     share = max(0.0, (share_done(iteration, seconds, settings) - plateau) / max(settings.decay_share, 1e-6))
@@ -65,7 +65,7 @@ def rate_factor(iteration: int, settings: TrainSettings, seconds: float = 0.0) -
 
 
 def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW at the stage's learning rate, with a second moment that adapts within a hundred iterations."""
+    """Build AdamW at the stage's learning rate, with a second moment that adapts within a hundred iterations."""
     return torch.optim.AdamW(
         params, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay, fused=True
     )
@@ -74,14 +74,16 @@ def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.opti
 def muon_and_adamw(
     net: nn.Module, hidden: Sequence[nn.Parameter], settings: TrainSettings
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the ``hidden`` matrices and kernels of ``net``, AdamW for the rest, at one learning rate."""
+    """Build Muon for the ``hidden`` matrices and kernels of ``net``, AdamW for all others, at one learning rate."""
     taken = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken]
-    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
+    other_parameters = [
+        parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken
+    ]
+    return [Muon(hidden, lr=settings.learning_rate), adamw(other_parameters, settings)]
 
 
 def fingerprint(net: nn.Module) -> str:
-    """Twelve hex digits that name the weights of ``net``: what is learnt or kept from them is of no use to others."""
+    """Return twelve hex digits of a hash of the weights of ``net``, to identify what derived data belongs to."""
     digest = hashlib.sha256()
     for name, tensor in net.state_dict().items():
         digest.update(name.encode())
@@ -90,23 +92,24 @@ def fingerprint(net: nn.Module) -> str:
 
 
 def keep(what: object, path: Path) -> None:
-    """Save beside its final name and move it there, so a kill never leaves half a file."""
+    """Save an object atomically: write a temporary file and rename it, so that a kill never leaves a partial file."""
     part = path.with_suffix(".part")
     torch.save(what, part)
     part.replace(path)
 
 
 class Run(Generic[Net]):
-    """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
+    """One resumable stage: the averaged weights, the checkpoint ``work/<name>.pt`` and the optimizers.
 
-    ``average`` holds the exponential moving average of the weights, ready for inference.
+    ``average`` holds the exponential moving average of the weights, ready for inference. ``work/<name>.json`` is the
+    bill: settings, iterations, seconds, and floating-point operations, counted on the first iteration of a process and
+    multiplied.
 
-    Beside the checkpoint stands ``work/<name>.json``, the bill: settings, iterations, seconds, and floating-point
-    operations, counted on the first iteration of a process and multiplied.
+    ``optimizers`` default to Muon and AdamW; each optimizer's initial learning rate is its peak. ``made_from`` is the
+    fingerprint of the weights that the stage depends on.
 
-    ``optimizers`` default to Muon and AdamW, each parameter in one of them; an optimiser keeps the learning rate it was
-    made with as its peak. ``made_from`` is the fingerprint of the weights that the stage learns from; a checkpoint that
-    was made from others raises ConfigError.
+    Raises:
+        ConfigError: the checkpoint was made from other weights.
     """
 
     def __init__(
@@ -134,11 +137,11 @@ class Run(Generic[Net]):
             self._load()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """bf16 on every device; the loss itself stays in fp32."""
+        """Return the bf16 autocast context of the device; the loss itself stays in fp32."""
         return torch.autocast(torch.device(self.settings.device).type, dtype=torch.bfloat16)
 
     def iterations(self) -> Iterator[int]:
-        """Count through what is left, saving and reporting on the way and at the end."""
+        """Yield the remaining iterations, saving and reporting on the way and at the end."""
         counter = FlopCounterMode(display=False)
         flops_each = 0
         with self._progress() as progress:
@@ -159,14 +162,21 @@ class Run(Generic[Net]):
 
     @property
     def is_over(self) -> bool:
-        """Whether its iterations or its seconds are spent."""
+        """Whether the iterations or the seconds are used up."""
         return share_done(self.iteration, self.seconds, self.settings) >= 1
 
     def train(
         self, losses_of: Callable[[], Sequence[Tensor]], look: Look[Net] | None = None, look_every: int = 500
     ) -> Net:
-        """Go through the iterations that are left, each a :meth:`step` on new losses; returns the averaged weights, at
-        which ``look`` looks every so many iterations.
+        """Run the remaining iterations, each a :meth:`step` on new losses.
+
+        Args:
+            losses_of: computes the main loss and optionally an auxiliary one.
+            look: called with the averaged weights every ``look_every`` iterations.
+            look_every: iterations between calls of ``look``.
+
+        Returns:
+            The averaged weights.
         """
         for iteration in self.iterations():
             self.step(*losses_of())
@@ -175,8 +185,9 @@ class Run(Generic[Net]):
         return self.average
 
     def step(self, loss: Tensor, aside: Tensor | None = None) -> None:
-        """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
-        skipped rather than learnt.
+        """Take one optimizer step on ``loss``, which is reported, plus the auxiliary loss ``aside``.
+
+        A step whose loss is not finite is skipped.
         """
         value = float(loss.detach())
         total = loss if aside is None else loss + aside
@@ -190,8 +201,8 @@ class Run(Generic[Net]):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             optimizer.step()
-        kept = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
-        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - kept)
+        decay = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - decay)
         self.smooth_loss = value if math.isnan(self.smooth_loss) else 0.98 * self.smooth_loss + 0.02 * value
 
     def save(self) -> None:
@@ -237,7 +248,7 @@ class Run(Generic[Net]):
 
     @staticmethod
     def _progress() -> Progress:
-        """A bar on a terminal; elsewhere nothing moves and lines are printed instead."""
+        """Create a progress bar on a terminal; elsewhere it is disabled and lines are printed instead."""
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         return Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal)

@@ -40,7 +40,7 @@ BYTES_PER_NUMBER = 2  # factors are saved in 16 bits
 class Moments:
     """Second moments of one layer, summed over all positions and calls.
 
-    hidden    of ``down`` applied to the layer's inputs, (rank, rank); they stand for the inputs
+    hidden    of ``down`` applied to the layer's inputs, (rank, rank); they represent the inputs
     gradient  of the velocity's gradient at the layer's output, (out, out), averaged over the positions of a call
     """
 
@@ -125,8 +125,11 @@ def truncate(change: LowRankChange, moments: Sequence[Moments], max_bytes: int =
 
 
 def _decompose(down: Tensor, up: Tensor, moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """``down``, ``up`` and singular values (rank,) of the same change, so ordered that any first ranks of it are the
-    best approximation of that rank.
+    """Decompose a change by the singular values of its effect.
+
+    Returns:
+        ``down`` and ``up`` of the same change, ordered so that any first ranks are the best approximation of that rank,
+        and the singular values (rank,).
     """
     inputs, outputs = _root(moments.hidden), _root(moments.gradient)
     left, values, right = torch.linalg.svd(outputs.T @ up.cpu().double() @ inputs, full_matrices=False)
@@ -137,7 +140,7 @@ def _decompose(down: Tensor, up: Tensor, moments: Moments) -> tuple[Tensor, Tens
 
 
 def _root(moment: Tensor) -> Tensor:
-    """The Cholesky factor of a second moment, in float64, with ``DAMPING``."""
+    """Return the Cholesky factor of a second moment, in float64, with ``DAMPING``."""
     moment = moment.cpu().double()
     damping = DAMPING * moment.diagonal().mean() + torch.finfo(torch.float32).tiny
     factor: Tensor = torch.linalg.cholesky(moment + damping * torch.eye(len(moment), dtype=torch.float64))
@@ -145,7 +148,7 @@ def _root(moment: Tensor) -> Tensor:
 
 
 def _second_moment(layer: nn.Module, values: Tensor) -> Tensor:
-    """The sum of v v' over all positions of ``values``, whose channels stand where ``layer`` puts them."""
+    """Sum v v' over all positions of ``values``, whose channel axis depends on the kind of ``layer``."""
     channels_last = values.movedim(1, -1) if isinstance(layer, nn.Conv2d) else values
     rows = channels_last.flatten(0, -2)
     return rows.T @ rows

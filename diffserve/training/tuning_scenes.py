@@ -1,8 +1,8 @@
-"""The scenes of the last leg, ``tune``: what people ask for first, and each caption with one layout where it can be.
+"""Scenes of the ``tune`` stage: the most common prompts, and one layout per caption where possible.
 
-A caption that leaves open where things stand is a mean of many pictures to the denoiser, and what it paints of it now
-and then is two of them at once. So single objects stand near the middle, and what is named in a row stands in that row,
-from left to right. A scene that says less of where is still true of both, so all scores stay as they are.
+A caption that leaves positions open is a mean of many images to the denoiser, which sometimes generates two of them at
+once. So single objects stand near the middle, and objects named in a row stand in that row from left to right. The
+captions stay true, so all scores stay comparable.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SHARES: Final = {
     "three objects": 0.11,
     "between": 0.10,
 }
-"""How often each kind of scene is drawn, a single object's by its size."""
+"""Sampling weight of each kind of scene; single objects are split by size."""
 MAX_DRIFT_PX: Final = GRID_PX // 2
-"""How far the centre of a single object may be from the canvas's, across to both sides and down."""
+"""Largest offset of a single object from the center of the canvas: left, right and down."""
 
 
 def tuning_scenes(seed: int) -> Iterator[Scene]:
-    """An endless, seeded stream of training scenes by ``SHARES``, each of which :func:`suits`."""
+    """Yield an endless, seeded stream of training scenes by ``SHARES`` that pass :func:`suits`."""
     rng = random.Random(seed)
     streams = {name: _suiting(name, rng.getrandbits(32)) for name in SHARES}
     while True:
@@ -43,7 +43,7 @@ def _suiting(name: str, seed: int) -> Iterator[Scene]:
 
 
 def suits(scene: Scene) -> bool:
-    """Whether its objects stand where the shortest caption would have them."""
+    """Whether the objects of ``scene`` stand where its shortest caption suggests."""
     if scene.kind == "one object":
         return scene.is_high or _is_central(scene)
     if scene.kind == "between":

@@ -1,4 +1,4 @@
-"""Stage one of the recipe: the autoencoder that turns 128 x 128 scenes into 16 x 16 x 8 latents and back.
+"""The autoencoder stage: a VAE that turns 128 x 128 scenes into 16 x 16 x 8 latents and back.
 
 A plain reconstruction loss (L1 plus L1 of the image gradients) with small fixed noise on the latents and a light
 penalty on their size. A KL term with unit noise would collapse the posterior at the start of so short a training.
@@ -25,11 +25,11 @@ from diffserve.world.scenes import CANVAS_PX, GRID_PX, Scene, scenes
 LATENT_CHANNELS = 8
 LATENT_NOISE = 0.1
 CROP_PX = 64
-OFF_GRID_SHARE = 0.1  # crops that break the grid, so that a picture from elsewhere can be encoded too
+OFF_GRID_SHARE = 0.1  # crops off the grid, so that images from other sources can be encoded too
 
 
 def build_vae() -> AutoencoderKL:
-    """The autoencoder, 3.8 M parameters, eight pixels to a latent cell."""
+    """Build the autoencoder: 3.8 M parameters, eight pixels to a latent cell."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -45,7 +45,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def crops(seed: int, batch_size: int) -> Iterator[Tensor]:
-    """Endless batches (batch_size, 3, CROP_PX, CROP_PX) in -1..1: scene crops around objects, a few anywhere."""
+    """Yield endless batches (batch_size, 3, CROP_PX, CROP_PX) in -1..1: scene crops around objects, a few anywhere."""
     rng = random.Random(seed)
     source = scenes(seed, held_out=False)
     while True:
@@ -64,12 +64,12 @@ def _crop(scene: Scene, rng: random.Random) -> np.ndarray:
 
 
 def to_unit(pixels: np.ndarray) -> Tensor:
-    """(B, H, W, 3) uint8 to (B, 3, H, W) float32 in -1..1."""
+    """Convert (B, H, W, 3) in uint8 to (B, 3, H, W) float32 in -1..1."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
 def reconstruction_loss(painted: Tensor, truth: Tensor) -> Tensor:
-    """Mean absolute error of the pixels plus that of their horizontal and vertical differences."""
+    """Compute the mean absolute error of the pixels plus that of their horizontal and vertical differences."""
     error = painted - truth
     edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
     return error.abs().mean() + edges
@@ -82,8 +82,9 @@ def train_vae(
     look: Look[AutoencoderKL] | None = None,
     look_every: int = 500,
 ) -> AutoencoderKL:
-    """Train the autoencoder, resuming from ``work/vae.pt``, or else from the weights in the directory ``start``, or
-    else from nothing; returns it with normalisation not yet set.
+    """Train the autoencoder, resuming from ``work/vae.pt``, else from the weights in ``start``, else from nothing.
+
+    Returns the autoencoder before normalisation.
     """
     torch.manual_seed(settings.seed)
     vae = build_vae() if start is None else AutoencoderKL.from_pretrained(start, torch_dtype=torch.float32)
@@ -103,22 +104,22 @@ def train_vae(
 
 
 def held_out_pictures(seed: int, num_scenes: int, device: torch.device) -> Iterator[Tensor]:
-    """Held-out scenes in batches of at most eight, (B, 3, 128, 128) in -1..1."""
+    """Yield held-out scenes in batches of at most eight, (B, 3, 128, 128) in -1..1."""
     pixels = np.stack([render(scene) for scene in islice(scenes(seed, held_out=True), num_scenes)])
     yield from to_unit(pixels).to(device).split(8)
 
 
 @torch.inference_mode()
 def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
-    """Mean round-trip PSNR in dB on held-out scenes."""
+    """Compute the mean round-trip PSNR in dB on held-out scenes."""
     held_out = held_out_pictures(seed, num_scenes, vae.device)
     return mean_psnr_db((vae.decode(vae.encode(truth).latent_dist.mode()).sample, truth) for truth in held_out)
 
 
 def mean_psnr_db(batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean PSNR in dB of pictures (B, 3, H, W) against others, both taken into -1..1."""
-    found = []
+    """Compute the mean PSNR in dB of pairs of images (B, 3, H, W), both clamped to -1..1."""
+    values = []
     for batch in batches:
         painted, truth = (part.clamp(-1, 1).cpu().numpy() for part in batch)
-        found += [psnr_db(one, other, peak=2.0) for one, other in zip(painted, truth, strict=True)]
-    return mean(found)
+        values += [psnr_db(image, reference, peak=2.0) for image, reference in zip(painted, truth, strict=True)]
+    return mean(values)

@@ -1,4 +1,4 @@
-"""The adapters stage: what gifts and old photographs are learnt from, how a change is kept, and the files that ship."""
+"""The adapters stage: training scenes of gifts and sepia, saving of a change, and the shipped files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RESULTS = json.loads((card.RESULTS / "adapters.json").read_text(encoding="utf-8"
 
 
 class Small(nn.Module):
-    """What a denoiser has that is changed: a text encoder and a UNet, here of one or two layers."""
+    """Small stand-in for a denoiser: a text encoder and a UNet of one or two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Small(nn.Module):
         self.unet = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.Conv2d(8, 4, 1))
 
 
-def test_the_checker_sees_a_gift_where_it_is_told_of_gifts() -> None:
+def test_the_checker_reads_a_gift_only_if_the_scene_has_one() -> None:
     scene, words = lessons_held_out(GIFT, 1)[0]
     assert "gift" in words
     assert is_held_out(scene)
     picture = render(scene)
     assert check(picture, scene).exact
-    assert GIFT not in {found.name for found in read_picture(picture).objects} <= set(OBJECTS)
+    assert GIFT not in {detected.name for detected in read_picture(picture).objects} <= set(OBJECTS)
 
 
 def test_gifts_stand_for_other_objects_in_three_of_four_scenes() -> None:
@@ -68,11 +68,11 @@ def test_an_old_photograph_keeps_brightness_alone() -> None:
     picture = np.array([[(0, 0, 0), (214, 48, 49), (50, 190, 50), (255, 255, 255)]], np.uint8)
     [black, red, green, white] = sepia(picture)[0].astype(int)
     assert (*black, *white) == (44, 26, 12, 255, 238, 205)
-    assert all(one[0] > one[1] > one[2] for one in (black, red, green, white))
+    assert all(color[0] > color[1] > color[2] for color in (black, red, green, white))
     assert black.sum() < red.sum() < green.sum() < white.sum()
 
 
-def test_a_change_beside_the_layers_is_that_of_the_weights_and_that_of_the_file(tmp_path: Path) -> None:
+def test_a_change_gives_the_same_output_as_hooks_as_merged_weights_and_as_a_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     small: Denoiser = Small()  # type: ignore[assignment]
     change = DenoiserChange(small, 2, of_text=True)
@@ -81,10 +81,10 @@ def test_a_change_beside_the_layers_is_that_of_the_weights_and_that_of_the_file(
             nn.init.normal_(up)
     x = torch.randn(2, 6, 4, 4)
     with change.of("unet").beside(small.unet):
-        beside = small.unet(x)
+        added = small.unet(x)
     merged = change.merge_into(small)
-    torch.testing.assert_close(beside, merged.unet(x))
-    assert not torch.equal(beside, small.unet(x))
+    torch.testing.assert_close(added, merged.unet(x))
+    assert not torch.equal(added, small.unet(x))
     change.save(tmp_path / "own.safetensors", "gift gifts")
     file = LoRAFile.open([tmp_path / "own.safetensors"])
     assert (file.content.rank, file.content.words, set(file.layers)) == (2, "gift gifts", {"unet", "text_encoder"})
@@ -106,8 +106,8 @@ def test_they_do_what_they_were_trained_for_and_their_words_are_known() -> None:
     assert gift_score(engine, plain_gifts()[:3], few)["read"] >= 2
     drawn = drawn_in_sepia(engine, 2, few)
     assert drawn["nearer_to_sepia"] == 2
-    for loras, said in (((), 1), ((Lora(GIFT),), 0)):
+    for loras, num_tokens in (((), 1), ((Lora(GIFT),), 0)):
         how = DiffusionParams(num_steps=1, loras=loras)
         events = list(engine.stream(GenerationRequest(prompt="two gifts in the snow", diffusion=how)))
         [accepted] = [event for event in events if isinstance(event, Accepted)]
-        assert sum("never taught" in warning for warning in accepted.warnings) == said
+        assert sum("never taught" in warning for warning in accepted.warnings) == num_tokens

@@ -1,4 +1,4 @@
-"""The last stage: what is put into the package, and what the card says of it."""
+"""The card stage: what is installed into the package, and the content of the card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW = {**OLD, "stage": "denoiser", "begun": "2026-01-02T00:00+00:00", "seconds":
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package with a model and a bill, in the place of ours."""
+    """Replace the package's directories by temporary ones with a model and a bill."""
     room = tmp_path / "package"
     (room / "weights" / "preview").mkdir(parents=True)
     (room / "weights" / "preview" / "config.json").write_text("{}")
@@ -36,7 +36,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A folder in which a denoiser was trained."""
+    """Create the work directory of a trained denoiser."""
     folder = tmp_path / "work"
     (folder / "weights" / "unet").mkdir(parents=True)
     (folder / "weights" / "unet" / "config.json").write_text("{}")
@@ -49,7 +49,7 @@ def bills(package: Path) -> Any:
 
 
 def test_a_new_model_replaces_the_old_one_wholly_and_its_bill_joins_the_log_once(package: Path, work: Path) -> None:
-    (work / "notes.json").write_text("[]")  # other files of the folder are no bills
+    (work / "notes.json").write_text("[]")  # other files of the directory are not bills
     for _ in range(2):
         card.install(work)
         files = [path.relative_to(package).as_posix() for path in sorted(package.rglob("*.*")) if path.is_file()]
@@ -68,7 +68,7 @@ def test_a_folder_without_a_model_or_with_half_a_bill_changes_nothing(package: P
     assert bills(package) == [OLD]
 
 
-def test_the_bill_is_told_leg_by_leg() -> None:
+def test_the_bill_table_has_a_row_per_stage() -> None:
     *_, row = card.bill_table([OLD, NEW]).splitlines()
     assert row == "| denoiser | 2026-01-02T00:00+00:00 | 7 | 16 | 0.001 | cpu | 0.50 | 2.00 |"
 
@@ -97,7 +97,7 @@ def test_all_runs_every_stage_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert ran == [(name, tmp_path) for name in STAGES]
 
 
-def test_scores_that_another_edition_of_the_checker_read_are_said_to_be_so() -> None:
+def test_scores_of_another_checker_edition_produce_a_warning() -> None:
     now, before = {"checker": EDITION}, {"checker": EDITION - 1}
     assert card.edition_sentence(now, now) == ""
     assert "tightened since" in card.edition_sentence(now, before)

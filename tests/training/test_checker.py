@@ -1,4 +1,4 @@
-"""The exact checker, validated on clean renderings of every kind and on spoiled ones."""
+"""The exact checker, validated on clean renderings of every kind and on damaged ones."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def blurred(pixels: NDArray[np.uint8], radius_px: float) -> NDArray[np.uint8]:
 
 
 def with_names(scene: Scene, *names: str) -> Scene:
-    """The scene with other objects in the same spots."""
+    """Return the scene with other objects at the same positions."""
     placed = zip(scene.objects, names, strict=True)
-    return replace(scene, objects=tuple(replace(one, name=name) for one, name in placed))
+    return replace(scene, objects=tuple(replace(original, name=name) for original, name in placed))
 
 
 def stranger(scene: Scene) -> str:
-    """An object that is not in the scene and stands out from its background."""
+    """Return an object that is not in the scene and stands out from its background."""
     return next(n for n in OBJECTS if n not in scene.names and is_legible(with_names(scene, *[n] * len(scene.objects))))
 
 
-def exact_renderings(chosen: list[Scene], canvas: tuple[int, int]) -> int:
-    return sum(check(render(scene, *canvas), scene).exact for scene in chosen)
+def exact_renderings(selected: list[Scene], canvas: tuple[int, int]) -> int:
+    return sum(check(render(scene, *canvas), scene).exact for scene in selected)
 
 
 @pytest.mark.parametrize("canvas", CANVASES)
@@ -67,13 +67,14 @@ def test_clean_renderings_of_every_kind_pass_on_every_canvas(kind: str, canvas: 
 
 @pytest.mark.slow
 def test_ninety_nine_of_a_hundred_clean_renderings_pass() -> None:
-    chosen = [scene for held_out in (True, False) for scene in islice(scenes(55, held_out=held_out), 51)]
-    assert sum(exact_renderings(chosen[index::3], canvas) for index, canvas in enumerate(CANVASES)) >= 101
+    selected = [scene for held_out in (True, False) for scene in islice(scenes(55, held_out=held_out), 51)]
+    assert sum(exact_renderings(selected[index::3], canvas) for index, canvas in enumerate(CANVASES)) >= 101
 
 
 def all_single_objects() -> Iterator[Scene]:
-    """Every object on a fifth of the backgrounds and every background under a fifth of the objects, in turn in every
-    size: the FFTs of reading one picture take 20 ms, and there are 1200 pairs.
+    """Return every object on a fifth of the backgrounds, covering all backgrounds and sizes.
+
+    The FFTs of reading one image take 20 ms, and there are 1200 pairs.
     """
     for (row, name), (column, ground) in product(enumerate(OBJECTS), enumerate(BACKGROUNDS)):
         if (row + column) % 5:
@@ -84,11 +85,11 @@ def all_single_objects() -> Iterator[Scene]:
 
 @pytest.mark.slow
 def test_every_object_and_every_background_are_read_in_every_size_where_they_stand_out() -> None:
-    chosen = [scene for scene in all_single_objects() if is_legible(scene)]
-    assert len(chosen) > 200
-    assert {scene.names[0] for scene in chosen} == set(OBJECTS)
-    assert {(scene.background, scene.size) for scene in chosen} == set(product(BACKGROUNDS, SIZES_PX))
-    assert [scene for scene in chosen if not check(render(scene), scene).exact] == []
+    selected = [scene for scene in all_single_objects() if is_legible(scene)]
+    assert len(selected) > 200
+    assert {scene.names[0] for scene in selected} == set(OBJECTS)
+    assert {(scene.background, scene.size) for scene in selected} == set(product(BACKGROUNDS, SIZES_PX))
+    assert [scene for scene in selected if not check(render(scene), scene).exact] == []
 
 
 @pytest.mark.parametrize("shift_px", [0, 1, 3])
@@ -101,10 +102,12 @@ def test_objects_are_found_where_they_stand_on_the_grid_and_off_it(shift_px: int
             part = sprite(placed.name, placed.size_px)
             spot = canvas[top : top + placed.size_px, left : left + placed.size_px]
             spot[:] = spot * (1 - part[..., 3:]) + 255 * part[..., :3]
-        found = read_picture(np.rint(canvas).astype(np.uint8)).objects
-        assert sorted(one.name for one in found) == sorted(scene.names)
+        detected = read_picture(np.rint(canvas).astype(np.uint8)).objects
+        assert sorted(candidate.name for candidate in detected) == sorted(scene.names)
         for placed in scene.objects:
-            nearest = min(found, key=lambda one: abs(one.x_px - placed.x_px) + abs(one.y_px - placed.y_px))
+            nearest = min(
+                detected, key=lambda candidate: abs(candidate.x_px - placed.x_px) + abs(candidate.y_px - placed.y_px)
+            )
             assert (nearest.name, nearest.size_px) == (placed.name, placed.size_px)
             assert max(abs(nearest.x_px - placed.x_px), abs(nearest.y_px - placed.y_px)) <= 2 + shift_px
 
@@ -129,7 +132,7 @@ def test_a_wrong_count_is_rejected_both_ways() -> None:
     for scene in of_kind("count", 12):
         name, number = scene.names[0], len(scene.names)
         reading = read_picture(render(scene))
-        granted = {asked for asked in range(1, 5) if judge(reading, SceneSpec((name,) * asked)).objects}
+        granted = {requested for requested in range(1, 5) if judge(reading, SceneSpec((name,) * requested)).objects}
         assert granted == {number}
 
 
@@ -143,19 +146,19 @@ def test_swapped_sides_are_rejected() -> None:
 def test_next_to_holds_in_either_order_but_not_one_above_the_other() -> None:
     for scene in of_kind("two objects", 12):
         reading = read_picture(render(scene))
-        beside = scene.relation not in ("above", "below")
+        is_horizontal = scene.relation not in ("above", "below")
         for names in (scene.names, scene.names[::-1]):
-            assert judge(reading, SceneSpec(names, "next to")).relation == beside
+            assert judge(reading, SceneSpec(names, "next to")).relation == is_horizontal
 
 
 def test_only_the_one_between_the_others_is_between() -> None:
     for scene in of_kind("between", 6):
         for canvas in CANVASES:
             reading = read_picture(render(scene, *canvas))
-            one, two, three = scene.names
-            assert judge(reading, SceneSpec((one, three, two), "between")).exact
-            assert not judge(reading, SceneSpec((two, one, three), "between")).relation
-            assert not judge(reading, SceneSpec((three, one, two), "between")).relation
+            first, second, third = scene.names
+            assert judge(reading, SceneSpec((first, third, second), "between")).exact
+            assert not judge(reading, SceneSpec((second, first, third), "between")).relation
+            assert not judge(reading, SceneSpec((third, first, second), "between")).relation
 
 
 def test_a_triangle_has_no_between() -> None:
@@ -167,12 +170,12 @@ def test_a_triangle_has_no_between() -> None:
         assert not verdict.relation
 
 
-@pytest.mark.parametrize("asked", ["small", "large"])
+@pytest.mark.parametrize("requested", ["small", "large"])
 @pytest.mark.parametrize("shown", SIZES_PX)
-def test_a_worded_size_is_checked_and_a_plain_one_is_not(asked: str, shown: str) -> None:
+def test_a_worded_size_is_checked_and_a_plain_one_is_not(requested: str, shown: str) -> None:
     for name in ("fox", "banana", "castle"):
         reading = read_picture(render(Scene((Placed(name, SIZES_PX[shown], 64, 64),), "purple")))
-        assert judge(reading, SceneSpec((name,), size=asked)).exact == (asked == shown)
+        assert judge(reading, SceneSpec((name,), size=requested)).exact == (requested == shown)
         assert judge(reading, SceneSpec((name,))).exact
 
 
@@ -201,7 +204,7 @@ def test_a_blob_of_the_right_colours_is_not_the_object() -> None:
         scene = Scene((Placed(name, 72, 64, 64),), "light blue")
         pixels = render(scene)
         pixels[28:100, 28:100] = blurred(pixels, 5)[28:100, 28:100]
-        # edges again, but none of the object's own
+        # edges, but not those of the object
         pixels[28:100:6, 28:100] = background("light blue")[28:100:6, 28:100]
         assert not check(pixels, scene).objects
 
@@ -215,14 +218,14 @@ BY_EYE = {
         "dolphin",
     ),
 }  # fmt: skip
-"""Samples of a few to thirty steps, row by row as they stand in judged_by_eye.webp, and what was asked for."""
+"""Samples of a few to thirty steps, by row of judged_by_eye.webp, with the requested objects."""
 
 
 def test_samples_that_a_person_calls_shredded_are_rejected_and_good_ones_pass() -> None:
     with Image.open(Path(__file__).with_name("judged_by_eye.webp")) as image:
         sheet = np.asarray(image.convert("RGB"))
-    for row, (judgement, asked) in enumerate(BY_EYE.items()):
-        for column, words in enumerate(asked):
+    for row, (judgement, requested) in enumerate(BY_EYE.items()):
+        for column, words in enumerate(requested):
             pixels = sheet[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
             names = tuple(word.replace("-", " ") for word in words.split())
             verdict = judge(read_picture(pixels), SceneSpec(names))
@@ -240,18 +243,18 @@ def test_an_object_that_has_lost_an_eye_is_not_whole() -> None:
         assert check(pixels, scene).exact
         pixels[top : top + 15, left : left + 13] = pixels[top - 2, left + 6]
         verdict = check(pixels, scene)
-        assert [(one.name, one.explained > 0.9) for one in verdict.reading.objects] == [(name, True)]
+        assert [(placed.name, placed.explained > 0.9) for placed in verdict.reading.objects] == [(name, True)]
         assert not verdict.exact
 
 
 def shredded(scene: Scene, share: float, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A rendering with a share of the first object's inner cells in one another's places."""
+    """Render a scene and shuffle a share of the first object's inner cells."""
     pixels, truth, placed = render(scene), render(scene), scene.objects[0]
     left, top = (at - placed.size_px // 2 for at in (placed.x_px, placed.y_px))
     inner = range(GRID_PX, placed.size_px - GRID_PX, GRID_PX)
     cells = rng.permutation([(top + down, left + right) for down in inner for right in inner])
-    chosen = cells[: max(2, round(share * len(cells)))].tolist()
-    for (y, x), (from_y, from_x) in zip(chosen, [*chosen[1:], chosen[0]], strict=True):
+    shuffled = cells[: max(2, round(share * len(cells)))].tolist()
+    for (y, x), (from_y, from_x) in zip(shuffled, [*shuffled[1:], shuffled[0]], strict=True):
         pixels[y : y + GRID_PX, x : x + GRID_PX] = truth[from_y : from_y + GRID_PX, from_x : from_x + GRID_PX]
     return pixels
 
@@ -260,9 +263,9 @@ def test_shredded_objects_are_rejected() -> None:
     rng = np.random.default_rng(0)
     faces = [Scene((Placed(name, 72, 64, 64),), "light blue") for name in ("fox", "cat", "panda", "owl", "lion")]
     assert [scene.names for scene in faces if check(shredded(scene, 0.3, rng), scene).exact] == []
-    chosen = of_kind("two objects", 20)
-    # what is of one colour inside, such as a lemon, stays itself
-    assert sum(check(shredded(scene, 0.5, rng), scene).exact for scene in chosen) <= 5
+    selected = of_kind("two objects", 20)
+    # objects of one inner color, such as a lemon, do not change
+    assert sum(check(shredded(scene, 0.5, rng), scene).exact for scene in selected) <= 5
 
 
 def test_confetti_all_over_is_no_background() -> None:
@@ -287,7 +290,7 @@ def test_what_is_neither_background_nor_object_is_left_over() -> None:
     assert check(pixels, scene).reading.leftover_cells == 0
     pixels[:, 104:112] = (200, 180, 60)
     verdict = check(pixels, scene)
-    assert [one.name for one in verdict.reading.objects] == ["fox"]
+    assert [placed.name for placed in verdict.reading.objects] == ["fox"]
     assert verdict.reading.leftover_cells == 16
     assert not verdict.objects
 
@@ -312,7 +315,7 @@ def test_a_plain_background_of_a_slightly_other_shade_is_still_that_colour() -> 
 def test_six_of_one_object_are_six() -> None:
     spots = [(x, y) for y in (32, 96) for x in (24, 64, 104)]
     six = Scene(tuple(Placed("apple", 5 * GRID_PX, x, y) for x, y in spots), "white")
-    assert [one.name for one in read_picture(render(six)).objects] == ["apple"] * 6
+    assert [placed.name for placed in read_picture(render(six)).objects] == ["apple"] * 6
 
 
 @pytest.mark.parametrize(
@@ -326,13 +329,13 @@ def test_six_of_one_object_are_six() -> None:
     ],
     ids=["no channels", "four channels", "floats", "too large", "too small"],
 )
-def test_what_is_no_picture_of_the_world_is_refused(pixels: NDArray[np.uint8]) -> None:
+def test_invalid_arrays_are_rejected(pixels: NDArray[np.uint8]) -> None:
     with pytest.raises(InvalidRequest, match=r"picture"):
         read_picture(pixels)
 
 
 @pytest.mark.parametrize(
-    ("wish", "named"),
+    ("wish", "name"),
     [
         ({"names": ("zebra",)}, "zebra"),
         ({"names": ("fox",), "background": "moonlight"}, "moonlight"),
@@ -343,6 +346,6 @@ def test_what_is_no_picture_of_the_world_is_refused(pixels: NDArray[np.uint8]) -
         ({"names": ("fox",), "size": "plain"}, "plain"),
     ],
 )
-def test_a_wish_that_the_world_cannot_grant_is_refused_by_name(wish: dict[str, str], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=repr(named)):
+def test_a_specification_outside_the_world_is_rejected_with_the_value(wish: dict[str, str], name: str) -> None:
+    with pytest.raises(InvalidRequest, match=repr(name)):
         SceneSpec(**wish)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Distillation: the ladder of timesteps, trajectories, the low-rank change, and the distilled weights that ship."""
+"""Distillation: the timestep ladder, trajectories, the low-rank change, and the shipped distilled weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
 
 @pytest.fixture(scope="module")
 def teacher(tokenizer: CLIPTokenizer) -> Denoiser:
-    """With a UNet of the shipped one's layout and a third of its width."""
+    """Build a denoiser whose UNet has the shipped layout and a third of its width."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(denoiser_training, "build_unet", lambda: unet(EMBEDDED, context=TEXT_WIDTH))
@@ -53,7 +53,7 @@ def teacher(tokenizer: CLIPTokenizer) -> Denoiser:
 
 @pytest.fixture(scope="module")
 def change(teacher: Denoiser) -> LowRankChange:
-    """A change that is not zero any more."""
+    """Build a change that is not zero."""
     torch.manual_seed(1)
     change = LowRankChange(teacher.unet, RANK)
     for up in change.up:
@@ -61,8 +61,8 @@ def change(teacher: Denoiser) -> LowRankChange:
     return change.requires_grad_(False)
 
 
-def settings(iterations: int = 4, **others: int) -> DistillSettings:
-    options = {"rank": RANK, "substeps": 1, "trajectories": 6, "rounds": 2, "warmup": 1} | others
+def settings(iterations: int = 4, **overrides: int) -> DistillSettings:
+    options = {"rank": RANK, "substeps": 1, "trajectories": 6, "rounds": 2, "warmup": 1} | overrides
     return DistillSettings(iterations, 4, 1e-3, checkpoint_every=2, **options)  # type: ignore[arg-type]
 
 
@@ -88,41 +88,45 @@ def test_turning_by_the_angles_is_ddim() -> None:
     scheduler = build_scheduler()
     scheduler.set_timesteps(NUM_STEPS)
     torch.manual_seed(0)
-    ours = theirs = torch.randn(2, 8, 4, 4)
+    points = reference = torch.randn(2, 8, 4, 4)
     for timestep, angle in zip(scheduler.timesteps, Ladder(substeps=2).turns(), strict=True):
         velocity = torch.randn(2, 8, 4, 4)
-        ours = ddim_step(ours, velocity, angle)
-        theirs = scheduler.step(velocity, timestep, theirs).prev_sample
-        assert torch.allclose(ours, theirs, atol=1e-4)
+        points = ddim_step(points, velocity, angle)
+        reference = scheduler.step(velocity, timestep, reference).prev_sample
+        assert torch.allclose(points, reference, atol=1e-4)
 
 
-def test_the_wanted_velocity_leads_to_the_goal_in_one_turn() -> None:
+def test_the_target_velocity_reaches_the_goal_in_one_step() -> None:
     torch.manual_seed(0)
     points, goal = torch.randn(2, 3, 8, 4, 4).unbind()
     assert torch.allclose(ddim_step(points, velocity_to(points, goal, 0.3), 0.3), goal, atol=1e-5)
 
 
-def test_a_teacher_of_one_substep_and_no_guidance_teaches_what_it_says(teacher: Denoiser) -> None:
+def test_without_substeps_and_guidance_the_target_is_the_teachers_velocity(teacher: Denoiser) -> None:
     torch.manual_seed(0)
     noise, ids, empty = torch.randn(2, LATENT_CHANNELS, 8, 8), torch.randint(3, 50, (2, 32)), torch.full((1, 32), 2)
-    found = collect(teacher, None, noise, ids, empty, Ladder(substeps=1), guidance_scale=1.0)
-    assert torch.equal(found.points[:, 0], noise.half())
+    trajectories = collect(teacher, None, noise, ids, empty, Ladder(substeps=1), guidance_scale=1.0)
+    assert torch.equal(trajectories.points[:, 0], noise.half())
     context = teacher.text_encoder(ids).last_hidden_state
     for index, timestep in enumerate(Ladder(substeps=1).timesteps):
-        own = teacher.unet(found.points[:, index].float(), timestep, context).sample
-        assert torch.allclose(found.velocities[:, index].float(), own, atol=0.05 * float(own.abs().max()))
+        predicted = teacher.unet(trajectories.points[:, index].float(), timestep, context).sample
+        assert torch.allclose(
+            trajectories.velocities[:, index].float(), predicted, atol=0.05 * float(predicted.abs().max())
+        )
 
 
 def test_a_distilled_model_on_its_own_path_is_led_by_its_own_velocity(teacher: Denoiser, change: LowRankChange) -> None:
     torch.manual_seed(0)
     noise, ids, empty = torch.randn(2, LATENT_CHANNELS, 8, 8), torch.randint(3, 50, (2, 32)), torch.full((1, 32), 2)
     distilled = change.merge_into(teacher)
-    taught, own = (collect(teacher, who, noise, ids, empty, Ladder(2), guidance_scale=3.0) for who in (None, distilled))
-    assert torch.equal(taught.velocities[:, 0], own.velocities[:, 0])
+    taught, followed = (
+        collect(teacher, who, noise, ids, empty, Ladder(2), guidance_scale=3.0) for who in (None, distilled)
+    )
+    assert torch.equal(taught.velocities[:, 0], followed.velocities[:, 0])
     angle = Ladder(2).turns()[0]
     goal = ddim_step(taught.points[:, 0].float(), taught.velocities[:, 0].float(), angle)
     assert torch.allclose(taught.points[:, 1].float(), goal, atol=1e-2)
-    assert not torch.allclose(own.points[:, 1].float(), goal, atol=1e-2)
+    assert not torch.allclose(followed.points[:, 1].float(), goal, atol=1e-2)
 
 
 def test_a_fresh_change_changes_nothing_and_leaves_the_outer_layers_alone(teacher: Denoiser) -> None:
@@ -157,11 +161,11 @@ def test_trajectories_of_every_canvas_are_kept_and_read_again(
 ) -> None:
     first, again = (TrajectoryStore(settings(), tmp_path, teacher, canvases(), tokenizer) for _ in range(2))
     first.collect_round(teacher)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    modified_ns = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again.collect_round(teacher)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == modified_ns
     batches = [[part.clone() for part in store.batch(random.Random(0))] for store in (first, again)]
-    assert all(torch.equal(one, two) for one, two in zip(*batches, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(*batches, strict=True))
     shapes = {tuple(first.batch(random.Random(seed))[0].shape) for seed in range(20)}
     assert shapes == {(4, LATENT_CHANNELS, 8, 8), (4, LATENT_CHANNELS, 8, 16)}
 
@@ -171,18 +175,24 @@ def test_an_interrupted_distillation_resumes_comes_nearer_to_its_teacher_and_bil
     teacher: Denoiser, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
     first = distill(settings(iterations=6), tmp_path, teacher, canvases(), tokenizer)
-    seen: list[int] = []
-    chosen = settings(iterations=12)
+    iterations: list[int] = []
+    run_settings = settings(iterations=12)
     again = distill(
-        chosen, tmp_path, teacher, canvases(), tokenizer, lambda _, iteration: seen.append(iteration), look_every=3
+        run_settings,
+        tmp_path,
+        teacher,
+        canvases(),
+        tokenizer,
+        lambda _, iteration: iterations.append(iteration),
+        look_every=3,
     )
-    assert seen == [9, 12]
+    assert iterations == [9, 12]
     assert any(up.abs().max() > 0 for up in first.up)
     assert not torch.equal(first.up[0], again.up[0])
     bill = json.loads((tmp_path / "distill.json").read_text(encoding="utf-8"))
     assert (bill["iterations_done"], bill["substeps"], bill["rank"]) == (12, 1, RANK)
     assert bill["flops"] > 0
-    store = TrajectoryStore(chosen, tmp_path, teacher, canvases(), tokenizer)
+    store = TrajectoryStore(run_settings, tmp_path, teacher, canvases(), tokenizer)
     store.collect_round(teacher)
     points, velocities, steps, ids = store.batch(random.Random(0))
     timesteps = torch.tensor(store.ladder.timesteps)[steps]
@@ -211,7 +221,7 @@ def test_a_saved_change_is_loaded_and_paints_four_steps_by_itself(
     assert (result.sampler, result.num_evaluations, result.guidance_scale) == ("ddim", NUM_STEPS, 1.0)
 
 
-def test_the_settings_of_the_shipped_model_say_what_its_adapter_says(change: LowRankChange, tmp_path: Path) -> None:
+def test_the_settings_of_the_shipped_model_match_its_adapter(change: LowRankChange, tmp_path: Path) -> None:
     model = load_settings(model="embedded-turbo", env={}).model
     spec = json.loads((save_adapter(tmp_path, change) / "adapter.json").read_text(encoding="utf-8"))
     assert spec.pop("base") == "embedded"
@@ -249,13 +259,17 @@ def test_a_bare_prompt_takes_the_distilled_model_four_evaluations(turbo: Engine)
 
 @ships
 def test_the_published_scores_of_the_distilled_model_reach_most_of_its_teachers(turbo: Engine) -> None:
-    teachers, own = (
+    teachers, distilled_scores = (
         json.loads((card.RESULTS / name).read_text(encoding="utf-8"))
         for name in ("captions.json", "turbo-captions.json")
     )
-    assert (own["digest"], own["num_steps"], own["guidance_scale"]) == (turbo.info.digest, NUM_STEPS, 1.0)
-    assert own["scores"]["all"]["count"] == 300
-    assert own["scores"]["all"]["exact_share"] >= 0.85 * teachers["scores"]["all"]["exact_share"]
+    assert (distilled_scores["digest"], distilled_scores["num_steps"], distilled_scores["guidance_scale"]) == (
+        turbo.info.digest,
+        NUM_STEPS,
+        1.0,
+    )
+    assert distilled_scores["scores"]["all"]["count"] == 300
+    assert distilled_scores["scores"]["all"]["exact_share"] >= 0.85 * teachers["scores"]["all"]["exact_share"]
 
 
 @ships

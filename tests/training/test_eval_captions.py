@@ -1,4 +1,4 @@
-"""Held-out captions: which rows a scene counts in, and what is found where an object is missing."""
+"""Evaluation on held-out captions: the categories of a scene, and what appears where an object is missing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "
 TWINS = Scene((Placed("cat", PAIR_PX, 32, 64), Placed("cat", PAIR_PX, 96, 64)), "white")
 
 
-def judged(asked: Scene, shown: Scene) -> Judged:
-    return asked, check(render(shown), asked)
+def judged(requested: Scene, shown: Scene) -> Judged:
+    return requested, check(render(shown), requested)
 
 
 def test_the_held_out_list_is_the_one_that_all_published_scores_are_of() -> None:
@@ -40,9 +40,9 @@ def test_the_held_out_list_is_the_one_that_all_published_scores_are_of() -> None
 
 
 def test_every_category_has_held_out_scenes_and_every_scene_its_kind_and_background() -> None:
-    seen = [categories(scene) for scene, _ in held_out(300)]
-    assert set().union(*seen) == set(CATEGORIES)
-    for words in seen:
+    category_sets = [categories(scene) for scene, _ in held_out(300)]
+    assert set().union(*category_sets) == set(CATEGORIES)
+    for words in category_sets:
         assert len(words & set(KIND_SHARES)) == 1
         assert len(words & {"plain colour", "place"}) == 1
 
@@ -67,11 +67,11 @@ def test_scores_add_up_over_the_kinds() -> None:
     assert table["plain colour"].count + table["place"].count == 12
 
 
-def test_no_pictures_have_no_share() -> None:
+def test_the_share_of_zero_images_is_zero() -> None:
     assert score([]).exact_share == 0
 
 
-def test_an_object_taken_for_another_is_named() -> None:
+def test_a_substituted_object_is_reported_by_name() -> None:
     swapped = replace(PAIR, objects=(replace(PAIR.objects[0], name="panda"), PAIR.objects[1]))
     table = confusions([judged(PAIR, PAIR), judged(PAIR, swapped)])
     assert table == {"fox": Confusion(2, 1, {"panda": 1}), "owl": Confusion(2, 2, {})}

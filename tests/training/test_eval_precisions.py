@@ -1,4 +1,4 @@
-"""The rewriter in fewer bits passes its gate, and one that was rounded too coarsely does not."""
+"""The rewriter passes its perplexity limit at every supported precision, and fails it at two bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from diffserve.training.eval import precisions
 @pytest.mark.slow
 def test_every_precision_of_the_rewriter_keeps_to_its_perplexity() -> None:
     names = ["float32", "int8", *([] if int4_problem(torch.device("cpu")) else ["int4"])]
-    found = precisions.evaluate(names, count=40)["precisions"]
-    assert all(one["passes"] for one in found.values())
-    sizes = [one["weights_bytes"] for one in found.values()]
+    results = precisions.evaluate(names, count=40)["precisions"]
+    assert all(result["passes"] for result in results.values())
+    sizes = [result["weights_bytes"] for result in results.values()]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] > sizes[0] / 12
 

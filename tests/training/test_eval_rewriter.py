@@ -1,4 +1,4 @@
-"""The rewriter by pictures: pairs of pictures, the gain with its interval, and thresholds reckoned afterwards."""
+"""Evaluation of the rewriter by images: pairs of images, the gain with its interval, and entropy thresholds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def paired(wish: LooseWish, *, plain: bool, rewritten: bool, entropy: float = 0.
 
 def test_the_gain_is_in_points_and_its_interval_holds_it() -> None:
     results = [paired(wish, plain=at < 5, rewritten=at < 15) for at, wish in enumerate(WISHES)]
-    found = gain(results, 1.0)
-    assert (found.count, found.plain, found.rewritten, found.gain) == (20, 5, 15, 50.0)
-    assert 20 < found.low < 50 < found.high < 80
-    assert (found.taken, found.granted) == (20, 20)
+    result = gain(results, 1.0)
+    assert (result.count, result.plain, result.rewritten, result.gain) == (20, 5, 15, 50.0)
+    assert 20 < result.low < 50 < result.high < 80
+    assert (result.taken, result.granted) == (20, 20)
 
 
 def test_a_doubtful_or_refused_rewrite_counts_with_the_picture_of_the_wish() -> None:
@@ -43,13 +43,13 @@ def test_a_doubtful_or_refused_rewrite_counts_with_the_picture_of_the_wish() -> 
     fallen = replace(
         sure, rewrite=Rewrite(prompt=WISHES[0].text, answer="", mean_entropy=0.0, fallback="empty", warning="nothing")
     )
-    assert [one.is_exact(0.5) for one in (sure, unsure, fallen)] == [True, False, False]
-    assert [one.is_exact(1.0) for one in (sure, unsure, fallen)] == [True, True, False]
-    assert [one.is_granted(0.5) for one in (sure, unsure, fallen)] == [True, False, False]
+    assert [result.is_exact(0.5) for result in (sure, unsure, fallen)] == [True, False, False]
+    assert [result.is_exact(1.0) for result in (sure, unsure, fallen)] == [True, True, False]
+    assert [result.is_granted(0.5) for result in (sure, unsure, fallen)] == [True, False, False]
     assert gain([sure, unsure, fallen], 0.5).taken == 1
 
 
-def test_prompts_that_say_something_else_grant_nothing() -> None:
+def test_prompts_with_other_content_are_not_granted() -> None:
     other = next(wish for wish in WISHES[1:] if wish.caption != WISHES[0].caption)
     assert not paired(WISHES[0], plain=True, rewritten=True, prompt=other.caption).is_granted(1.0)
     assert not paired(WISHES[0], plain=True, rewritten=True, prompt="no caption").is_granted(1.0)
@@ -68,16 +68,18 @@ def test_groups_part_the_wishes_and_the_document_holds_every_pair() -> None:
     groups = in_groups(WISHES)
     assert len(groups["complete"]) + len(groups["vague"]) == len(groups["all"]) == 20
     assert len(groups["by hand"]) == 8
-    found = summarise(results, results[:3], max_entropy=1.0, head={"model": "m"})
-    assert (found["model"], found["wishes"]["all"]["gain"], found["captions"]["count"]) == ("m", 100.0, 3)
-    assert len(found["trials"]["wishes"]) == 20
-    assert {row["wishes_exact"] for row in found["thresholds"]} == {20}
+    document = summarise(results, results[:3], max_entropy=1.0, head={"model": "m"})
+    assert (document["model"], document["wishes"]["all"]["gain"], document["captions"]["count"]) == ("m", 100.0, 3)
+    assert len(document["trials"]["wishes"]) == 20
+    assert {row["wishes_exact"] for row in document["thresholds"]} == {20}
 
 
 def test_held_out_captions_are_complete_wishes_in_the_image_models_words() -> None:
     captions = held_out_captions(30)
-    assert all(one.asked.complete for one in captions)
-    assert any(one.text != one.caption for one in captions), "the image model knows more words than one style has"
+    assert all(caption.asked.complete for caption in captions)
+    assert any(caption.text != caption.caption for caption in captions), (
+        "the image model knows more words than one style has"
+    )
 
 
 @pytest.mark.slow
@@ -95,8 +97,8 @@ def test_a_wish_and_its_rewrite_are_painted_with_one_seed_and_both_are_looked_at
     rewriter = Rewriter(texts, style="tags", window=TextWindow.of(engine.model.text))
     how = DiffusionParams(sampler="ddim", num_steps=6, guidance_scale=3.0)
     results = compare(engine, rewriter, wishes, how)
-    assert [one.rewrite.prompt for one in results] == [wish.caption for wish in wishes]
-    for index, one in enumerate(results):
-        for prompt, verdict in ((one.wish.text, one.plain), (one.rewrite.prompt, one.rewritten)):
+    assert [result.rewrite.prompt for result in results] == [wish.caption for wish in wishes]
+    for index, result in enumerate(results):
+        for prompt, verdict in ((result.wish.text, result.plain), (result.rewrite.prompt, result.rewritten)):
             [alone] = engine.generate(GenerationRequest(prompt=prompt, seed=SEED + index, diffusion=how))
-            assert shows(alone.pixels, one.wish.asked) == verdict
+            assert shows(alone.pixels, result.wish.asked) == verdict

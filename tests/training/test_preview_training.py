@@ -1,4 +1,4 @@
-"""The preview stage: its batches, what it makes of latents, and a short training run."""
+"""The preview stage: its batches, its augmentation of latents, and a short training run."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from diffserve.world.scenes import scenes
 
 
 def shelf(count: int, width_px: int = 128, height_px: int = 128, seed: int = 0) -> LatentScenes:
-    """Scenes with latents that say which one it is: latent i is full of i."""
-    chosen = list(islice(scenes(seed, held_out=False), count))
+    """Create scenes whose latents identify them: latent i is filled with i."""
+    selected = list(islice(scenes(seed, held_out=False), count))
     numbers = torch.arange(count).view(-1, 1, 1, 1)
-    return LatentScenes(chosen, numbers.expand(-1, 8, height_px // 8, width_px // 8).half())
+    return LatentScenes(selected, numbers.expand(-1, 8, height_px // 8, width_px // 8).half())
 
 
 def pooled(count: int) -> tuple[LatentScenes, Tensor]:
-    """Scenes whose latents are their colours cell by cell, and their pictures: a task that is quickly begun."""
-    chosen = list(islice(scenes(0, held_out=False), count))
-    pictures = to_unit(np.stack([render(scene) for scene in chosen]))
-    return LatentScenes(chosen, F.avg_pool2d(pictures, 8).repeat(1, 3, 1, 1)[:, :8].half()), pictures
+    """Create scenes whose latents are their pooled colors, and their images: an easy task for a short run."""
+    selected = list(islice(scenes(0, held_out=False), count))
+    pictures = to_unit(np.stack([render(scene) for scene in selected]))
+    return LatentScenes(selected, F.avg_pool2d(pictures, 8).repeat(1, 3, 1, 1)[:, :8].half()), pictures
 
 
 def test_a_picture_is_of_the_scene_that_its_latent_encodes() -> None:
     data = [shelf(4), shelf(4, 192, 128, seed=1)]
-    seen = set()
+    orientations = set()
     for latents, pictures in islice(batches(data, batch_size=6, seed=0), 6):
         wide = latents.shape[-1] == 24
         assert latents.shape == ((4, 8, 16, 24) if wide else (6, 8, 16, 16))
-        seen.add(wide)
+        orientations.add(wide)
         for latent, picture in zip(latents, pictures, strict=True):
             scene = data[wide].scenes[int(latent[0, 0, 0])]
             assert torch.equal(picture, to_unit(render(scene, 192 if wide else 128, 128)[None])[0])
-    assert seen == {False, True}
+    assert orientations == {False, True}
 
 
 def test_mixed_latents_show_equally_mixed_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_mixed_latents_show_equally_mixed_pictures(monkeypatch: pytest.MonkeyPat
     clean = torch.randn(64, 3, 4, 4)
     latents, pictures = like_estimates(clean, 2 * clean)
     assert torch.allclose(2 * latents, pictures)
-    kept = (latents == clean).flatten(1).all(dim=1).float().mean()
-    assert 0.5 < float(kept) < 0.9
+    unmixed_share = (latents == clean).flatten(1).all(dim=1).float().mean()
+    assert 0.5 < float(unmixed_share) < 0.9
 
 
 def test_stretched_and_noisy_latents_show_the_clean_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +91,17 @@ def test_a_short_run_learns_what_the_latents_show(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(preview_training, "CONFIG", small)
     data, pictures = pooled(8)
     settings = TrainSettings(60, 4, 1e-2, warmup=5, ema=0.9)
-    seen: list[int] = []
-    trained = train_preview(settings, tmp_path, [data], lambda _, iteration: seen.append(iteration), 25)
-    assert seen == [25, 50]
+    iterations: list[int] = []
+    trained = train_preview(settings, tmp_path, [data], lambda _, iteration: iterations.append(iteration), 25)
+    assert iterations == [25, 50]
     with torch.inference_mode():
         error = (trained(data.latents.float()) - pictures).abs().mean()
     assert float(error) < 0.5 * float((pictures - pictures.mean()).abs().mean())
     assert json.loads((tmp_path / "preview.json").read_text(encoding="utf-8"))["iterations_done"] == 60
     again = train_preview(settings, tmp_path, [data])
-    assert all(torch.equal(one, two) for one, two in zip(trained.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(first, second) for first, second in zip(trained.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_the_saved_decoder_shows_the_same_in_sixteen_bits(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_the_saved_decoder_shows_the_same_in_sixteen_bits(tmp_path: Path) -> Non
 
 @torch.no_grad()
 def paint_evenly(layer: Any, value: float) -> None:
-    """Make ``layer`` give ``value`` whatever it is given."""
+    """Make ``layer`` return ``value`` for any input."""
     layer.weight.zero_()
     layer.bias.fill_(value)
 

@@ -1,4 +1,4 @@
-"""The training recipe's parts: tokenizer, nets, normalisation, resumable runs."""
+"""The training recipe's parts: tokenizer, networks, normalisation, resumable runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_object_is_a_token_a_word_and_captions_fit(tokenizer: CLIPTokenize
     assert longest < MAX_TOKENS
 
 
-def test_words_unknown_to_the_world_are_spelt_not_lost(tokenizer: CLIPTokenizer) -> None:
+def test_unknown_words_are_tokenized_by_letters(tokenizer: CLIPTokenizer) -> None:
     ids = tokenizer("zebra").input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "zebra"
 
@@ -76,14 +76,14 @@ def test_the_learning_rate_warms_up_stays_and_falls() -> None:
     assert rates[-1] < 0.02
 
 
-def test_a_stage_with_a_budget_of_time_ends_with_it_at_a_low_rate(tmp_path: Path) -> None:
+def test_a_stage_with_a_time_limit_ends_at_a_low_learning_rate(tmp_path: Path) -> None:
     settings = TrainSettings(1000, 1, 1.0, warmup=1, decay_share=0.5, max_seconds=60)
     assert [rate_factor(10, settings, seconds) for seconds in (0, 30, 45, 60)] == pytest.approx([1, 1, 0.505, 0.01])
     assert rate_factor(999, settings, 1) < 0.02
     net = torch.nn.Linear(3, 3)
     run = Run("tiny", net, settings, tmp_path)
     for iteration in run.iterations():
-        run.seconds += 20  # as if it had taken so long
+        run.seconds += 20  # simulates elapsed time
         run.step(net(torch.ones(1, 3)).square().sum())
         assert iteration < 3
     assert run.iteration == 3
@@ -121,7 +121,7 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert torch.equal(again.average.weight, first.average.weight)
 
 
-def test_a_run_does_not_go_on_from_what_was_made_of_other_weights(tmp_path: Path) -> None:
+def test_a_run_rejects_a_checkpoint_of_other_weights(tmp_path: Path) -> None:
     teachers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     names = [fingerprint(teacher) for teacher in teachers]
     assert names == [fingerprint(copy.deepcopy(teacher)) for teacher in teachers]
@@ -147,24 +147,24 @@ def test_a_run_leaves_a_bill_of_time_and_operations(tmp_path: Path) -> None:
 def test_embeddings_follow_their_tokens_to_a_new_vocabulary(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
     smaller = CLIPTokenizer.from_pretrained(train_tokenizer(tmp_path / "tokenizer", num_captions=300))
     assert len(smaller) != len(tokenizer)
-    one, two = Denoiser(smaller), Denoiser(tokenizer)
-    weights = export(tmp_path / "weights", build_vae(), one, smaller)
-    two.load(weights, tokenizer)
-    rows = [net.text_encoder.get_input_embeddings().weight for net in (one, two)]
+    first, second = Denoiser(smaller), Denoiser(tokenizer)
+    weights = export(tmp_path / "weights", build_vae(), first, smaller)
+    second.load(weights, tokenizer)
+    rows = [net.text_encoder.get_input_embeddings().weight for net in (first, second)]
     fox = [words.convert_tokens_to_ids("fox</w>") for words in (smaller, tokenizer)]
     assert torch.allclose(rows[0][fox[0]], rows[1][fox[1]], atol=1e-3)
-    assert torch.allclose(one.unet.conv_in.weight, two.unet.conv_in.weight, atol=1e-3)
+    assert torch.allclose(first.unet.conv_in.weight, second.unet.conv_in.weight, atol=1e-3)
 
 
 def test_scenes_are_encoded_once_on_every_canvas(tmp_path: Path) -> None:
     vae = build_vae().eval()
     first = encode_scenes(vae, tmp_path, num_scenes=25, seed=3, device="cpu")
     assert [tuple(shelf.latents.shape) for shelf in first] == [(21, 8, 16, 16), (2, 8, 24, 16), (2, 8, 16, 24)]
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(kept) == 3
+    modified_ns = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(modified_ns) == 3
     again = encode_scenes(vae, tmp_path, num_scenes=25, seed=3, device="cpu")
     assert all(torch.equal(a.latents, b.latents) for a, b in zip(first, again, strict=True))
-    assert kept == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert modified_ns == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     other = encode_scenes(build_vae().eval(), tmp_path, num_scenes=25, seed=3, device="cpu")
     assert not any(torch.equal(a.latents, b.latents) for a, b in zip(first, other, strict=True))
 
@@ -181,13 +181,13 @@ def test_a_layout_names_the_left_or_upper_object_first() -> None:
     source = [scene for scene in islice(scenes(2, held_out=False), 400) if scene.relation in DIRECTIONS]
     assert {scene.relation for scene in source} == DIRECTIONS
     for scene in source:
-        place = (lambda one: one.y_px) if scene.relation in ("above", "below") else (lambda one: one.x_px)
+        place = (lambda placed: placed.y_px) if scene.relation in ("above", "below") else (lambda placed: placed.x_px)
         first, second = sorted(scene.objects, key=place)
         assert layout(scene) == (list(OBJECTS).index(first.name), list(OBJECTS).index(second.name))
     assert {layout(scene) for scene in islice(scenes(2, held_out=False), 50) if scene.relation is None} == {UNSAID}
 
 
-def test_the_layout_is_read_off_the_last_tokens_and_passes_over_what_is_unsaid() -> None:
+def test_the_layout_loss_reads_the_last_tokens_and_ignores_unknown_layouts() -> None:
     torch.manual_seed(0)
     head, context = LayoutHead(12).requires_grad_(False), torch.randn(3, 9, 12)
     layouts = torch.tensor([(4, 7), UNSAID, (1, 0)])
@@ -199,7 +199,7 @@ def test_the_layout_is_read_off_the_last_tokens_and_passes_over_what_is_unsaid()
     assert head.loss(context[:1], torch.tensor([UNSAID])) == 0
 
 
-def test_what_is_learnt_aside_moves_the_weights_and_is_not_reported(tmp_path: Path) -> None:
+def test_the_auxiliary_loss_moves_the_weights_and_is_not_reported(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 1)
     run = Run("tiny", net, TrainSettings(1, 1, 1e-2, warmup=1), tmp_path)
     before = net.weight.clone()
@@ -208,7 +208,7 @@ def test_what_is_learnt_aside_moves_the_weights_and_is_not_reported(tmp_path: Pa
     assert run.smooth_loss == 0
 
 
-def test_the_way_between_two_denoisers_ends_at_each(tokenizer: CLIPTokenizer) -> None:
+def test_interpolation_ends_at_both_denoisers(tokenizer: CLIPTokenizer) -> None:
     start, end = Denoiser(tokenizer), Denoiser(tokenizer)
     assert fingerprint(interpolate(start, end, 0.0)) == fingerprint(start)
     assert fingerprint(interpolate(start, end, 1.0)) == fingerprint(end)
@@ -216,14 +216,14 @@ def test_the_way_between_two_denoisers_ends_at_each(tokenizer: CLIPTokenizer) ->
     assert torch.allclose(half, (start.unet.conv_in.weight + end.unet.conv_in.weight) / 2, atol=1e-6)
 
 
-def test_single_objects_of_plain_size_are_drawn_as_often_as_is_said() -> None:
+def test_the_weight_of_plain_single_objects_is_configurable() -> None:
     source = list(islice(scenes(4, held_out=False), 200))
     grown = {emphasis(scene, 2.5) / emphasis(scene) for scene in source if (scene.kind, scene.size) == SINGLE}
     same = {emphasis(scene, 2.5) / emphasis(scene) for scene in source if (scene.kind, scene.size) != SINGLE}
     assert (grown, same) == ({2.5}, {1.0})
 
 
-def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
+def test_training_captions_use_difficult_wordings_more_often() -> None:
     source = [scene for scene in islice(scenes(4, held_out=False), 2000) if scene.relation in ("left of", "right of")]
     rng = random.Random(0)
     lessons, exam = (sum("on its" in word(scene, rng) for scene in source) for word in (loose_caption, caption))
@@ -265,22 +265,22 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(
 
 
 @pytest.mark.slow
-def test_a_leg_from_the_shipped_weights_keeps_their_autoencoder_and_goes_on_where_it_stopped(
+def test_tuning_the_shipped_weights_keeps_their_autoencoder_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "NEWTON_SCHULZ_STEPS", 1)  # of a network of full width they are most of an iteration
+    monkeypatch.setattr(muon, "NEWTON_SCHULZ_STEPS", 1)  # at full width these steps take most of an iteration
     shipped = EMBEDDED_DIRECTORY
     leg = partial(train.tune, tmp_path, "cpu", batch=1, num_scenes=24, look_every=100)
     leg(iterations=1, start=shipped)
-    made = tmp_path / "weights"
+    weights = tmp_path / "weights"
     files = (path.relative_to(shipped) for path in shipped.rglob("*.*"))
-    kept = {file.as_posix() for file in files if file.parts[0] != OWN_LORAS} - NOT_COVERED | {"world.json"}
-    assert {path.relative_to(made).as_posix() for path in made.rglob("*.*")} == kept
+    covered = {file.as_posix() for file in files if file.parts[0] != OWN_LORAS} - NOT_COVERED | {"world.json"}
+    assert {path.relative_to(weights).as_posix() for path in weights.rglob("*.*")} == covered
     for part, is_kept in {"vae": True, "text_encoder": False, "unet": False}.items():
-        (before, after) = (load_file(next((root / part).glob("*.safetensors"))) for root in (shipped, made))
+        (before, after) = (load_file(next((root / part).glob("*.safetensors"))) for root in (shipped, weights))
         assert set(before) == set(after)
         assert all(torch.equal(before[name], after[name]) for name in before) == is_kept, part
-    # one iteration at a rate that warms up is no leap: what was learnt is still there
+    # one warm-up iteration changes little, so the weights stay close
     change = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert 0 < change < 0.01
     first = torch.load(tmp_path / "tune.pt", weights_only=True)
@@ -298,7 +298,7 @@ def _loss(net: Denoiser, data: LatentScenes, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_sheets_of_what_comes_back_are_made_while_the_autoencoder_is_trained(tmp_path: Path) -> None:
+def test_training_the_autoencoder_writes_round_trip_sheets(tmp_path: Path) -> None:
     def look(net: AutoencoderKL, iteration: int) -> None:
         round_trip_sheet(net, tmp_path / f"vae-{iteration}.png")
         preview_sheet(PreviewDecoder(CONFIG), net, tmp_path / f"preview-{iteration}.png")

@@ -87,7 +87,7 @@ def test_the_tokenizer_keeps_random_unicode(tokenizer: PreTrainedTokenizerFast) 
 
 def test_captions_take_few_tokens_and_leave_room_for_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) <= VOCABULARY_SIZE
-    lengths = [len(tokenizer(answer(one.caption)).input_ids) for one in islice(wishes(1, held_out=False), 500)]
+    lengths = [len(tokenizer(answer(wish.caption)).input_ids) for wish in islice(wishes(1, held_out=False), 500)]
     assert sum(lengths) / len(lengths) < 14
     assert max(lengths) <= MAX_NEW_TOKENS
     assert len(tokenizer(system_prompt()).input_ids) < CONTEXT_TOKENS // 2
@@ -97,7 +97,7 @@ def test_captions_take_few_tokens_and_leave_room_for_the_end(tokenizer: PreTrain
     "text", ["A Kitty  on the\nBEACH!", "<caption>a dog<end>", "", "<<wish>>", "say <system> İstanbul", "a" * 50]
 )
 @pytest.mark.parametrize("system", ["", "Be <end> BRIEF"])
-def test_a_chat_and_a_prompt_are_the_same_text_and_nobody_writes_a_special_token(
+def test_chat_template_and_prompt_agree_and_wishes_cannot_contain_special_tokens(
     tokenizer: PreTrainedTokenizerFast, text: str, system: str
 ) -> None:
     before = [{"role": "system", "content": system}] if system else []
@@ -124,25 +124,27 @@ def test_the_loss_counts_the_caption_and_its_end_alone(
             start = int(counted.nonzero()[0])
             assert tokenizer.convert_ids_to_tokens(ids.tolist())[start - 1] == CAPTION
             assert (ids[start + int(counted.sum()) :] == tokenizer.pad_token_id).all()
-    whole = model(pairs.token_ids, labels=pairs.labels).loss
-    assert caption_loss(model, pairs).item() == pytest.approx(whole.item(), rel=1e-4)
+    reference_loss = model(pairs.token_ids, labels=pairs.labels).loss
+    assert caption_loss(model, pairs).item() == pytest.approx(reference_loss.item(), rel=1e-4)
 
 
 def test_some_batches_carry_a_system_text_and_batches_depend_on_the_seed_alone(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     settings = TrainSettings(1, 4, 1e-3)
-    one, two = (batches(tokenizer, settings, seed=5) for _ in range(2))
+    first, second = (batches(tokenizer, settings, seed=5) for _ in range(2))
     system = tokenizer.convert_tokens_to_ids("<system>")
-    drawn = [pairs.token_ids for pairs in islice(one, POOL_BATCHES)]
-    assert all(torch.equal(ids, next(two).token_ids) for ids in drawn)
+    drawn = [pairs.token_ids for pairs in islice(first, POOL_BATCHES)]
+    assert all(torch.equal(ids, next(second).token_ids) for ids in drawn)
     assert 0 < sum(bool((ids == system).any()) for ids in drawn) < POOL_BATCHES / 2
 
 
 def test_every_weight_is_trained_by_one_optimizer(model: LlamaForCausalLM) -> None:
-    groups = [group for one in optimizers_for(model, TrainSettings(1, 1, 1e-3)) for group in one.param_groups]
-    held = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    groups = [
+        group for optimizer in optimizers_for(model, TrainSettings(1, 1, 1e-3)) for group in optimizer.param_groups
+    ]
+    parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(parameter_ids) == sorted(id(parameter) for parameter in model.parameters())
 
 
 def test_the_exported_directory_is_read_by_transformers_and_answers_the_same(
@@ -172,13 +174,13 @@ def test_a_wish_rewritten_alone_or_in_a_batch_comes_out_the_same(
 
 
 def test_scores_count_what_grants_the_wish() -> None:
-    asked = held_out_wishes(20)
-    perfect = score(asked, [one.caption for one in asked])
+    originals = held_out_wishes(20)
+    perfect = score(originals, [wish.caption for wish in originals])
     assert (perfect.count, perfect.spoken, perfect.granted) == (20, 20, 20)
-    shifted = score(asked, [one.caption for one in [*asked[1:], asked[0]]])
+    shifted = score(originals, [wish.caption for wish in [*originals[1:], originals[0]]])
     assert shifted.spoken == 20
     assert shifted.granted < 0.2 * shifted.count
-    assert score(asked, ["no caption"] * 20).spoken == 0
+    assert score(originals, ["no caption"] * 20).spoken == 0
     assert score([], []) == TextScore(0, 0, 0)
 
 

@@ -29,7 +29,7 @@ def tokenizer() -> CLIPTokenizer:
 
 @pytest.fixture(scope="module")
 def denoiser(tokenizer: CLIPTokenizer) -> Denoiser:
-    """A denoiser whose UNet has the shipped layout and a third of its width."""
+    """Build a denoiser whose UNet has the shipped layout and a third of its width."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(denoiser_training, "build_unet", lambda: unet(EMBEDDED, context=TEXT_WIDTH))
@@ -38,7 +38,7 @@ def denoiser(tokenizer: CLIPTokenizer) -> Denoiser:
 
 @pytest.fixture(scope="module")
 def change(denoiser: Denoiser) -> LowRankChange:
-    """A change of uneven layers: every second one is ten times as large."""
+    """Build a change of uneven layers: every second one is ten times as large."""
     torch.manual_seed(1)
     change = LowRankChange(denoiser.unet, RANK)
     for index, up in enumerate(change.up):
@@ -56,7 +56,7 @@ def num_bytes(change: LowRankChange) -> int:
 
 
 def unweighted(change: LowRankChange) -> list[Moments]:
-    """Moments in which every input and every gradient counts the same, which makes truncation a plain SVD."""
+    """Build moments that weight all inputs and gradients equally, which makes truncation a plain SVD."""
     return [Moments(down @ down.T, torch.eye(len(up))) for down, up in zip(change.down, change.up, strict=True)]
 
 

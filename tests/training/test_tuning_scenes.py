@@ -1,4 +1,4 @@
-"""The scenes of the leg that teaches what people ask for first."""
+"""Scenes of the tune stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drawn() -> list[Scene]:
     return list(islice(tuning_scenes(7), 1500))
 
 
-def test_they_are_drawn_in_their_shares_and_none_is_held_out(drawn: list[Scene]) -> None:
+def test_tuning_scenes_follow_their_shares_and_none_is_held_out(drawn: list[Scene]) -> None:
     assert sum(SHARES.values()) == pytest.approx(1)
     kinds = Counter(
         "high" if scene.is_high else scene.size if scene.kind == "one object" else scene.kind for scene in drawn
@@ -34,23 +34,23 @@ def test_they_are_drawn_in_their_shares_and_none_is_held_out(drawn: list[Scene])
 
 def test_single_objects_stand_in_the_middle_as_near_as_the_grid_lets_their_size(drawn: list[Scene]) -> None:
     spots = {
-        (scene.size, one.x_px, one.y_px)
+        (scene.size, placed.x_px, placed.y_px)
         for scene in drawn
         if scene.kind == "one object" and not scene.is_high
-        for one in scene.objects
+        for placed in scene.objects
     }
-    beside = {(size, x, 68) for size in ("small", "plain") for x in (60, 68)}
-    assert spots == beside | {("large", 64, 64)}
+    off_center = {(size, x, 68) for size in ("small", "plain") for x in (60, 68)}
+    assert spots == off_center | {("large", 64, 64)}
 
 
-def test_what_is_named_in_a_row_stands_in_it_from_left_to_right(drawn: list[Scene]) -> None:
+def test_objects_named_in_a_row_stand_from_left_to_right(drawn: list[Scene]) -> None:
     rows = {"three objects": (0, 1, 2), "between": (1, 0, 2)}
-    seen = [scene for scene in drawn if scene.kind in rows]
-    assert len(seen) > 200
-    for scene in seen:
+    in_rows = [scene for scene in drawn if scene.kind in rows]
+    assert len(in_rows) > 200
+    for scene in in_rows:
         across = [scene.objects[index].x_px for index in rows[scene.kind]]
         assert across == sorted(across)
-        heights = [one.y_px for one in scene.objects]
+        heights = [placed.y_px for placed in scene.objects]
         assert max(heights) - min(heights) <= 8
 
 
@@ -67,7 +67,7 @@ def test_what_hangs_over_a_place_is_worded_so_alone_and_reads_back(drawn: list[S
         assert check(render(scene), scene).exact
 
 
-def test_no_other_scene_is_said_to_be_above_a_place() -> None:
+def test_captions_say_above_a_place_only_for_high_objects() -> None:
     rng = random.Random(2)
     phrases = {phrase for words in ABOVE_WORDS.values() for phrase in words}
     for scene in islice(scenes(3, held_out=False), 2000):
@@ -75,7 +75,7 @@ def test_no_other_scene_is_said_to_be_above_a_place() -> None:
         assert not any(phrase in loose_caption(scene, rng) for phrase in phrases)
 
 
-def test_lessons_of_a_single_object_often_name_nothing_else(drawn: list[Scene]) -> None:
+def test_captions_of_a_single_object_often_omit_the_background(drawn: list[Scene]) -> None:
     rng = random.Random(3)
     source = [scene for scene in drawn if scene.kind == "one object" and not scene.is_high]
     alone = sum(parse_prompt(loose_caption(scene, rng)).background is None for scene in source)

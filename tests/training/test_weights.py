@@ -1,4 +1,4 @@
-"""The shipped weights: their size, their format, and what they can paint."""
+"""The shipped weights: their size, their format, and the quality of their images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_weights_are_sixteen_bit_safetensors_of_at_most_forty_megabytes() ->
     assert {path.suffix for path in files} <= {".json", ".safetensors", ".txt"}
 
 
-def test_no_shipped_file_names_a_place_on_the_machine_it_was_made_on() -> None:
+def test_no_shipped_file_contains_a_local_path() -> None:
     for path in WEIGHTS.parent.rglob("*.json"):
         assert "_name_or_path" not in path.read_text(encoding="utf-8"), path
 
@@ -96,11 +96,11 @@ def test_a_sample_confirms_what_is_published_of_the_parts(engine: Engine) -> Non
 
 
 @pytest.mark.slow
-def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise_is_not(engine: Engine) -> None:
-    chosen = list(islice(scenes(123, held_out=True), 8))
+def test_round_trips_of_the_autoencoder_are_exact_and_noisy_decodes_are_not(engine: Engine) -> None:
+    selected = list(islice(scenes(123, held_out=True), 8))
     vae, generator = engine.model.vae, torch.Generator().manual_seed(0)
     exact = {0.0: 0, 1.0: 0}
-    for scene in chosen:
+    for scene in selected:
         latents = vae.encode(render(scene)[None])
         noise = torch.randn(latents.shape, generator=generator).to(latents)
         for strength in exact:
@@ -123,8 +123,8 @@ def test_the_background_follows_the_prompt(engine: Engine) -> None:
     places = {"on a red background": "red", "on the beach": "beach", "in the city": "city", "at night": "night sky"}
     params = DiffusionParams(num_steps=8)
     requests = [GenerationRequest(prompt=f"a fox {words}", seed=1, diffusion=params) for words in places]
-    seen = [read_picture(result.pixels).background for result in engine.generate(requests)]
-    assert seen == list(places.values())
+    backgrounds = [read_picture(result.pixels).background for result in engine.generate(requests)]
+    assert backgrounds == list(places.values())
 
 
 def test_guidance_works_from_one_and_a_half_to_nine(engine: Engine) -> None:
@@ -145,5 +145,5 @@ def test_negative_prompts_keep_away_what_they_name() -> None:
 
 @pytest.mark.slow
 def test_a_negative_prompt_drives_an_unasked_background_away(engine: Engine) -> None:
-    kept = background_kept_away(engine, 1)
-    assert kept.count == kept.avoided == 1
+    result = background_kept_away(engine, 1)
+    assert result.count == result.avoided == 1

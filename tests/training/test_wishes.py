@@ -1,4 +1,4 @@
-"""Wishes as people type them: varied, true, kept apart; and the one sentence each is rewritten to."""
+"""Wishes: variety, correctness, separation into training and held-out, and reference captions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from diffserve.world.scenes import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX,
 
 
 def all_phrases() -> dict[str, Phrases]:
-    found = {name: value for name, value in msgspec.structs.asdict(sentences()).items() if isinstance(value, Phrases)}
-    found |= {f"relation {name}": value for name, value in sentences().relations.items()}
-    return found | {f"count {count}": value for count, value in sentences().counts.items()}
+    pools = {name: value for name, value in msgspec.structs.asdict(sentences()).items() if isinstance(value, Phrases)}
+    pools |= {f"relation {name}": value for name, value in sentences().relations.items()}
+    return pools | {f"count {count}": value for count, value in sentences().counts.items()}
 
 
-def edit_distance(one: str, two: str) -> int:
-    row = list(range(len(two) + 1))
-    for i, a in enumerate(one, 1):
+def edit_distance(first: str, second: str) -> int:
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
         previous, row[0] = row[0], i
-        for j, b in enumerate(two, 1):
+        for j, b in enumerate(second, 1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
     return row[-1]
 
@@ -40,8 +40,8 @@ def edit_distance(one: str, two: str) -> int:
 
 def test_a_sentence_is_read_back_as_what_it_says() -> None:
     for scene in chain(islice(scenes(1, held_out=False), 1500), islice(scenes(1, held_out=True), 300)):
-        said = Said.by(scene)
-        assert parse_sentence(sentence(said)) == said
+        content = Said.by(scene)
+        assert parse_sentence(sentence(content)) == content
 
 
 @pytest.mark.parametrize(
@@ -71,64 +71,64 @@ def test_other_text_is_not_read(words: str) -> None:
 def test_the_captions_of_the_image_model_contain_the_sentence() -> None:
     rng = random.Random(0)
     for scene in islice(scenes(2, held_out=False), 25):
-        wanted = sentence(Said.by(scene))
-        assert any(caption(scene, rng) == wanted for _ in range(4000)), wanted
+        expected = sentence(Said.by(scene))
+        assert any(caption(scene, rng) == expected for _ in range(4000)), expected
 
 
 def test_a_staged_sentence_is_a_scene_that_says_it() -> None:
     for scene in islice(scenes(3, held_out=False), 200):
-        said = Said.by(scene)
-        assert Said.by(said.stage(random.Random(0))) == said
+        content = Said.by(scene)
+        assert Said.by(content.stage(random.Random(0))) == content
 
 
-def test_the_same_may_be_said_from_the_other_side() -> None:
-    asked = Asked.exactly(Said(("cat", "dog"), "left of", "plain", "red"))
-    assert asked.complete
-    assert asked.allows(Said(("dog", "cat"), "right of", "plain", "red"))
-    assert not asked.allows(Said(("dog", "cat"), "left of", "plain", "red"))
-    assert not asked.allows(Said(("cat", "dog"), "next to", "plain", "red"))
-    assert not asked.allows(Said(("cat", "dog"), "left of", "plain", "blue"))
+def test_a_relation_may_be_expressed_in_reverse() -> None:
+    settled = Asked.exactly(Said(("cat", "dog"), "left of", "plain", "red"))
+    assert settled.complete
+    assert settled.allows(Said(("dog", "cat"), "right of", "plain", "red"))
+    assert not settled.allows(Said(("dog", "cat"), "left of", "plain", "red"))
+    assert not settled.allows(Said(("cat", "dog"), "next to", "plain", "red"))
+    assert not settled.allows(Said(("cat", "dog"), "left of", "plain", "blue"))
 
 
 def test_only_the_outer_two_of_between_may_change_places() -> None:
-    said = Said(("cat", "dog", "fox"), "between", "plain", "red")
-    asked = Asked.exactly(said)
-    assert asked.allows(replace(said, names=("cat", "fox", "dog")))
-    assert not asked.allows(replace(said, names=("dog", "cat", "fox")))
-    together = Asked.exactly(replace(said, relation=None))
+    content = Said(("cat", "dog", "fox"), "between", "plain", "red")
+    settled = Asked.exactly(content)
+    assert settled.allows(replace(content, names=("cat", "fox", "dog")))
+    assert not settled.allows(replace(content, names=("dog", "cat", "fox")))
+    together = Asked.exactly(replace(content, relation=None))
     assert together.allows(Said(("fox", "dog", "cat"), None, "plain", "red"))
 
 
-def test_what_is_left_open_may_be_chosen_and_nothing_added() -> None:
+def test_open_parts_may_be_chosen_but_nothing_may_be_added() -> None:
     pets, anywhere = frozenset(("cat", "dog")), frozenset((*COLORS, *PLACES))
-    asked = Asked((pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), anywhere)
-    assert not asked.complete
-    assert asked.allows(Said(("moon", "dog"), "above", "plain", "night sky"))
-    assert not asked.allows(Said(("moon", "pig"), "above", "plain", "night sky"))
-    assert not asked.allows(Said(("dog",), None, "plain", "night sky"))
-    assert not asked.allows(Said(("dog", "moon", "star"), None, "plain", "night sky"))
+    settled = Asked((pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), anywhere)
+    assert not settled.complete
+    assert settled.allows(Said(("moon", "dog"), "above", "plain", "night sky"))
+    assert not settled.allows(Said(("moon", "pig"), "above", "plain", "night sky"))
+    assert not settled.allows(Said(("dog",), None, "plain", "night sky"))
+    assert not settled.allows(Said(("dog", "moon", "star"), None, "plain", "night sky"))
 
 
 # Words
 
 
-def test_every_word_of_the_world_has_loose_ones() -> None:
-    known = words()
-    assert set(known.names) == set(OBJECTS)
-    assert set(known.colors) == set(known.color_associations) == set(COLORS)
-    assert set(known.places) == set(known.tags) == set(PLACES)
+def test_every_word_of_the_world_has_informal_wordings() -> None:
+    vocabulary = words()
+    assert set(vocabulary.names) == set(OBJECTS)
+    assert set(vocabulary.colors) == set(vocabulary.color_associations) == set(COLORS)
+    assert set(vocabulary.places) == set(vocabulary.tags) == set(PLACES)
     assert all(len(names_for(name)) >= 5 for name in OBJECTS)
-    members = chain(*known.categories.values(), *(names for names, _ in known.moods.values()))
+    members = chain(*vocabulary.categories.values(), *(names for names, _ in vocabulary.moods.values()))
     assert set(members) <= set(OBJECTS)
 
 
 def test_every_language_has_all_words_of_the_others() -> None:
-    known = languages()
-    tables = (known.objects, known.backgrounds, known.relations)
-    assert {len(wordings) for table in tables for wordings in table.values()} == {len(known.openings)}
-    assert set(known.objects) <= set(OBJECTS)
-    assert set(known.backgrounds) <= {*COLORS, *PLACES}
-    assert set(known.relations) == set(RELATIONS)
+    vocabulary = languages()
+    tables = (vocabulary.objects, vocabulary.backgrounds, vocabulary.relations)
+    assert {len(wordings) for table in tables for wordings in table.values()} == {len(vocabulary.openings)}
+    assert set(vocabulary.objects) <= set(OBJECTS)
+    assert set(vocabulary.backgrounds) <= {*COLORS, *PLACES}
+    assert set(vocabulary.relations) == set(RELATIONS)
 
 
 def test_no_wording_means_two_things() -> None:
@@ -142,10 +142,10 @@ def test_no_wording_means_two_things() -> None:
 
 def test_training_and_held_out_phrases_share_nothing() -> None:
     for name, pool in all_phrases().items():
-        training, kept = set(pool.side(held_out=False)), set(pool.side(held_out=True))
+        training, held_out = set(pool.side(held_out=False)), set(pool.side(held_out=True))
         assert training, name
-        assert kept, name
-        assert not training & kept, name
+        assert held_out, name
+        assert not training & held_out, name
 
 
 def test_relations_name_the_objects_in_the_order_of_the_answer_unless_a_preposition_comes_first() -> None:
@@ -171,20 +171,20 @@ def test_a_slip_changes_one_place_and_never_lands_on_another_word() -> None:
 def test_misspelt_text_keeps_most_words_and_all_the_short_ones() -> None:
     rng = random.Random(1)
     text = "could you please draw a cute cat to the left of a happy bear on a yellow background"
-    seen = set()
+    texts = set()
     for _ in range(300):
         typed = misspell(text, rng)
-        seen.add(typed)
+        texts.add(typed)
         words = typed.split(" ")
         if len(words) != len(text.split(" ")):
             continue
         pairs = list(zip(text.split(" "), words, strict=True))
-        assert sum(one != two for one, two in pairs) <= 0.2 * len(words)
-        assert all(one == two for one, two in pairs if len(one) < MIN_LETTERS)
-    assert len(seen) > 250
+        assert sum(original != changed for original, changed in pairs) <= 0.2 * len(words)
+        assert all(original == changed for original, changed in pairs if len(original) < MIN_LETTERS)
+    assert len(texts) > 250
 
 
-def test_half_of_all_wishes_come_through_the_keyboard_unharmed() -> None:
+def test_half_of_all_wishes_have_no_typing_noise() -> None:
     rng = random.Random(2)
     text = "a cute cat to the left of a happy bear on a yellow background, please"
     unharmed = sum(as_typed(text, rng).lower().rstrip(".!? ") in (text, text.replace(",", "")) for _ in range(1000))
@@ -195,14 +195,14 @@ def test_half_of_all_wishes_come_through_the_keyboard_unharmed() -> None:
 
 
 def test_the_stream_of_wishes_depends_on_the_seed_alone() -> None:
-    one, two, other = (list(islice(wishes(seed, held_out=False), 40)) for seed in (3, 3, 4))
-    assert one == two != other
+    first, second, other = (list(islice(wishes(seed, held_out=False), 40)) for seed in (3, 3, 4))
+    assert first == second != other
 
 
 def test_one_scene_is_wished_for_in_countless_ways() -> None:
-    said = Said(("cat", "dog"), "left of", "plain", "red")
+    content = Said(("cat", "dog"), "left of", "plain", "red")
     writer = Writer(random.Random(0), held_out=False)
-    assert len({writer.free(said) for _ in range(200)}) > 190
+    assert len({writer.free(content) for _ in range(200)}) > 190
 
 
 def test_a_complete_wish_names_all_it_asks_for() -> None:
@@ -217,35 +217,35 @@ def test_a_complete_wish_names_all_it_asks_for() -> None:
 
 
 def test_the_answer_grants_the_wish_and_its_scene_says_so() -> None:
-    for one in islice(wishes(6, held_out=False), 600):
-        said = parse_sentence(one.caption)
-        assert said is not None
-        assert one.asked.allows(said), one
-        assert Said.by(one.scene) == said
-        assert one.text.strip()
-        assert is_legible(one.scene) or not one.asked.complete
+    for wish in islice(wishes(6, held_out=False), 600):
+        content = parse_sentence(wish.caption)
+        assert content is not None
+        assert wish.asked.allows(content), wish
+        assert Said.by(wish.scene) == content
+        assert wish.text.strip()
+        assert is_legible(wish.scene) or not wish.asked.complete
 
 
 def test_all_kinds_of_wishes_occur() -> None:
     drawn = list(islice(wishes(7, held_out=False), 600))
-    vague = [one for one in drawn if not one.asked.complete]
+    vague = [wish for wish in drawn if not wish.asked.complete]
     assert 0.1 < len(vague) / len(drawn) < 0.3
-    assert {len(one.scene.objects) for one in drawn} == {1, 2, 3}
-    assert {one.scene.size for one in drawn} == set(SIZES_PX)
-    assert any(one.text.isupper() for one in drawn)
-    assert any(not one.text.isascii() for one in drawn), "no other language"
-    assert any(one.text == one.caption for one in drawn), "no caption that is already canonical"
+    assert {len(wish.scene.objects) for wish in drawn} == {1, 2, 3}
+    assert {wish.scene.size for wish in drawn} == set(SIZES_PX)
+    assert any(wish.text.isupper() for wish in drawn)
+    assert any(not wish.text.isascii() for wish in drawn), "no other language"
+    assert any(wish.text == wish.caption for wish in drawn), "no caption that is already canonical"
 
 
 def test_cosy_with_an_animal_and_the_moon_is_granted_sensibly() -> None:
-    asked = next(one for one in wishes_by_hand() if one.text.startswith("something cosy with an animal")).asked
-    assert asked.allows(Said(("cat", "moon"), "below", "plain", "night sky"))
-    assert not asked.allows(Said(("car", "moon"), "below", "plain", "night sky"))
-    assert not asked.allows(Said(("cat", "star"), "below", "plain", "night sky"))
+    settled = next(wish for wish in wishes_by_hand() if wish.text.startswith("something cosy with an animal")).asked
+    assert settled.allows(Said(("cat", "moon"), "below", "plain", "night sky"))
+    assert not settled.allows(Said(("car", "moon"), "below", "plain", "night sky"))
+    assert not settled.allows(Said(("cat", "star"), "below", "plain", "night sky"))
 
 
 def test_training_never_shows_a_scene_or_a_combination_that_is_held_out() -> None:
-    assert not any(is_held_out(one.scene) for one in islice(wishes(8, held_out=False), 600))
+    assert not any(is_held_out(wish.scene) for wish in islice(wishes(8, held_out=False), 600))
     for held_out in (False, True):
         writer = Writer(random.Random(0), held_out=held_out)
         parts: list[list[str]] = []
@@ -260,42 +260,48 @@ def test_training_never_shows_a_scene_or_a_combination_that_is_held_out() -> Non
 
 
 def test_held_out_wishes_are_fixed_and_apart_from_training() -> None:
-    kept = held_out_wishes(200)
-    assert kept == held_out_wishes(200)
-    assert len(kept) == 200
-    texts = {one.text for one in kept}
+    held_out = held_out_wishes(200)
+    assert held_out == held_out_wishes(200)
+    assert len(held_out) == 200
+    texts = {wish.text for wish in held_out}
     assert len(texts) > 195
-    assert not texts & {one.text for one in islice(wishes(0, held_out=False), 1500)}
-    generated = kept[len(wishes_by_hand()) :]
-    assert all(is_held_out(one.scene) for one in generated if one.asked.complete)
+    assert not texts & {wish.text for wish in islice(wishes(0, held_out=False), 1500)}
+    generated = held_out[len(wishes_by_hand()) :]
+    assert all(is_held_out(wish.scene) for wish in generated if wish.asked.complete)
 
 
 def test_held_out_wishes_by_hand_ask_for_things_of_the_world() -> None:
     written = wishes_by_hand()
     assert len(written) == round(200 * BY_HAND_SHARE)
-    for one in written:
-        said = parse_sentence(one.caption)
-        assert said is not None
-        assert one.asked.allows(said), one
-        assert set(chain(*one.asked.names)) <= set(OBJECTS), one
-        assert one.asked.backgrounds <= {*COLORS, *PLACES}, one
-        assert one.asked.sizes <= set(SIZES_PX), one
-        assert one.asked.relations <= {*RELATIONS, "between", None}, one
+    for wish in written:
+        content = parse_sentence(wish.caption)
+        assert content is not None
+        assert wish.asked.allows(content), wish
+        assert set(chain(*wish.asked.names)) <= set(OBJECTS), wish
+        assert wish.asked.backgrounds <= {*COLORS, *PLACES}, wish
+        assert wish.asked.sizes <= set(SIZES_PX), wish
+        assert wish.asked.relations <= {*RELATIONS, "between", None}, wish
 
 
 def test_a_picture_grants_a_vague_wish_with_any_choice() -> None:
     pets = frozenset(("cat", "dog"))
-    asked = Asked((pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), frozenset(("night sky",)))
+    settled = Asked(
+        (pets, frozenset(("moon",))), frozenset(RELATIONS), frozenset(("plain",)), frozenset(("night sky",))
+    )
     fitting = Said(("moon", "dog"), "right of", "plain", "night sky")
     other = replace(fitting, names=("moon", "pig"))
-    assert shows(render(fitting.stage(random.Random(0))), asked)
-    assert not shows(render(other.stage(random.Random(0))), asked)
-    assert not shows(render(replace(fitting, background="black").stage(random.Random(0))), asked)
+    assert shows(render(fitting.stage(random.Random(0))), settled)
+    assert not shows(render(other.stage(random.Random(0))), settled)
+    assert not shows(render(replace(fitting, background="black").stage(random.Random(0))), settled)
 
 
 def test_a_vague_wish_of_two_objects_is_granted_whatever_it_leaves_open() -> None:
-    (wish,) = [one for one in held_out_wishes(200) if one.text == "something cosy with an animal and the moon"]
-    said = Said(("cat", "moon"), "left of", "plain", "night sky")
+    (wish,) = [
+        candidate
+        for candidate in held_out_wishes(200)
+        if candidate.text == "something cosy with an animal and the moon"
+    ]
+    content = Said(("cat", "moon"), "left of", "plain", "night sky")
     other = Said(("cat", "apple"), "left of", "plain", "night sky")
-    assert shows(render(said.stage(random.Random(0))), wish.asked)
+    assert shows(render(content.stage(random.Random(0))), wish.asked)
     assert not shows(render(other.stage(random.Random(0))), wish.asked)

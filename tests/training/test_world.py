@@ -1,4 +1,4 @@
-"""The picture world: scenes of every kind, their captions, and their separation into training and held-out."""
+"""The image world: scenes of every kind, their captions, and their separation into training and held-out."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def test_every_relation_size_count_and_background_occurs() -> None:
 
 def test_training_and_held_out_scenes_never_share_a_key() -> None:
     train = {scene.key for scene in drawn(1, 4000)}
-    kept = {scene.key for scene in drawn(1, 1000, held_out=True)}
-    assert kept
-    assert not train & kept
+    held_out_keys = {scene.key for scene in drawn(1, 1000, held_out=True)}
+    assert held_out_keys
+    assert not train & held_out_keys
 
 
 def test_a_pair_of_objects_is_either_seen_in_training_or_unseen() -> None:
     def pairs(many: list[Scene]) -> set[tuple[str, str]]:
         return {(a, b) for scene in many for a, b in combinations(sorted(set(scene.names)), 2)}
 
-    train, kept = drawn(11, 4000), drawn(11, 1500, held_out=True)
-    unseen = [scene for scene in kept if has_unseen_pair(scene)]
+    train, held_out = drawn(11, 4000), drawn(11, 1500, held_out=True)
+    unseen = [scene for scene in held_out if has_unseen_pair(scene)]
     assert not any(has_unseen_pair(scene) for scene in train)
     assert {scene.kind for scene in unseen} == {"two objects", "three objects", "between"}
     assert pairs([scene for scene in unseen if len(set(scene.names)) == 2]).isdisjoint(pairs(train))
@@ -104,8 +104,8 @@ def test_a_pair_is_unseen_in_any_order_and_a_count_is_no_pair() -> None:
 
 
 def test_the_stream_of_scenes_depends_on_the_seed_alone() -> None:
-    one, two, other = (drawn(seed, 50) for seed in (3, 3, 4))
-    assert one == two != other
+    first, second, other = (drawn(seed, 50) for seed in (3, 3, 4))
+    assert first == second != other
 
 
 def test_objects_stay_on_the_canvas_on_its_grid_and_stand_out_from_the_background() -> None:
@@ -123,10 +123,10 @@ def test_objects_stay_on_the_canvas_on_its_grid_and_stand_out_from_the_backgroun
 def test_objects_do_not_overlap_on_any_canvas() -> None:
     for scene in drawn(13, 600):
         for width, height in CANVASES:
-            for one, two in combinations(scene.objects, 2):
-                apart_x = abs(one.x_px - two.x_px) * width / CANVAS_PX
-                apart_y = abs(one.y_px - two.y_px) * height / CANVAS_PX
-                assert max(apart_x, apart_y) >= one.size_px, scene
+            for first, second in combinations(scene.objects, 2):
+                apart_x = abs(first.x_px - second.x_px) * width / CANVAS_PX
+                apart_y = abs(first.y_px - second.y_px) * height / CANVAS_PX
+                assert max(apart_x, apart_y) >= first.size_px, scene
 
 
 def test_each_kind_has_its_size_of_objects() -> None:
@@ -138,8 +138,8 @@ def test_each_kind_has_its_size_of_objects() -> None:
 
 def test_relations_are_true_of_where_the_objects_stand() -> None:
     for scene in of_kind("two objects", 15, 300):
-        one, two = scene.objects
-        right, down = two.x_px - one.x_px, two.y_px - one.y_px
+        first, second = scene.objects
+        right, down = second.x_px - first.x_px, second.y_px - first.y_px
         assert scene.relation is not None
         assert {
             "left of": right >= PAIR_PX > abs(down),
@@ -150,15 +150,15 @@ def test_relations_are_true_of_where_the_objects_stand() -> None:
         }[scene.relation], scene
     for scene in of_kind("between", 16, 100):
         inner, *outer = scene.objects
-        assert min(one.x_px for one in outer) < inner.x_px < max(one.x_px for one in outer)
-        assert max(abs(one.y_px - inner.y_px) for one in outer) <= 2 * GRID_PX
+        assert min(placed.x_px for placed in outer) < inner.x_px < max(placed.x_px for placed in outer)
+        assert max(abs(placed.y_px - inner.y_px) for placed in outer) <= 2 * GRID_PX
 
 
 def wordings(name: str) -> tuple[str, ...]:
     return (name, *SYNONYMS.get(name, ()))
 
 
-def is_said(phrase: str, words: str) -> bool:
+def contains_phrase(phrase: str, words: str) -> bool:
     return re.search(rf"\b{re.escape(phrase)}\b", words) is not None
 
 
@@ -170,12 +170,12 @@ def test_every_caption_names_every_object_its_number_and_the_background() -> Non
             counts = [
                 f"{n} {plural(noun)}" for n in NUMBER_WORDS[len(scene.names)] for noun in wordings(scene.names[0])
             ]
-            assert any(is_said(count, words) for count in counts), words
+            assert any(contains_phrase(count, words) for count in counts), words
         else:
             for name in scene.names:
-                assert any(is_said(word, words) for word in wordings(name)), words
+                assert any(contains_phrase(word, words) for word in wordings(name)), words
         colors = COLOR_SYNONYMS.get(scene.background, (scene.background,))
-        assert any(is_said(phrase, words) for phrase in PLACE_WORDS.get(scene.background, colors)), words
+        assert any(contains_phrase(phrase, words) for phrase in PLACE_WORDS.get(scene.background, colors)), words
 
 
 def test_every_caption_says_the_relation_and_the_size() -> None:
@@ -187,8 +187,10 @@ def test_every_caption_says_the_relation_and_the_size() -> None:
             shapes = [re.sub(r"{\w}", r"(.+)", pattern) for pattern in patterns]
             assert any(re.search(shape, words) for shape in shapes), words
         for size, adjectives in SIZE_WORDS.items():
-            said = any(is_said(adjective, words.replace("in a big city", "")) for adjective in adjectives)
-            assert said == (scene.size == size), words
+            has_adjective = any(
+                contains_phrase(adjective, words.replace("in a big city", "")) for adjective in adjectives
+            )
+            assert has_adjective == (scene.size == size), words
 
 
 def test_articles_and_plurals_are_english() -> None:
@@ -203,7 +205,7 @@ def test_articles_and_plurals_are_english() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "several"),
+    ("singular", "plural_form"),
     [
         ("fox", "foxes"), ("peach", "peaches"), ("butterfly", "butterflies"), ("strawberry", "strawberries"),
         ("monkey", "monkeys"), ("bus", "buses"), ("cactus", "cactuses"), ("fish", "fish"), ("corn", "ears of corn"),
@@ -211,8 +213,8 @@ def test_articles_and_plurals_are_english() -> None:
         ("kitty", "kitties"), ("doughnut", "doughnuts"),
     ],
 )  # fmt: skip
-def test_plurals(one: str, several: str) -> None:
-    assert plural(one) == several
+def test_plurals(singular: str, plural_form: str) -> None:
+    assert plural(singular) == plural_form
 
 
 def test_captions_of_one_scene_vary() -> None:

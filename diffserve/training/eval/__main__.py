@@ -1,4 +1,4 @@
-"""``python -m diffserve.training.eval``: measure again what the shipped models can do, each command one JSON document.
+"""``python -m diffserve.training.eval``: measure the quality of the shipped models, one JSON document per command.
 
 The distilled model is measured by ``captions --model embedded-turbo --sampler ddim --steps 4 --guidance 1``.
 """
@@ -43,26 +43,26 @@ def evaluate_captions(
     guidance: Guidance = BEST_GUIDANCE,
     out: Out = None,
 ) -> None:
-    """Paint held-out captions and count what is right."""
+    """Generate held-out captions and count the correct images."""
     how = DiffusionParams(sampler=sampler, num_steps=steps, guidance_scale=guidance)
     _show(captions.evaluate(Engine.from_pretrained(model), count, how), out)
 
 
 @app.command(name="ranges")
 def evaluate_ranges(model: Model = "embedded", count: int = 60, out: Out = None) -> None:
-    """Count it over guidance scales, canvases and negative prompts."""
+    """Count correct images over guidance scales, canvases and negative prompts."""
     _show(ranges.evaluate(Engine.from_pretrained(model), count), out)
 
 
 @app.command(name="adapters")
 def evaluate_adapters(model: Model = "embedded", count: int = 60, out: Out = None) -> None:
-    """Count gifts that are right, and pictures that sepia changes."""
+    """Count correct gifts and images in sepia."""
     _show(adapters.evaluate(Engine.from_pretrained(model), count), out)
 
 
 @app.command(name="parts")
 def evaluate_parts(model: Model = "embedded", out: Out = None) -> None:
-    """Measure the autoencoder, the preview decoder, the checker, and the time that a picture takes."""
+    """Measure the autoencoder, the preview decoder, the checker, and the time per image."""
     _show(parts.evaluate(Engine.from_pretrained(model)), out)
 
 
@@ -76,7 +76,7 @@ def evaluate_rewriter(
     guidance: Guidance = BEST_GUIDANCE,
     out: Out = None,
 ) -> None:
-    """Paint held-out wishes and captions with and without rewriting."""
+    """Generate held-out wishes and captions with and without rewriting."""
     engine = Engine.from_pretrained(model)
     texts = TextEngine.from_pretrained(find_rewriter(language_model))
     writer = Rewriter(texts, style=STYLE, window=TextWindow.of(engine.model.text))
@@ -92,10 +92,10 @@ def evaluate_precisions(
     count: Annotated[int, typer.Option(help="held-out wishes")] = 200,
     out: Out = None,
 ) -> None:
-    """Measure the rewriter's perplexity in fewer bits; exit code 3 where it rises by more than is allowed."""
-    found = precisions.evaluate(names.split(","), count)
-    _show(found, out)
-    if not all(one["passes"] for one in found["precisions"].values()):
+    """Measure the rewriter's perplexity at lower precision; exit code 3 if it rises by more than is allowed."""
+    document = precisions.evaluate(names.split(","), count)
+    _show(document, out)
+    if not all(result["passes"] for result in document["precisions"].values()):
         raise typer.Exit(3)
 
 

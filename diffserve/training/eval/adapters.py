@@ -1,4 +1,4 @@
-"""The shipped adapters: gifts read by the exact checker, and old photographs held against the pictures without."""
+"""Evaluation of the shipped adapters: gifts by the exact checker, sepia by comparison with the plain images."""
 
 from __future__ import annotations
 
@@ -24,30 +24,36 @@ CROWDS = {kind: share for kind, share in SHARES.items() if kind != "one object"}
 
 
 def with_lora(how: DiffusionParams, name: str) -> DiffusionParams:
-    """``how`` with all of adapter ``name``."""
+    """Return the parameters ``how`` with adapter ``name`` at full weight."""
     return msgspec.structs.replace(how, loras=(Lora(name),))
 
 
-def gift_score(engine: Engine, asked: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
-    """Scenes with gifts: what the checker, told of gifts, says of them, and how many it reads as just what was asked
-    for, clear or smeared ("read").
+def gift_score(engine: Engine, requested: list[tuple[Scene, str]], how: DiffusionParams = TEACHER) -> dict[str, int]:
+    """Score generated scenes with gifts by the checker.
+
+    "read" counts the images with exactly the requested objects, clear or smeared.
     """
-    pictures = paint(engine, [words for _, words in asked], with_lora(how, GIFT), first_seed=SEED)
-    judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(asked, pictures, strict=True)]
-    read = (sorted(found.name for found in verdict.reading.objects) == sorted(scene.names) for scene, verdict in judged)
+    pictures = paint(engine, [words for _, words in requested], with_lora(how, GIFT), first_seed=SEED)
+    judged = [(scene, check(picture, scene)) for (scene, _), picture in zip(requested, pictures, strict=True)]
+    read = (
+        sorted(detected.name for detected in verdict.reading.objects) == sorted(scene.names)
+        for scene, verdict in judged
+    )
     return {**asdict(score(judged)), "read": sum(read)}
 
 
 def drawn_in_sepia(engine: Engine, count: int, how: DiffusionParams = TEACHER) -> dict[str, float]:
-    """Held-out captions painted with the style and without, from the same seeds: how many are nearer to an old
-    photograph of the picture without than to that picture, and the mean colour errors (0..1) against both.
+    """Compare held-out captions with and without the sepia style, generated from the same seeds.
+
+    Counts the images that are nearer to a sepia conversion of the plain image than to the plain image, and reports the
+    mean color errors (0..1) against both.
     """
     prompts = [words for _, words in lessons_held_out(SEPIA, count)]
     plain = paint(engine, prompts, how, first_seed=SEED)
     drawn = paint(engine, prompts, with_lora(how, SEPIA), first_seed=SEED)
-    to_drawing = [_error(one, sepia(other)) for one, other in zip(drawn, plain, strict=True)]
-    to_picture = [_error(one, other) for one, other in zip(drawn, plain, strict=True)]
-    nearer = sum(style < own for style, own in zip(to_drawing, to_picture, strict=True))
+    to_drawing = [_error(styled, sepia(original)) for styled, original in zip(drawn, plain, strict=True)]
+    to_picture = [_error(styled, original) for styled, original in zip(drawn, plain, strict=True)]
+    nearer = sum(drawing < picture for drawing, picture in zip(to_drawing, to_picture, strict=True))
     return {
         "count": count,
         "nearer_to_sepia": nearer,
@@ -57,7 +63,7 @@ def drawn_in_sepia(engine: Engine, count: int, how: DiffusionParams = TEACHER) -
 
 
 def evaluate(engine: Engine, count: int = 30, how: DiffusionParams = TEACHER) -> dict[str, Any]:
-    """Both as one JSON document."""
+    """Evaluate both adapters as one JSON document."""
     return {
         **painter(engine),
         "checker": EDITION,
@@ -70,5 +76,5 @@ def evaluate(engine: Engine, count: int = 30, how: DiffusionParams = TEACHER) ->
     }
 
 
-def _error(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    return float(np.abs(one.astype(np.float32) - other.astype(np.float32)).mean() / 255)
+def _error(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    return float(np.abs(first.astype(np.float32) - second.astype(np.float32)).mean() / 255)

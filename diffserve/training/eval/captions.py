@@ -1,4 +1,4 @@
-"""Held-out captions painted through the engine and read by the exact checker: how many are right, and what is not."""
+"""Evaluation on held-out captions: generates them with the engine and reads the images with the exact checker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Judged = tuple[Scene, Verdict]
 
 @dataclass(frozen=True)
 class Score:
-    """How many of ``count`` pictures are right: in every part, and in each."""
+    """Number of correct images out of ``count``: in every part (``exact``), and in each part."""
 
     count: int
     exact: int
@@ -43,14 +43,15 @@ class Score:
 
     @property
     def exact_share(self) -> float:
-        """Exact matches over pictures, 0..1."""
+        """Exact matches divided by images, 0..1."""
         return self.exact / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often an object was asked for, how often it was found, and what was found where it was missing, the most
-    frequent first: a surplus object, a smear of something, or nothing.
+    """How often an object was requested and recognized, and what appeared where it was missing.
+
+    ``instead`` lists the most frequent first: a surplus object, a smear of something, or nothing.
     """
 
     asked: int
@@ -61,19 +62,19 @@ class Confusion:
 def judge_held_out(
     engine: Engine, count: int, how: DiffusionParams = TEACHER, *, size: tuple[int | None, int | None] = (None, None)
 ) -> list[Judged]:
-    """Paint the first ``count`` held-out captions, picture i with seed SEED + i, and check each."""
+    """Generate the first ``count`` held-out captions, image i with seed SEED + i, and check each."""
     truth = held_out(count)
     pictures = paint(engine, [words for _, words in truth], how, first_seed=SEED, size=size)
     return [(scene, check(picture, scene)) for (scene, _), picture in zip(truth, pictures, strict=True)]
 
 
 def score(judged: Sequence[Judged]) -> Score:
-    """Count what is right."""
+    """Count the correct images."""
     return Score(len(judged), *(sum(getattr(verdict, part) for _, verdict in judged) for part in PARTS))
 
 
 def categories(scene: Scene) -> set[str]:
-    """The rows of the table of scores that a scene counts in."""
+    """Return the rows of the score table in which a scene counts."""
     words = {scene.kind, "plain colour" if scene.background in COLORS else "place"}
     if scene.size != "plain":
         words.add("small or large")
@@ -83,34 +84,36 @@ def categories(scene: Scene) -> set[str]:
 
 
 def scores(judged: Sequence[Judged]) -> dict[str, Score]:
-    """Scores overall ("all") and by category."""
-    parts = {name: [one for one in judged if name in categories(one[0])] for name in CATEGORIES}
+    """Compute the scores overall ("all") and by category."""
+    parts = {name: [item for item in judged if name in categories(item[0])] for name in CATEGORIES}
     return {name: score(part) for name, part in {"all": judged, **parts}.items()}
 
 
 def confusions(judged: Sequence[Judged]) -> dict[str, Confusion]:
-    """For every object that was asked for, in the world's order: asked, found, and the top of what came instead."""
-    asked: Counter[str] = Counter()
+    """Count requests, recognitions and the most frequent substitutes of every requested object, in world order."""
+    requested: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     instead: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for scene, verdict in judged:
-        wanted = Counter(scene.names)
-        seen = Counter(found.name for found in verdict.reading.objects if found.is_clear)
-        surplus = list((seen - wanted).elements())
-        smeared = any(not found.is_clear for found in verdict.reading.objects)
-        asked += wanted
-        missing += wanted - seen
-        for name in wanted - seen:
+        expected = Counter(scene.names)
+        clear = Counter(detected.name for detected in verdict.reading.objects if detected.is_clear)
+        surplus = list((clear - expected).elements())
+        smeared = any(not detected.is_clear for detected in verdict.reading.objects)
+        requested += expected
+        missing += expected - clear
+        for name in expected - clear:
             instead[name].update(surplus or [SMEAR if smeared else NOTHING])
     return {
-        name: Confusion(asked[name], asked[name] - missing[name], dict(instead[name].most_common(MAX_CONFUSIONS)))
+        name: Confusion(
+            requested[name], requested[name] - missing[name], dict(instead[name].most_common(MAX_CONFUSIONS))
+        )
         for name in OBJECTS
-        if asked[name]
+        if requested[name]
     }
 
 
 def evaluate(engine: Engine, count: int = 300, how: DiffusionParams = TEACHER) -> dict[str, Any]:
-    """Scores and confusions on ``count`` held-out captions as one JSON document, with what painted them and how."""
+    """Compute scores and confusions on ``count`` held-out captions as one JSON document, with model and settings."""
     judged = judge_held_out(engine, count, how)
     return {
         **painter(engine),

@@ -1,4 +1,4 @@
-"""Pictures to evaluate, and who painted them."""
+"""Image generation for evaluations, and the identity of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffserve.engine import Engine
 
 BEST_GUIDANCE = 3.0
 TEACHER = DiffusionParams(sampler="dpmpp_2m_sde", num_steps=25, guidance_scale=BEST_GUIDANCE)
-"""As the model is served where nothing is said: ``configs/embedded.toml``."""
+"""Serving defaults of the model, see ``configs/embedded.toml``."""
 DISTILLED = DiffusionParams(sampler="ddim", num_steps=4, guidance_scale=1.0)
 
 
@@ -28,8 +28,9 @@ def paint(
     negatives: Iterable[str] = repeat(""),
     size: tuple[int | None, int | None] = (None, None),
 ) -> list[NDArray[np.uint8]]:
-    """Paint prompt i with seed ``first_seed`` + i (or + ``seeds[i]``) at ``size`` (width, height; else the native one):
-    (height, width, 3) uint8 each.
+    """Generate an image (height, width, 3) in uint8 for each prompt.
+
+    Prompt i uses seed ``first_seed`` + i (or + ``seeds[i]``); ``size`` is (width, height), by default the native one.
     """
     requests = [
         GenerationRequest(
@@ -46,5 +47,5 @@ def paint(
 
 
 def painter(engine: Engine) -> dict[str, Any]:
-    """The head of every document: which weights."""
+    """Return the head of every document: model and digest of its weights."""
     return {"model": engine.info.model_id, "digest": engine.info.digest}

@@ -1,4 +1,4 @@
-"""What paints no prompt by itself: the autoencoder, the preview decoder, the checker, and the time a picture takes."""
+"""Evaluation of the parts: the autoencoder, the preview decoder, the checker, and the time per image."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ TIMED_WAYS = {
 
 
 def round_trip_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[float]:
-    """PSNR in dB of every held-out scene against itself after the autoencoder's encoder and decoder."""
+    """Compute the PSNR in dB of every held-out scene after the autoencoder's encoder and decoder."""
     pictures = [render(scene) for scene in islice(scenes(SEED, held_out=True), num_scenes)]
     return [psnr_db(model.vae.decode(model.vae.encode(picture[None]))[0], picture) for picture in pictures]
 
 
 def preview_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[float]:
-    """PSNR in dB of the preview of every held-out scene's latents against the autoencoder's decode of them."""
-    found = []
+    """Compute the PSNR in dB of the preview of every held-out scene against the autoencoder's decode."""
+    values = []
     for scene in islice(scenes(SEED, held_out=True), num_scenes):
         latents = model.vae.encode(render(scene)[None])
-        found.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
-    return found
+        values.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
+    return values
 
 
 def giga_operations(call: Callable[[], Any]) -> float:
-    """10^9 floating-point operations of ``call``, counted by torch (2 x multiply-add)."""
+    """Count the floating-point operations of ``call`` in units of 10^9 (2 x multiply-add)."""
     with FlopCounterMode(display=False) as counter:
         call()
     return round(float(counter.get_total_flops()) / 1e9, 3)
 
 
 def times_cheaper(model: DiffusionModel) -> float:
-    """How many times fewer operations a preview takes than the autoencoder's decode, at the native size."""
+    """Compute how many times fewer operations a preview takes than the autoencoder's decode, at the native size."""
     width_px, height_px = model.info.good_sizes[0]
     factor = model.info.vae_factor
     latents = torch.zeros(1, model.info.latent_channels, height_px // factor, width_px // factor, device=model.device)
@@ -64,7 +64,7 @@ def times_cheaper(model: DiffusionModel) -> float:
 
 
 def median_s(calls: Iterable[Callable[[], Any]]) -> float:
-    """Median seconds of ``calls``, after a first one."""
+    """Measure the median seconds of ``calls``, without the first one."""
     taken = []
     for call in calls:
         started_s = time.perf_counter()
@@ -74,13 +74,13 @@ def median_s(calls: Iterable[Callable[[], Any]]) -> float:
 
 
 def checker_ms(num_scenes: int = 20) -> float:
-    """Median milliseconds in which the checker reads a clean rendering, after a first one."""
-    chosen = islice(scenes(SEED, held_out=True), num_scenes + 1)
-    return 1e3 * median_s(partial(check, render(scene), scene) for scene in chosen)
+    """Measure the median milliseconds of the checker on a clean rendering, without the first one."""
+    selected = islice(scenes(SEED, held_out=True), num_scenes + 1)
+    return 1e3 * median_s(partial(check, render(scene), scene) for scene in selected)
 
 
 def painting_seconds(engine: Engine) -> dict[str, float]:
-    """Seconds that a picture takes on its own, from request to pixels: the median of TIMED after a first one."""
+    """Measure the median seconds of a single image from request to pixels: TIMED images after a first one."""
     return {
         name: round(median_s(partial(paint, engine, [PROMPT], how, first_seed=i) for i in range(TIMED + 1)), 3)
         for name, how in TIMED_WAYS.items()
@@ -88,7 +88,7 @@ def painting_seconds(engine: Engine) -> dict[str, float]:
 
 
 def evaluate(engine: Engine) -> dict[str, Any]:
-    """All of it as one JSON document, with where it was measured. No preview decoder, nothing of it."""
+    """Measure all parts as one JSON document; ``preview`` is None without a preview decoder."""
     model = engine.model
     preview = None
     if model.previewer is not None:

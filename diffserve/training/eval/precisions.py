@@ -1,4 +1,4 @@
-"""The rewriter in fewer bits: perplexity of the captions that held-out wishes should become, by precision."""
+"""Evaluation of the rewriter at lower precision: perplexity of the reference captions of held-out wishes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from diffserve.training.rewriter_model import answer, prompt
 from diffserve.training.wishes import LooseWish, held_out_wishes
 
 MOST_RISE = 0.05
-"""Perplexity may rise by such a share of the reference's (see ``benchmarks/LOG.md``)."""
+"""Largest relative rise of perplexity over the reference (see ``benchmarks/LOG.md``)."""
 
 
 def evaluate(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
-    """Perplexity in each precision on ``count`` held-out wishes; the first is what the others are held against.
+    """Measure the perplexity on ``count`` held-out wishes in each precision; the first one is the reference.
 
-    ``passes``: whether each keeps to ``MOST_RISE``. Raises ConfigError for a precision that does not run here.
+    ``passes`` tells whether a precision stays within ``MOST_RISE``.
+
+    Raises:
+        ConfigError: a precision is not available on this machine.
     """
-    asked = held_out_wishes(count)
-    found: dict[str, dict[str, Any]] = {}
+    wishes = held_out_wishes(count)
+    results: dict[str, dict[str, Any]] = {}
     for precision in precisions:
         loaded = load_language_model(find_rewriter(model), dtype=precision)
-        found[precision] = {
-            "perplexity": round(math.exp(mean_nats(loaded, asked)), 5),
+        results[precision] = {
+            "perplexity": round(math.exp(mean_nats(loaded, wishes)), 5),
             "weights_bytes": loaded.info.weights_bytes,
         }
-    reference = found[precisions[0]]["perplexity"]
-    for one in found.values():
-        one["rise"] = round(one["perplexity"] / reference - 1, 5)
-        one["passes"] = one["rise"] <= MOST_RISE
-    return {"wishes": count, "most_rise": MOST_RISE, "precisions": found}
+    reference = results[precisions[0]]["perplexity"]
+    for result in results.values():
+        result["rise"] = round(result["perplexity"] / reference - 1, 5)
+        result["passes"] = result["rise"] <= MOST_RISE
+    return {"wishes": count, "most_rise": MOST_RISE, "precisions": results}
 
 
-def mean_nats(model: LanguageModel, asked: Sequence[LooseWish]) -> float:
-    """Mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
+def mean_nats(model: LanguageModel, wishes: Sequence[LooseWish]) -> float:
+    """Compute the mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
     nats, num_tokens = 0.0, 0
-    for wish in asked:
+    for wish in wishes:
         before, after = (model.tokenizer(text).input_ids for text in (prompt(wish.text), answer(wish.caption)))
         with torch.inference_mode():
             logits = model.plain_logits([*before, *after])[len(before) - 1 : -1].float()

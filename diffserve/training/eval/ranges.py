@@ -1,8 +1,8 @@
-"""The range that people move in: guidance scales, canvases, and what a negative prompt keeps away.
+"""Evaluation over guidance scales, canvases and negative prompts.
 
-A negative prompt is put to the test where it matters, on what a prompt leaves open: "a fox" says nothing of the
-background, "on the beach" nothing of the objects. The picture is painted, what it shows unasked is named in the
-negative prompt, and the same seed is painted again: it should show something else, and still what was asked for.
+A negative prompt is tested on what a prompt leaves open: "a fox" leaves the background open, "on the beach" the
+objects. An image is generated, what it shows without being requested is named in the negative prompt, and the same seed
+is generated again: it should show something else, and still what was requested.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ SEED = 9_500
 
 @dataclass(frozen=True)
 class KeptAway:
-    """Of ``count`` pictures painted again with a negative prompt: how many lack what it names (``avoided``), and how
-    many of those still show what was asked for (``right``).
+    """Result of ``count`` images generated again with a negative prompt.
+
+    avoided  how many lack what the negative prompt names
+    right    how many of these still show what was requested
     """
 
     count: int
@@ -38,19 +40,19 @@ class KeptAway:
 
 
 def exact_by_guidance(engine: Engine, count: int) -> dict[str, int]:
-    """Guidance scale -> exact matches among the first ``count`` held-out captions."""
+    """Count exact matches among the first ``count`` held-out captions by guidance scale."""
     ways = {f"{scale:g}": msgspec.structs.replace(TEACHER, guidance_scale=scale) for scale in GUIDANCE_SCALES}
     return {scale: score(judge_held_out(engine, count, how)).exact for scale, how in ways.items()}
 
 
 def exact_by_canvas(engine: Engine, count: int) -> dict[str, int]:
-    """ "WIDTHxHEIGHT" -> exact matches among the first ``count`` held-out captions painted at it."""
+    """Count exact matches among the first ``count`` held-out captions by canvas, "WIDTHxHEIGHT"."""
     sizes = {"{}x{}".format(*size): size for size in OTHER_CANVASES}
     return {name: score(judge_held_out(engine, count, size=size)).exact for name, size in sizes.items()}
 
 
 def background_kept_away(engine: Engine, count: int) -> KeptAway:
-    """Prompts of an object alone; the negative prompt is the background that came unasked."""
+    """Test prompts of an object only; the negative prompt is the background of the first image."""
     names = list(islice(cycle(OBJECTS), count))
     prompts = [f"{article_for(name)} {name}" for name in names]
     before = _read(engine, prompts)
@@ -61,8 +63,9 @@ def background_kept_away(engine: Engine, count: int) -> KeptAway:
 
 
 def objects_kept_away(engine: Engine, count: int) -> KeptAway:
-    """Prompts of a background alone; the negative prompt is the first object that came unasked. Pictures without any
-    are left out.
+    """Test prompts of a background only; the negative prompt is the first object of the first image.
+
+    Images without objects are left out.
     """
     grounds = list(islice(cycle(BACKGROUNDS), count))
     prompts = [words_of_background(ground) for ground in grounds]
@@ -71,7 +74,8 @@ def objects_kept_away(engine: Engine, count: int) -> KeptAway:
     negatives = [f"{article_for(name)} {name}" for name in unasked.values()]
     after = _read(engine, [prompts[index] for index in unasked], negatives, unasked)
     avoided = [
-        name not in {found.name for found in now.objects} for now, name in zip(after, unasked.values(), strict=True)
+        name not in {detected.name for detected in now.objects}
+        for now, name in zip(after, unasked.values(), strict=True)
     ]
     right = [now.background == grounds[index] for now, index in zip(after, unasked, strict=True)]
     return _kept_away(avoided, right)
@@ -92,7 +96,7 @@ def _read(
 
 
 def evaluate(engine: Engine, count: int = 60) -> dict[str, Any]:
-    """All of it as one JSON document, ``count`` pictures a row."""
+    """Evaluate all ranges as one JSON document, ``count`` images a row."""
     return {
         **painter(engine),
         "checker": EDITION,

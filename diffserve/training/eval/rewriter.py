@@ -1,9 +1,8 @@
-"""The rewriter by pictures: held-out wishes painted as they are and rewritten, and what rewriting costs captions.
+"""Evaluation of the rewriter by images: held-out wishes with and without rewriting, and the effect on captions.
 
-Both pictures of a wish have one seed, so that they differ by the prompt alone. A picture is right when it shows all
-that the wish settles, with any choice for what it leaves open (:func:`~diffserve.training.wishes.shows`). Every answer
-is taken at first; which of them the style's entropy threshold, or another, would have turned down is reckoned
-afterwards.
+Both images of a wish use one seed, so that only the prompt differs. An image is correct if it shows everything that the
+wish settles, with any choice for what it leaves open (:func:`~diffserve.training.wishes.shows`). All answers are
+recorded first; entropy thresholds are applied afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class PairedResult:
-    """One wish, what became of it whatever the entropy, and whether each of the two pictures is right."""
+    """One wish, its rewrite regardless of entropy, and whether the plain and the rewritten image are correct."""
 
     wish: LooseWish
     rewrite: Rewrite
@@ -39,24 +38,24 @@ class PairedResult:
     rewritten: bool
 
     def is_taken(self, max_entropy: float) -> bool:
-        """Whether the rewrite is painted under this threshold."""
+        """Whether the rewrite is used at this threshold."""
         return self.rewrite.fallback is None and self.rewrite.mean_entropy <= max_entropy
 
     def is_exact(self, max_entropy: float) -> bool:
-        """Whether the picture that is painted under this threshold is right."""
+        """Whether the image for this threshold is correct."""
         return self.rewritten if self.is_taken(max_entropy) else self.plain
 
     def is_granted(self, max_entropy: float) -> bool:
-        """Whether the prompt that is painted says all that the wish settles, in a sentence of the language."""
+        """Whether the prompt for this threshold states everything that the wish settles, in a canonical sentence."""
         return self.wish.is_granted_by(self.rewrite.prompt if self.is_taken(max_entropy) else self.wish.text)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Exact matches of ``count`` wishes ``plain`` and ``rewritten``; the gain in points, and its 95 % interval.
+    """Exact matches of ``count`` wishes, ``plain`` and ``rewritten``, and the gain in points with its 95 % interval.
 
-    taken    rewrites that were painted; the others fell back to the wish
-    granted  prompts that say all that was asked, in the embedded model's language
+    taken    rewrites that were used; the others fell back to the wish
+    granted  prompts that state everything that the wish settles, in the embedded model's language
     """
 
     count: int
@@ -70,9 +69,9 @@ class Gain:
 
 
 def gain(results: Sequence[PairedResult], max_entropy: float) -> Gain:
-    """What rewriting brings under this threshold; the interval by resampling pairs."""
-    plain = [one.plain for one in results]
-    rewritten = [one.is_exact(max_entropy) for one in results]
+    """Compute the gain of rewriting at a threshold; the interval resamples pairs."""
+    plain = [result.plain for result in results]
+    rewritten = [result.is_exact(max_entropy) for result in results]
     points = [100.0 * (after - before) for before, after in zip(plain, rewritten, strict=True)]
     low, high = mean_interval(points)
     return Gain(
@@ -82,13 +81,13 @@ def gain(results: Sequence[PairedResult], max_entropy: float) -> Gain:
         gain=round(float(np.mean(points)), 2) if points else 0.0,
         low=round(low, 2),
         high=round(high, 2),
-        taken=sum(one.is_taken(max_entropy) for one in results),
-        granted=sum(one.is_granted(max_entropy) for one in results),
+        taken=sum(result.is_taken(max_entropy) for result in results),
+        granted=sum(result.is_granted(max_entropy) for result in results),
     )
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of the mean by the percentile bootstrap (Efron 1979); zeros without values."""
+    """Compute the 95 % interval of the mean by the percentile bootstrap (Efron 1979); zeros without values."""
     if not values:
         return 0.0, 0.0
     rng, numbers = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
@@ -98,14 +97,14 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]
 
 
 def held_out_captions(count: int) -> list[LooseWish]:
-    """Held-out captions in the image model's own words, as wishes that leave nothing open."""
+    """Return held-out captions in the image model's own words, as complete wishes."""
     return [LooseWish.complete(words, scene) for scene, words in held_out(count)]
 
 
 def compare(
     engine: Engine, rewriter: Rewriter, wishes: Sequence[LooseWish], how: DiffusionParams
 ) -> list[PairedResult]:
-    """Rewrite all ``wishes``, paint wish i and its rewrite with seed SEED + i, and look at both."""
+    """Rewrite all ``wishes``, generate wish i and its rewrite with seed SEED + i, and check both images."""
     options = RewriteOptions(force=True)
     answers = rewriter.answer([RewriteRequest(wish=wish.text, options=options) for wish in wishes])
     rewrites = [answer.rewrites[0] for answer in answers]
@@ -114,7 +113,7 @@ def compare(
             shows(picture, wish.asked)
             for picture, wish in zip(paint(engine, prompts, how, first_seed=SEED), wishes, strict=True)
         ]
-        for prompts in ([wish.text for wish in wishes], [one.prompt for one in rewrites])
+        for prompts in ([wish.text for wish in wishes], [rewrite.prompt for rewrite in rewrites])
     )
     return [PairedResult(*parts) for parts in zip(wishes, rewrites, plain, rewritten, strict=True)]
 
@@ -123,35 +122,35 @@ def summarise(
     wishes: Sequence[PairedResult], captions: Sequence[PairedResult], *, max_entropy: float, head: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything as one JSON document, with ``head``, the names of models and settings, first."""
-    groups = in_groups([one.wish for one in wishes])
+    groups = in_groups([result.wish for result in wishes])
     return {
         **head,
         "max_entropy": max_entropy,
         "wishes": {name: asdict(gain([wishes[at] for at in rows], max_entropy)) for name, rows in groups.items()},
         "captions": asdict(gain(captions, max_entropy)),
-        "fallbacks": dict(Counter(one.rewrite.fallback for one in wishes if one.rewrite.fallback)),
+        "fallbacks": dict(Counter(result.rewrite.fallback for result in wishes if result.rewrite.fallback)),
         "thresholds": [
             {
-                "max_entropy": most,
-                "wishes_taken": sum(one.is_taken(most) for one in wishes),
-                "wishes_exact": sum(one.is_exact(most) for one in wishes),
-                "captions_taken": sum(one.is_taken(most) for one in captions),
-                "captions_exact": sum(one.is_exact(most) for one in captions),
+                "max_entropy": max_entropy,
+                "wishes_taken": sum(result.is_taken(max_entropy) for result in wishes),
+                "wishes_exact": sum(result.is_exact(max_entropy) for result in wishes),
+                "captions_taken": sum(result.is_taken(max_entropy) for result in captions),
+                "captions_exact": sum(result.is_exact(max_entropy) for result in captions),
             }
-            for most in THRESHOLDS
+            for max_entropy in THRESHOLDS
         ],
-        "trials": {"wishes": [_row(one) for one in wishes], "captions": [_row(one) for one in captions]},
+        "trials": {"wishes": [_row(result) for result in wishes], "captions": [_row(result) for result in captions]},
     }
 
 
-def _row(one: PairedResult) -> dict[str, Any]:
+def _row(result: PairedResult) -> dict[str, Any]:
     return {
-        "wish": one.wish.text,
-        "answer": one.rewrite.answer,
-        "fallback": one.rewrite.fallback,
-        "mean_entropy": round(one.rewrite.mean_entropy, 3),
-        "plain": one.plain,
-        "rewritten": one.rewritten,
+        "wish": result.wish.text,
+        "answer": result.rewrite.answer,
+        "fallback": result.rewrite.fallback,
+        "mean_entropy": round(result.rewrite.mean_entropy, 3),
+        "plain": result.plain,
+        "rewritten": result.rewritten,
     }
 
 

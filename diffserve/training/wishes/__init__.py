@@ -1,9 +1,9 @@
-"""Wishes as people type them, each with the one caption that grants it: what the prompt rewriter learns from.
+"""Synthetic wishes (loosely worded prompts), each with a reference caption: the training data of the prompt rewriter.
 
-Three things keep held-out wishes apart from training: their scenes (:func:`~diffserve.world.scenes.is_held_out`),
-their sentences (the second part of every :class:`~diffserve.training.wishes.words.Phrases`) and their combinations of
-words (:func:`~diffserve.training.wishes.writer.is_kept_combination`). Single words are shared: nobody can know a word
-never met. A part of the held-out wishes is written by hand, not by the generator.
+Held-out wishes are separated from training by their scenes (:func:`~diffserve.world.scenes.is_held_out`), by their
+sentences (the second part of every :class:`~diffserve.training.wishes.words.Phrases`) and by their combinations of
+words (:func:`~diffserve.training.wishes.writer.is_kept_combination`). Single words are shared, since an unseen word
+cannot be understood. Some of the held-out wishes are written by hand.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_h
 HELD_OUT_SEED = 41_970
 BY_HAND = Path(__file__).parent / "by_hand.txt"
 BY_HAND_SHARE = 0.4
-"""Of the held-out wishes, at most."""
+"""Largest share of the held-out wishes that are written by hand."""
 
-# captions as the image model knows them, loose sentences, lists of tags, another language, something left open
+# the image model's captions, loose sentences, lists of tags, another language, vague wishes
 SHARES: dict[str, float] = {"caption": 0.16, "free": 0.56, "tags": 0.06, "foreign": 0.04, "vague": 0.18}
 HELD_OUT_SHARES: dict[str, float] = {"free": 0.7, "tags": 0.08, "foreign": 0.02, "vague": 0.2}
 
 
 @dataclass(frozen=True)
 class LooseWish:
-    """A wish as typed, the caption it is rewritten to, what it settles, and one scene that grants it.
+    """A wish as typed, its reference caption, what it settles, and one scene that satisfies it.
 
-    Of a complete wish (``asked.complete``) the scene is the truth but for jitter; of a vague one it is an example.
+    For a complete wish (``asked.complete``) the scene is the truth except for jitter; for a vague one it is an example.
     """
 
     text: str
@@ -50,18 +50,18 @@ class LooseWish:
 
     @classmethod
     def complete(cls, text: str, scene: Scene) -> LooseWish:
-        """A wish that says all of ``scene``."""
-        said = Said.by(scene)
-        return cls(text, sentence(said), Asked.exactly(said), scene)
+        """Return a wish that states everything about ``scene``."""
+        content = Said.by(scene)
+        return cls(text, sentence(content), Asked.exactly(content), scene)
 
     def is_granted_by(self, prompt: str) -> bool:
-        """Whether ``prompt`` says all that the wish settles, in a canonical sentence."""
-        said = parse_sentence(prompt)
-        return said is not None and self.asked.allows(said)
+        """Whether ``prompt`` states everything that the wish settles, in a canonical sentence."""
+        content = parse_sentence(prompt)
+        return content is not None and self.asked.allows(content)
 
 
 def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
-    """An endless, seeded stream of training wishes, or of held-out ones."""
+    """Yield an endless, seeded stream of training or held-out wishes."""
     shares = shares or (HELD_OUT_SHARES if held_out else SHARES)
     rng = random.Random(seed)
     writer = Writer(rng, held_out=held_out)
@@ -81,13 +81,13 @@ def _complete(kind: str, scene: Scene, writer: Writer) -> LooseWish:
         text = caption(scene, writer.rng)
         return LooseWish.complete(misspell(text, writer.rng) if writer.chance(0.2) else text, scene)
     can_be_listed = scene.relation in (None, "next to")
-    said = Said.by(scene)
-    text = writer.tags(said) if kind == "tags" and can_be_listed else writer.free(said)
+    content = Said.by(scene)
+    text = writer.tags(content) if kind == "tags" and can_be_listed else writer.free(content)
     return LooseWish.complete(as_typed(text, writer.rng), scene)
 
 
 def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
-    """A wish for the next scene whose words the language has."""
+    """Return a wish for the next scene whose words exist in the foreign language."""
     while (text := writer.foreign(Said.by(scene := next(source)))) is None:
         pass
     return LooseWish.complete(as_typed(text, writer.rng), scene)
@@ -95,37 +95,39 @@ def _foreign(source: Iterator[Scene], writer: Writer) -> LooseWish:
 
 def _vague(writer: Writer) -> LooseWish:
     while True:
-        text, asked, said = vague_wish(writer)
-        scene = said.stage(writer.rng)
+        text, settled, content = vague_wish(writer)
+        scene = content.stage(writer.rng)
         if writer.held_out or not is_held_out(scene):
-            return LooseWish(as_typed(text, writer.rng), sentence(said), asked, scene)
+            return LooseWish(as_typed(text, writer.rng), sentence(content), settled, scene)
 
 
 def held_out_wishes(count: int) -> list[LooseWish]:
-    """The fixed list of held-out wishes: by hand while they last, at most BY_HAND_SHARE of them, then generated."""
+    """Return the fixed list of held-out wishes: at most BY_HAND_SHARE written by hand, the others generated."""
     written = wishes_by_hand()[: round(count * BY_HAND_SHARE)]
     return [*written, *islice(wishes(HELD_OUT_SEED, held_out=True), count - len(written))]
 
 
 def wishes_by_hand() -> list[LooseWish]:
-    """The wishes of ``by_hand.txt``."""
+    """Return the wishes of ``by_hand.txt``."""
     lines = BY_HAND.read_text(encoding="utf-8").splitlines()
     return [_by_hand(line) for line in lines if line and not line.startswith("#")]
 
 
 def _by_hand(line: str) -> LooseWish:
     text, objects, relation, background, size = (part.strip() for part in line.split(" | "))
-    names = tuple(frozenset(one.replace("_", " ").split("/")) for one in objects.split(" "))
+    names = tuple(frozenset(choices.replace("_", " ").split("/")) for choices in objects.split(" "))
     relations = {"-": (None,), "*": RELATIONS}.get(relation, (relation,))
     backgrounds = BACKGROUNDS if background == "*" else (background,)
-    asked = Asked(names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds))
+    settled = Asked(
+        names, frozenset(relations), frozenset(SIZES_PX if size == "*" else (size,)), frozenset(backgrounds)
+    )
     picks = tuple(min(choices) for choices in names)
-    said = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
-    return LooseWish(text, sentence(said), asked, said.stage(random.Random(0)))
+    content = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
+    return LooseWish(text, sentence(content), settled, content.stage(random.Random(0)))
 
 
 def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
-    """Where in ``wishes`` stand all, those that leave nothing open, the others, and those that no generator made."""
+    """Return the indices in ``wishes`` of all, complete, vague and handwritten wishes."""
     by_hand = {wish.text for wish in wishes_by_hand()}
     belongs: dict[str, Callable[[LooseWish], bool]] = {
         "all": lambda wish: True,
@@ -136,11 +138,11 @@ def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
     return {name: [at for at, wish in enumerate(wishes) if test(wish)] for name, test in belongs.items()}
 
 
-def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
-    """Whether the (height, width, 3) picture grants a wish in every part, with any choice for what was left open."""
+def shows(pixels: NDArray[np.uint8], settled: Asked) -> bool:
+    """Whether the (height, width, 3) image satisfies a wish in every part, with any choice for what was left open."""
     reading = read_picture(pixels)
-    names = [one.name for one in reading.objects]
-    orders = set(permutations(names)) if len(names) == len(asked.names) else set()
-    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # a size is said of an only object
-    options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
-    return any(judge(reading, SceneSpec.of(said)).exact for said in options if asked.allows(said))
+    names = [placed.name for placed in reading.objects]
+    orders = set(permutations(names)) if len(names) == len(settled.names) else set()
+    sizes = settled.sizes if len(names) == 1 else settled.sizes & {"plain"}  # sizes apply to single objects only
+    options = (Said(*parts, reading.background) for parts in product(orders, settled.relations, sizes))
+    return any(judge(reading, SceneSpec.of(content)).exact for content in options if settled.allows(content))

@@ -1,4 +1,4 @@
-"""What happens to a sentence between head and keyboard: slips, slang, missing articles, capitals, punctuation."""
+"""Typing noise for wishes: misspellings, slang, missing articles, capitals, punctuation."""
 
 from __future__ import annotations
 
@@ -31,30 +31,34 @@ MIN_LETTERS = 4
 
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
-    """Every word of the captions and of clean wishes: a slip that lands on one of them would change the meaning."""
+    """Return every word of the captions and of clean wishes; a misspelling must not turn one word into another."""
     tables = (*msgspec.structs.astuple(sentences()), *msgspec.structs.astuple(words()), IRREGULAR)
-    known = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
-    return frozenset(re.findall(r"[a-z]+", str(known).lower()))
+    sources = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
+    return frozenset(re.findall(r"[a-z]+", str(sources).lower()))
 
 
 def slip(word: str, rng: random.Random) -> str:
-    """``word`` with one slip: two letters swapped, one dropped, doubled or hit beside; never another known word."""
+    """Misspell ``word``: swap two letters, or drop, double or replace one by its neighbor on the keyboard.
+
+    A result that is another word of :func:`known_words` is discarded.
+    """
     at = rng.randrange(len(word) - 1)
-    letter, rest = word[at], word[at + 1 :]
+    letter, tail = word[at], word[at + 1 :]
     changed = rng.choice(
         (
-            f"{word[:at]}{rest[0]}{letter}{rest[1:]}",
-            word[:at] + rest,
-            f"{word[:at]}{letter}{letter}{rest}",
-            f"{word[:at]}{rng.choice(NEIGHBOURS.get(letter, letter))}{rest}",
+            f"{word[:at]}{tail[0]}{letter}{tail[1:]}",
+            word[:at] + tail,
+            f"{word[:at]}{letter}{letter}{tail}",
+            f"{word[:at]}{rng.choice(NEIGHBOURS.get(letter, letter))}{tail}",
         )
     )
     return word if changed in known_words() else changed
 
 
 def misspell(text: str, rng: random.Random, share: float = MISSPELT_SHARE) -> str:
-    """Slips in at most ``share`` of the words, but one at least where there is a word of MIN_LETTERS letters; now and
-    then a space is lost instead.
+    """Misspell at most ``share`` of the words, at least one if a word has MIN_LETTERS letters.
+
+    Sometimes a space is removed as well.
     """
     words = text.split(" ")
     long = [index for index, word in enumerate(words) if len(word) >= MIN_LETTERS and word.isalpha()]
@@ -67,17 +71,17 @@ def misspell(text: str, rng: random.Random, share: float = MISSPELT_SHARE) -> st
 
 
 def slang(text: str, rng: random.Random, share: float = 0.5) -> str:
-    """Short forms for ``share`` of the words that have one."""
+    """Replace ``share`` of the words that have a short form."""
     return " ".join(rng.choice(SLANG[w]) if w in SLANG and rng.random() < share else w for w in text.split(" "))
 
 
 def without_articles(text: str) -> str:
-    """No "a", "an" or "the"."""
+    """Remove "a", "an" and "the"."""
     return " ".join(word for word in text.split(" ") if word not in ("a", "an", "the")) or text
 
 
 def punctuate(text: str, rng: random.Random) -> str:
-    """Stops, dots and marks as they come, or none at all."""
+    """Add final punctuation or remove all punctuation, at random."""
     style = rng.random()
     if style < 0.15:
         return text + rng.choice((".", "!", "!!!", "...", "?", " ?", " !!", "??"))
@@ -87,7 +91,7 @@ def punctuate(text: str, rng: random.Random) -> str:
 
 
 def in_case(text: str, rng: random.Random) -> str:
-    """As written, with a capital, in Title Case or in CAPITALS."""
+    """Change the case at random: unchanged, a capital first letter, Title Case or CAPITALS."""
     style = rng.random()
     if style < 0.05:
         return text.upper()
@@ -97,7 +101,7 @@ def in_case(text: str, rng: random.Random) -> str:
 
 
 def as_typed(text: str, rng: random.Random) -> str:
-    """``text`` as somebody may type it; about half of all texts come out clean but for capitals and stops."""
+    """Apply random typing noise to ``text``; about half of all texts change only in capitals and punctuation."""
     if rng.random() < 0.12:
         text = without_articles(text)
     if rng.random() < 0.12:

@@ -1,4 +1,4 @@
-"""Wishes that leave something open, and a sensible choice for it: "something cosy with an animal and the moon"."""
+"""Vague wishes and a sensible choice for what they leave open: "something cosy with an animal and the moon"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SKY = ("moon", "sun", "star")
 
 @dataclass(frozen=True)
 class Slot:
-    """One object of a wish: the names that would do, and its words."""
+    """One object of a wish: the acceptable names, and its words."""
 
     names: tuple[str, ...]
     text: str
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Mood:
-    """How a wish should feel: its word, and the objects and backgrounds that go with it."""
+    """Mood of a wish: its word, and the objects and backgrounds that fit it."""
 
     text: str = ""
     names: tuple[str, ...] = ()
@@ -46,10 +46,10 @@ class Mood:
 
 
 def vague_wish(writer: Writer) -> tuple[str, Asked, Said]:
-    """A wish that leaves something open, what it settles, and a sensible choice."""
+    """Return the text of a vague wish, what it settles, and a sensible choice."""
     form = writer.rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     if form == "named":
-        return _named(writer)
+        return _wish_by_name(writer)
     mood = _mood(writer)
     if form in ("pair", "single"):
         return _described(writer, mood, 2 if form == "pair" else 1)
@@ -66,18 +66,18 @@ def _mood(writer: Writer) -> Mood:
     return Mood(writer.rng.choice(split(feelings)), *words().moods[feelings])
 
 
-def _named(writer: Writer) -> tuple[str, Asked, Said]:
-    """Objects and relation as in any wish, no word about the background."""
+def _wish_by_name(writer: Writer) -> tuple[str, Asked, Said]:
+    """Return a wish with objects and relation but no background."""
     kind = writer.rng.choices(list(KIND_SHARES), weights=list(KIND_SHARES.values()))[0]
-    said = Said.by(draw_scene(kind, writer.rng))
-    text = writer.around(writer.uncommon(lambda: writer.objects(said)))
-    homes = [home for name in said.names for home in homes_of(name)[:3]]
-    said = _with_background(said, sorted(homes, key=homes.index), writer)
-    return text, replace(Asked.exactly(said), backgrounds=frozenset(BACKGROUNDS)), said
+    content = Said.by(draw_scene(kind, writer.rng))
+    text = writer.around(writer.uncommon(lambda: writer.objects(content)))
+    homes = [home for name in content.names for home in homes_of(name)[:3]]
+    content = _with_background(content, sorted(homes, key=homes.index), writer)
+    return text, replace(Asked.exactly(content), backgrounds=frozenset(BACKGROUNDS)), content
 
 
 def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Asked, Said]:
-    """One or two objects, named or of a kind, with or without a mood and a place."""
+    """Return a wish for one or two objects, by name or category, with or without a mood and a place."""
     slots = [_slot(writer) for _ in range(count)]
     while count == 2 and {*slots[0].names} & {*slots[1].names}:
         slots = [_slot(writer) for _ in range(count)]
@@ -97,7 +97,7 @@ def _slot(writer: Writer) -> Slot:
 
 
 def _placed(writer: Writer) -> tuple[str, Asked, Said]:
-    """A background and nothing else."""
+    """Return a wish for a background only."""
     background = writer.rng.choice(PLACES if writer.chance(0.7) else BACKGROUNDS)
     text = writer.pick(sentences().vague_places).format(where=writer.where(background))
     mood = Mood(names=words().homes.get(background, ()))
@@ -107,8 +107,8 @@ def _placed(writer: Writer) -> tuple[str, Asked, Said]:
 def _settled(
     writer: Writer, text: str, slots: list[Slot], mood: Mood, background: str | None = None
 ) -> tuple[str, Asked, Said]:
-    """Choose what is open: by the mood first, then by where things are at home; the moon and its like go above."""
-    asked = Asked(
+    """Choose what is open: by the mood first, then by the objects' usual backgrounds; objects of the sky go above."""
+    settled = Asked(
         tuple(frozenset(slot.names) for slot in slots),
         frozenset(RELATIONS if len(slots) == 2 else (None,)),
         frozenset(SIZES_PX if len(slots) == 1 else ("plain",)),
@@ -122,22 +122,22 @@ def _settled(
     relation = None if len(names) == 1 else "next to"
     if len(names) == 2 and (names[0] in SKY) != (names[1] in SKY):
         relation = "above" if names[0] in SKY else "below"
-    said = Said(tuple(names), relation, "plain", background or "")
+    content = Said(tuple(names), relation, "plain", background or "")
     if background is None:
         homes = [*mood.backgrounds, *(home for name in reversed(names) for home in homes_of(name))]
-        said = _with_background(said, homes, writer)
-    return text, asked, said
+        content = _with_background(content, homes, writer)
+    return text, settled, content
 
 
-def _with_background(said: Said, likely: Sequence[str], writer: Writer) -> Said:
-    """A background on which every object can be seen, the likeliest most often; scenes kept from training stay out."""
-    options = [replace(said, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
-    clear = [one for one in options if not any((name, one.background) in CAMOUFLAGED for name in one.names)]
-    fair = [one for one in clear if writer.held_out or not is_held_out(one.stage(writer.rng))]
+def _with_background(content: Said, likely: Sequence[str], writer: Writer) -> Said:
+    """Choose a background on which every object is visible, likely ones more often; training skips held-out scenes."""
+    options = [replace(content, background=place) for place in dict.fromkeys((*likely, *BACKGROUNDS))]
+    clear = [option for option in options if not any((name, option.background) in CAMOUFLAGED for name in option.names)]
+    fair = [option for option in clear if writer.held_out or not is_held_out(option.stage(writer.rng))]
     return _likely([*(fair or clear)][:3], writer.rng)
 
 
 def _likely(options: Sequence[Choice], rng: random.Random) -> Choice:
-    """The first of ``options`` most often, the next half as often, and so on."""
+    """Choose from ``options``, each half as often as the one before it."""
     weights = [2.0**-rank for rank in range(len(options))]
     return rng.choices(options, weights=weights)[0]

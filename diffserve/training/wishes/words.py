@@ -1,6 +1,6 @@
-"""The words and sentences of wishes, from the tables beside: ``words.toml``, ``phrases.toml`` and ``languages.toml``.
+"""Vocabulary of wishes from the tables ``words.toml``, ``phrases.toml`` and ``languages.toml`` in this directory.
 
-A string of a table holds wordings, which "|" divides; here they are tuples.
+Each string of a table holds several wordings, separated by "|"; here they are tuples.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ HEADS = (" of ", " with ", " for ", " in ", " on ", " you ", " that ", " monkeys
 
 
 class Phrases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Wordings to train with, and wordings kept for the test."""
+    """Wordings for training, and wordings reserved for the test."""
 
     training: Wordings
     kept: Wordings
 
     def side(self, *, held_out: bool) -> Wordings:
-        """The wordings of one side."""
+        """Return the wordings for training or for the test."""
         return self.kept if held_out else self.training
 
 
 class Sentences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``phrases.toml`` holds."""
+    """Content of ``phrases.toml``."""
 
     verbs: Wordings
     relations: dict[str, Phrases]
@@ -52,7 +52,7 @@ class Sentences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``words.toml`` holds. ``categories`` and ``moods`` are by their own wordings, still in one string."""
+    """Content of ``words.toml``; the keys of ``categories`` and ``moods`` are wordings joined by "|"."""
 
     adjectives: Wordings
     color_phrases: Wordings
@@ -70,7 +70,7 @@ class Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Languages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``languages.toml`` holds: openings by language, and each word in all of them, in that order."""
+    """Content of ``languages.toml``: openings by language, and each word in all languages in that order."""
 
     openings: dict[str, Wordings]
     objects: dict[str, Wordings]
@@ -80,7 +80,7 @@ class Languages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def split(wordings: str) -> Wordings:
-    """The wordings of a string, which "|" divides."""
+    """Split a string at "|" into its wordings."""
     return tuple(wordings.split("|"))
 
 
@@ -100,44 +100,44 @@ def _read(name: str, kind: type[Table]) -> Table:
 
 @cache
 def sentences() -> Sentences:
-    """The sentences that wishes are made of."""
+    """Return the sentence patterns of wishes."""
     return _read("phrases.toml", Sentences)
 
 
 @cache
 def words() -> Words:
-    """The words people use for what the picture world holds, beyond those of its captions."""
+    """Return the informal words for the world's content, in addition to those of its captions."""
     return _read("words.toml", Words)
 
 
 @cache
 def languages() -> Languages:
-    """A little of other languages."""
+    """Return the vocabulary of other languages."""
     return _read("languages.toml", Languages)
 
 
 @cache
 def names_for(name: str) -> Wordings:
-    """Every wording of an object: its own name and the captions' synonyms first, then the loose ones."""
+    """Return every wording of an object: its own name and the captions' synonyms first, then the informal ones."""
     return tuple(dict.fromkeys((name, *SYNONYMS.get(name, ()), *words().names[name])))
 
 
 @cache
 def colors_for(color: str) -> Wordings:
-    """Every name of a colour."""
+    """Return every name of a color."""
     return tuple(dict.fromkeys((color, *COLOR_SYNONYMS.get(color, ()), *words().colors[color])))
 
 
 @cache
 def homes_of(name: str) -> Wordings:
-    """Backgrounds that suit an object, the likeliest first."""
-    own = [background for background, names in words().homes.items() if name in names]
-    return tuple(dict.fromkeys((*own, *words().default_homes)))
+    """Return the backgrounds that suit an object, the likeliest first."""
+    listed = [background for background, names in words().homes.items() if name in names]
+    return tuple(dict.fromkeys((*listed, *words().default_homes)))
 
 
 @cache
 def many(wording: str) -> str:
-    """The plural of a wording: its head takes the ending."""
+    """Return the plural of a wording, formed on its head noun."""
     if wording in PLURALS or wording in IRREGULAR:
         return IRREGULAR.get(wording) or plural(wording)
     cut = min((at for head in HEADS if (at := wording.find(head)) > 0), default=len(wording))
@@ -146,7 +146,7 @@ def many(wording: str) -> str:
 
 @cache
 def countable_names(name: str) -> Wordings:
-    """Wordings of an object that can be counted; grapes and cherries come in bunches."""
+    """Return the countable wordings of an object; grapes and cherries come in bunches."""
     if name in PLURALS:
         return (f"bunch of {name}",)
     return tuple(word for word in names_for(name) if not word.startswith("*"))
