@@ -49,7 +49,7 @@ def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[Bro
 def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer) -> Iterator[Visitor]:
     """Opens the page, as many times as wanted; afterwards nothing has left this machine and no script has failed."""
     visits: list[Visit] = []
-    own: list[BrowserContext] = []
+    contexts: list[BrowserContext] = []
     first = profile.pages[0]
     first.evaluate("localStorage.clear()")
     profile.clear_cookies()
@@ -57,15 +57,15 @@ def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer)
 
     def open_page(url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit:
         if context:
-            own.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
-        within = own[-1] if context else profile
+            contexts.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
+        within = contexts[-1] if context else profile
         within.set_default_timeout(PATIENCE_S * 1000)
         visits.append(Visit(within.new_page()))
         visits[-1].open(url or page_server.url, is_ready=is_ready)
         return visits[-1]
 
     yield open_page
-    for each in own:
+    for each in contexts:
         each.close()
     for page in profile.pages:
         if page is not first:

@@ -31,11 +31,11 @@ def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot
     here.until_rested()
     expect(here.gallery()).to_have_count(1)
     screenshot(here, "create-painted")
-    while_painting = [moment for moment in here.seen() if moment["stop"]]
+    while_painting = [moment for moment in here.recorded_states() if moment["stop"]]
     pictures = [src for src, _ in groupby(moment["picture"] for moment in while_painting) if src]
     assert len(pictures) >= 2, "no preview was seen before the picture"
     counted = [re.search(r"step (\d+) of 40", moment["caption"], re.IGNORECASE) for moment in while_painting]
-    steps = [int(found[1]) for found in counted if found]
+    steps = [int(match[1]) for match in counted if match]
     assert len(set(steps)) >= 3
     assert steps == sorted(steps)
     assert any(re.search(r"\d+ s(econds)? left", moment["caption"]) for moment in while_painting)
@@ -58,7 +58,7 @@ def test_the_gallery_fills_while_others_are_still_painted(visit: Visitor, screen
         expect(here.part("gallery")).to_contain_text(f"seed {seed}")
     here.press("stop")
     here.until_rested()
-    grown = [size for size, _ in groupby(moment["gallery"] for moment in here.seen())]
+    grown = [size for size, _ in groupby(moment["gallery"] for moment in here.recorded_states())]
     assert grown == sorted(grown)
     expect(here.gallery()).to_have_count(4)  # and the castle as far as it was painted
 
@@ -73,9 +73,9 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     first = here.save("download", tmp_path)
     text = read_infotext(first.read_bytes())
     assert text is not None
-    told = parse_infotext(text)
-    assert (told.prompt, told.negative_prompt) == (FOX, "night")
-    assert (told.fields["Steps"], told.fields["CFG scale"]) == ("6", "2.5")
+    parsed = parse_infotext(text)
+    assert (parsed.prompt, parsed.negative_prompt) == (FOX, "night")
+    assert (parsed.fields["Steps"], parsed.fields["CFG scale"]) == ("6", "2.5")
 
     there = visit()
     there.upload("read-parameters", first)
@@ -84,7 +84,7 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     expect(there.field("steps")).to_have_value("6")
     expect(there.field("guidance")).to_have_value("2.5")
     expect(there.field("negative-prompt")).to_have_value("night")
-    expect(there.field("seed")).to_have_value(told.fields["Seed"])
+    expect(there.field("seed")).to_have_value(parsed.fields["Seed"])
     screenshot(there, "create-read")
     there.paint()
     second = there.save("download", tmp_path / "again")

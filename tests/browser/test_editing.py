@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 def expect_no_barrier(here: Visit) -> None:
     """Axe finds nothing."""
-    found = Axe().run(here.page).response["violations"]
-    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    violations = Axe().run(here.page).response["violations"]
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == []
 
 
 def mark(here: Visit, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -53,10 +53,10 @@ def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
     here.expect_text("marked", "no mask")
     mark(here, (0.25, 0.75), (0.75, 0.75))
     here.expect_text("marked", r"\d+ % of the image is regenerated")
-    told = here.part("marked").inner_text()
+    status = here.part("marked").inner_text()
     screenshot(here, "edit-marked")
     here.page.reload()
-    here.expect_text("marked", told)
+    here.expect_text("marked", status)
     here.write("prompt", "a cactus on the beach")
     here.press("generate")
     expect(here.gallery()).to_have_count(2)

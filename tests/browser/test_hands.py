@@ -105,14 +105,14 @@ def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
         things.get_by_role("button", name=name, exact=True).click()
     expect(here.field("prompt")).to_have_value("a fox and a cactus in the snow")
     screenshot(here, "palette")
-    for typed, name, said in (
+    for typed, name, message in (
         ("two", "cherries", "two bunches of cherries"),
         ("a fox and three", "owl", "a fox and three owls"),
         ("Two in the snow", "cactus", "Two cactuses in the snow"),
     ):
         here.field("prompt").fill(typed)
         things.get_by_role("button", name=name, exact=True).click()
-        expect(here.field("prompt")).to_have_value(said)
+        expect(here.field("prompt")).to_have_value(message)
     here.set_advanced(steps=4, seed=7)
     here.write("count", 3)
     here.press("generate")

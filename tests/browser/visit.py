@@ -125,7 +125,7 @@ class Visit:
 
     def paint(self) -> None:
         """Press Generate and wait for the end of what comes of it: the caption told of it and has no bar any more."""
-        num_seen = len(self.seen())
+        num_seen = len(self.recorded_states())
         self.press("generate")
         self.until(
             """from => window.seen.slice(from).some(each => each.caption !== window.seen[from - 1].caption)
@@ -160,7 +160,7 @@ class Visit:
     def gallery(self) -> Locator:
         return self.part("gallery").locator(".thumbnail-item img, .grid-wrap img")
 
-    def seen(self) -> list[dict[str, Any]]:
+    def recorded_states(self) -> list[dict[str, Any]]:
         """What was shown, in order: picture, caption, size of the gallery, whether a suggestion could not be edited,
         whether Stop stood there.
         """

@@ -66,5 +66,5 @@ def load(cluster: Cluster, num_clients: int, num_steps: int) -> Iterator[Load]:
         try:
             yield clients
         finally:
-            told = clients.end()
-    assert all(len(each) >= 1 and len(set(each)) == 1 for each in told)
+            results = clients.end()
+    assert all(len(each) >= 1 and len(set(each)) == 1 for each in results)

@@ -40,18 +40,18 @@ class Port:
         """What becomes of calls of gRPC with ``token``; empty where no method is known here."""
         grpc: Any = pytest.importorskip("grpc")
         metadata = None if token is None else [("authorization", f"Bearer {token}")]
-        told = set()
+        names = set()
         with grpc.insecure_channel(f"127.0.0.1:{self.number}") as channel:
             for method in METHODS:
                 call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
                 try:
                     call(b"", timeout=PATIENCE_S, metadata=metadata)
-                    told.add("OK")
+                    names.add("OK")
                 except grpc.RpcError as error:
-                    told.add(error.code().name)
+                    names.add(error.code().name)
                     if error.code().name == "UNAVAILABLE":
                         break  # it does not speak gRPC
-        return told - {"UNIMPLEMENTED", "UNAVAILABLE"}
+        return names - {"UNIMPLEMENTED", "UNAVAILABLE"}
 
     def page(self, token: str | None) -> tuple[int, bytes]:
         """What is answered over HTTP with ``token``."""
@@ -66,15 +66,15 @@ class Port:
 
 def listening(processes: Iterable[psutil.Process]) -> list[Port]:
     """All ports that ``processes`` listen at."""
-    found = []
-    for one in processes:
+    ports = []
+    for process in processes:
         with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
-            found += [
-                Port(one, one.name(), each.laddr.ip, each.laddr.port)
-                for each in one.net_connections("tcp")
+            ports += [
+                Port(process, process.name(), each.laddr.ip, each.laddr.port)
+                for each in process.net_connections("tcp")
                 if each.status == psutil.CONN_LISTEN
             ]
-    return found
+    return ports
 
 
 def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
@@ -84,8 +84,8 @@ def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
     """
     kinds = {"grpc": 0, "http": 0}
     for port in ports:
-        if known := port.calls(token):
-            assert "UNAUTHENTICATED" not in known, port
+        if calls := port.calls(token):
+            assert "UNAUTHENTICATED" not in calls, port
             assert port.calls(None) == port.calls(WRONG) == {"UNAUTHENTICATED"}, port
             kinds["grpc"] += 1
             continue

@@ -18,12 +18,12 @@ AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replic
 
 
 def test_files_that_are_wrong_are_refused_and_all_goes_on_as_it_was(cluster: Cluster) -> None:
-    for files, said in (
+    for files, message in (
         ({"config": "[engine]\nthreads = 0\n"}, "threads"),
         ({"cluster": TWO.replace("max = 2", "max = 3")}, "replicas.max, cpus and gpus and the stages stay"),
     ):
         cluster.write(**files)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             StateFile(cluster.folder).redeploy()
     cluster.write()
     StateFile(cluster.folder).redeploy()

@@ -25,7 +25,7 @@ SOON_S = 20.0
 async def up() -> AsyncIterator[tuple[StagedPool, PretendReplica]]:
     """Stages of one replica each, and the one that denoises."""
     settings, cluster = load_settings(env={}), ClusterConfig(stages=StagesConfig(together=False))
-    calls = {one.name: PretendReplica(settings, paint_s=PAINT_S) for one in cluster.deployments}
+    calls = {deployment.name: PretendReplica(settings, paint_s=PAINT_S) for deployment in cluster.deployments}
     engines = StagedPool(settings, cluster, calls)
     engines.start()
     try:
@@ -51,7 +51,7 @@ def test_the_patience_with_a_stage_starts_at_its_loss(
 ) -> None:
     async def work() -> None:
         async with up() as (engines, denoiser):
-            for seat in (own for pool in engines.pools.values() for own in pool.replicas):
+            for seat in (replica for pool in engines.pools.values() for replica in pool.replicas):
                 seat.start_s = 0.0
             painting = asyncio.create_task(paint(engines))
             await until(lambda: denoiser.inside)

@@ -57,8 +57,8 @@ class Served(RunningServer):
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     (folder / "serve.toml").write_text(CONFIG)
     (folder / "token").write_text("0123456789abcdef" * 4)
     (folder / "token").chmod(0o600)
-    own = {"cluster": str(folder / "cluster.toml"), "config": str(folder / "serve.toml")}
+    arguments = {"cluster": str(folder / "cluster.toml"), "config": str(folder / "serve.toml")}
     application = {
         "name": "diffserve",
         "route_prefix": "/",
         "import_path": "diffserve.cluster.ray_service:build",
-        "args": {**own, "model": str(tiny_model("sd15"))},
+        "args": {**arguments, "model": str(tiny_model("sd15"))},
     }
     http = {"host": "127.0.0.1", "port": port}
     file = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
@@ -114,10 +114,10 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def test_a_proxy_answers_as_a_local_server_does(served: Served, local: RunningServer) -> None:
-    told, wanted = answers(served), answers(local)
-    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
-    for one, other in zip(told, wanted, strict=True):
-        assert one == other
+    actual, expected = answers(served), answers(local)
+    assert [answer[0] for answer in expected][:5] == [200, 200, 200, 400, 404]
+    for answer, expected_answer in zip(actual, expected, strict=True):
+        assert answer == expected_answer
 
 
 def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
@@ -128,8 +128,8 @@ def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
         assert refused.status_code == 401
         assert error_of(refused)["code"] == "invalid_api_key"
     painted = served.client.post(GENERATIONS, json=SMALL, headers={"x-request-id": "mine"})
-    [own] = painted.headers.get_list("x-request-id")
-    assert own.startswith("img-")
+    [request_id] = painted.headers.get_list("x-request-id")
+    assert request_id.startswith("img-")
     streamed = served.client.post(GENERATIONS, json={**SMALL, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert parts(streamed)[-1]["b64_json"] == painted.json()["data"][0]["b64_json"]
@@ -141,11 +141,11 @@ def test_who_hangs_up_at_a_proxy_has_left_the_replica_within_a_few_steps(served:
 
 
 def test_nothing_listens_beyond_the_loopback_and_the_folder_says_whose_it_is(served: Served) -> None:
-    found = listening(
+    ports = listening(
         [psutil.Process(served.process.pid), *psutil.Process(served.process.pid).children(recursive=True)]
     )
-    assert [one for one in found if not one.host.is_loopback] == []
-    assert {served.port} < {one.number for one in found}
+    assert [port for port in ports if not port.host.is_loopback] == []
+    assert {served.port} < {port.number for port in ports}
 
     def cluster(word: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "diffserve", "cluster", word, "--data-dir", str(served.folder / "data")]

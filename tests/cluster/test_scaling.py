@@ -29,7 +29,7 @@ def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[replicas]\nmaxx = 3", "unknown key replicas.maxx; did you mean max?"),
         ("[replica]\nmax = 3", "unknown table [replica]; did you mean replicas?"),
@@ -44,12 +44,12 @@ def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
         ("max = ", "is not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         read_cluster(path)
-    assert said in refused.value.message
+    assert message in refused.value.message
 
 
 def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path) -> None:
@@ -77,21 +77,24 @@ def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[stages]\ntogether = false\n[replicas]\nmax = 2\ngpus = 1.0\n[encode]\ncpus = 0.5\n")
     cluster = read_cluster(path)
-    found = [(one.name, one.stage, one.resources.cpus, one.resources.gpus) for one in cluster.deployments]
-    assert found == [
+    deployments = [
+        (deployment.name, deployment.stage, deployment.resources.cpus, deployment.resources.gpus)
+        for deployment in cluster.deployments
+    ]
+    assert deployments == [
         ("encode-0", "encode", 0.5, 0.0),
         ("denoise-0", "denoise", 1.0, 1.0),
         ("denoise-1", "denoise", 1.0, 1.0),
         ("decode-0", "decode", 1.0, 0.0),
     ]
-    assert [one.name for one in cluster.of_stage("denoise").deployments] == ["replica-0", "replica-1"]
+    assert [deployment.name for deployment in cluster.of_stage("denoise").deployments] == ["replica-0", "replica-1"]
     assert cluster.of_stage("encode").replicas == cluster.encode
 
 
 def test_more_work_asks_for_more_at_once_up_to_the_most() -> None:
     scaler = Scaler(UP_TO_THREE)
-    asked = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
-    assert asked == [0, 1, 1, 2, 3]
+    counts = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
+    assert counts == [0, 1, 1, 2, 3]
 
 
 def test_fewer_are_held_one_by_one_and_only_when_they_were_enough_for_a_while() -> None:
@@ -110,10 +113,10 @@ def test_one_that_took_long_to_start_is_kept_for_as_long() -> None:
     assert [scaler.wanted(0.0, 1, start_s=600.0, now_s=now_s) for now_s in (0.0, 49.0, 50.0)] == [1, 1, 0]
 
 
-def wanted_while(told: list[tuple[float, float]], start_s: float) -> list[int]:
+def wanted_while(observations: list[tuple[float, float]], start_s: float) -> list[int]:
     """Replicas that are wanted at each of some times, with so much in the queue, while one is held."""
     scaler = Scaler(UP_TO_THREE)
-    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in told]
+    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in observations]
 
 
 def test_a_queue_that_grows_is_foreseen_by_as_long_as_one_takes_to_start() -> None:

@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {"prompt": "a fox that runs", "num_inference_steps": 400,
 def apart(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     pytest.importorskip("ray", reason="the extra cluster is not installed")
     with running_cluster(tiny_model("sd15"), tmp_path_factory.mktemp("apart"), APART) as cluster:
-        assert sorted(one["name"] for one in cluster.state) == ["decode-0", "denoise-0", "encode-0"]
+        assert sorted(replica["name"] for replica in cluster.state) == ["decode-0", "denoise-0", "encode-0"]
         yield cluster
 
 
@@ -35,10 +35,10 @@ def number(server: RunningServer, name: str) -> float:
 
 
 def test_a_cluster_of_stages_answers_as_a_local_server_does(apart: Cluster, local: RunningServer) -> None:
-    told, wanted = answers(apart.server), answers(local)
-    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
-    for one, other in zip(told, wanted, strict=True):
-        assert one == other
+    actual, expected = answers(apart.server), answers(local)
+    assert [answer[0] for answer in expected][:5] == [200, 200, 200, 400, 404]
+    for answer, expected_answer in zip(actual, expected, strict=True):
+        assert answer == expected_answer
 
 
 @pytest.mark.parametrize("stage", ["decode-0", "denoise-0"])
@@ -47,13 +47,15 @@ def test_a_stage_that_is_killed_meanwhile_is_waited_for_and_what_was_done_is_kep
 ) -> None:
     asking = ThreadPoolExecutor(1).submit(apart.server.client.post, GENERATIONS, json=LONG, timeout=10 * SOON_S)
     wait_for(
-        lambda: [one for one in apart.state if one["name"] == "denoise-0" and one["num_requests"]], SOON_S, "steps"
+        lambda: [replica for replica in apart.state if replica["name"] == "denoise-0" and replica["num_requests"]],
+        SOON_S,
+        "steps",
     )
     apart.process_of(stage).kill()
     answer = asking.result()
     assert answer.status_code == 200
     assert bare(answer.json()) == bare(local.client.post(GENERATIONS, json=LONG, timeout=10 * SOON_S).json())
-    assert apart.told("replica lost")[-1]["replica"] == stage
+    assert apart.log_events("replica lost")[-1]["replica"] == stage
     wait_for(lambda: set(apart.states) == {"ready"}, 3 * SOON_S, "all stages")
     assert number(apart.server, 'engine_requests_total{kind="image",outcome="finished"}') > 0.0
 

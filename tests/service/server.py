@@ -46,12 +46,12 @@ class RunningServer:
     @property
     def engines(self) -> set[int]:
         """Process ids of its engines: that which serves, and a spare one."""
-        found = set()
+        unexpected = set()
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
                 if "diffserve.engine.process" in child.cmdline():
-                    found.add(child.pid)
-        return found
+                    unexpected.add(child.pid)
+        return unexpected
 
     @property
     def engine(self) -> psutil.Process:
@@ -79,8 +79,8 @@ class RunningServer:
     def num_ended(self, outcome: str) -> int:
         """How many requests for images the server counts that ended so: "cancelled", "finished", ..."""
         line = rf'^diffserve_engine_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
-        found = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
-        return int(float(found[1])) if found else 0
+        match = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
+        return int(float(match[1])) if match else 0
 
     def wait_for_requests(self, count: int) -> None:
         """Wait until the engine holds exactly so many; TimeoutError when that does not come about."""
@@ -110,10 +110,10 @@ class RunningServer:
                 self.process.wait(STOP_S)
 
     def _find_url(self) -> str | None:
-        found = URL.search(self.output.read_text())
-        if found is None and self.process.poll() is not None:
+        match = URL.search(self.output.read_text())
+        if match is None and self.process.poll() is not None:
             raise RuntimeError(f"the server ended with {self.process.returncode}: {self.errors.read_text()[-2000:]}")
-        return found[1] if found else None
+        return match[1] if match else None
 
 
 @contextmanager
@@ -169,9 +169,9 @@ def wait_for(look: Callable[[], T | None], seconds: float, what: str) -> T:
     """What ``look`` finds, as soon as it finds something true; TimeoutError after ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found = look()
-        if found:
-            return found
+        result = look()
+        if result:
+            return result
         time.sleep(0.02)
     raise TimeoutError(f"waited {seconds:g} s for {what}")
 

@@ -58,9 +58,9 @@ def test_the_description_holds_every_address_and_everything_it_refers_to() -> No
     described = ask("GET", "/openapi.json").json()
     assert set(POSTS) <= set(described["paths"])
     assert "/v1/images/generations/{request_id}/cancel" in described["paths"]
-    found = set(references(described))
-    assert found >= {f"#/components/schemas/{name}" for name in ("Message", "StreamOptions", "RewriterChoice")}
-    assert {name.rpartition("/")[2] for name in found} <= set(described["components"]["schemas"])
+    paths = set(references(described))
+    assert paths >= {f"#/components/schemas/{name}" for name in ("Message", "StreamOptions", "RewriterChoice")}
+    assert {name.rpartition("/")[2] for name in paths} <= set(described["components"]["schemas"])
     stored = described["paths"]["/v1/responses/{response_id}"]
     assert set(stored) == {"get", "delete"}
     assert all({"200", "401", "404"} <= set(method["responses"]) for method in stored.values())
@@ -92,27 +92,27 @@ def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path
             (route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}
         }, app.openapi()
 
-    routes, whole = asyncio.run(described())
-    paths = whole["paths"]
+    routes, document = asyncio.run(described())
+    paths = document["paths"]
     assert len(routes) > 70
     for path, method in routes - {("/openapi.json", "GET")}:
-        named = path.rstrip("/").replace(":path}", "}")
-        operation = (paths.get(named) or paths[f"/v1{named}"])[method.lower()]
+        address = path.rstrip("/").replace(":path}", "}")
+        operation = (paths.get(address) or paths[f"/v1{address}"])[method.lower()]
         statuses = set(map(int, operation["responses"]))
         assert {400, 403, 413, 415, 500} <= statuses, path
-        assert (401 in statuses) == (named not in OPEN or (named, method) == ("/login", "POST")), path
+        assert (401 in statuses) == (address not in OPEN or (address, method) == ("/login", "POST")), path
         assert method != "POST" or {408, 429} <= statuses, path
-        assert "requestBody" not in operation or named == "/login" or {404, 499, 503, 504, 507} <= statuses, path
-        has_key = any(one["name"] == "Idempotency-Key" for one in operation.get("parameters", ()))
+        assert "requestBody" not in operation or address == "/login" or {404, 499, 503, 504, 507} <= statuses, path
+        has_key = any(parameter["name"] == "Idempotency-Key" for parameter in operation.get("parameters", ()))
         assert (422 in statuses) == has_key, "nothing else here answers so"
-        assert all(one["description"] for one in operation["responses"].values()), path
+        assert all(response["description"] for response in operation["responses"].values()), path
         assert operation["summary"], path
     progress = paths["/sdapi/v1/progress"]["get"]
-    assert [one["name"] for one in progress["parameters"]] == ["skip_current_image"]
+    assert [parameter["name"] for parameter in progress["parameters"]] == ["skip_current_image"]
     painted = paths["/v1/images/generations"]["post"]["responses"]["200"]["content"]
     assert set(painted) == {"application/json", "text/event-stream"}
     assert set(paths["/v1/responses/{response_id}"]["get"]["responses"]["200"]["content"]) == set(painted)
-    assert set(whole["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
 
 
 def test_the_page_of_the_description_tells_all_of_it_and_fetches_nothing() -> None:
@@ -130,7 +130,7 @@ def test_the_page_of_the_description_tells_all_of_it_and_fetches_nothing() -> No
 def test_the_description_names_what_stands_in_an_address() -> None:
     for path, methods in ask("GET", "/openapi.json").json()["paths"].items():
         for method in methods.values():
-            described = {one["name"] for one in method.get("parameters", []) if one["in"] == "path"}
+            described = {parameter["name"] for parameter in method.get("parameters", []) if parameter["in"] == "path"}
             assert described == set(re.findall(r"{(\w+)", path)), path
 
 
@@ -163,7 +163,7 @@ def test_a_name_of_a_model_may_hold_a_slash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "allowed", "named", "status"),
+    ("bound", "allowed", "host", "status"),
     [
         ("127.0.0.1", "", "evil.test", 403),
         ("127.0.0.1", "", "192.168.1.5", 403),
@@ -180,17 +180,21 @@ def test_a_name_of_a_model_may_hold_a_slash() -> None:
         ("paint.test", "", "paint.test", 200),
     ],
 )
-def test_the_server_answers_to_its_own_names_alone(bound: str, allowed: str, named: str, status: int) -> None:
+def test_the_server_answers_to_its_own_names_alone(bound: str, allowed: str, host: str, status: int) -> None:
     env = {"DIFFSERVE_SERVE_HOST": bound, "DIFFSERVE_SERVE_ALLOWED_HOSTS": allowed}
-    answer = ask("GET", "/livez", env=env, headers={"Host": named})
+    answer = ask("GET", "/livez", env=env, headers={"Host": host})
     assert answer.status_code == status
     assert status == 200 or "allowed_hosts" in answer.json()["error"]["message"]
 
 
 def test_no_answer_waits_for_its_own_head_to_be_acknowledged() -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_PORT": "0"}).serve
-    with bind(config) as listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as one:
-        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        bind(config) as listener,
+        socket.create_connection(listener.getsockname()[:2]),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "paint.test"])

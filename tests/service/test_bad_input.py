@@ -150,8 +150,8 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("control-alone", {"controlnets": {}}, "controlnets", "invalid_value", "list"),
     ("control-bare", {"controlnets": [{"name": "a"}]}, "controlnets[0].image", "missing_required_parameter", "missing"),
     *(
-        (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **more}]}, param, code, said)
-        for place, (more, param, code, said) in enumerate(BAD_CONTROLS)
+        (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **fields}]}, param, code, message)
+        for place, (fields, param, code, message) in enumerate(BAD_CONTROLS)
     ),
     (
         "control-size",

@@ -28,7 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
 JSON_SCHEMA = "response_format.json_schema.schema"
 
 
-def held(schema: Any) -> dict[str, Any]:
+def schema_body(schema: Any) -> dict[str, Any]:
     """A format with ``schema``."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
 
@@ -78,14 +78,14 @@ def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[st
         ({"logit_bias": {str(2**40): 1}}, "logit_bias", "invalid_value", str(2**40)),
         ({"logit_bias": {"99999999": 1}}, "logit_bias", "invalid_value", "has tokens from 0 to"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", "whole number from 0 on"),
-        ({"logit_bias": {str(one): 1 for one in range(1025)}}, "logit_bias", "array_above_max_length", "1025"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "array_above_max_length", "1025"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value", '"yaml"'),
         ({"response_format": {"type": "json_schema"}}, f"{JSON_SCHEMA[:-7]}", "missing_required_parameter", "name"),
-        (held({"type": "objekt"}), JSON_SCHEMA, "invalid_json_schema", "objekt"),
-        (held({"items": {"not": {}}}), f"{JSON_SCHEMA}.items", "invalid_json_schema", "not"),
-        (held({"const": float("nan")}), JSON_SCHEMA, "invalid_value", "finite"),
-        (held([]), JSON_SCHEMA, "invalid_value", "[]"),
-        (held({"a": "x" * 70_000}), JSON_SCHEMA, "string_above_max_length", "65536"),
+        (schema_body({"type": "objekt"}), JSON_SCHEMA, "invalid_json_schema", "objekt"),
+        (schema_body({"items": {"not": {}}}), f"{JSON_SCHEMA}.items", "invalid_json_schema", "not"),
+        (schema_body({"const": float("nan")}), JSON_SCHEMA, "invalid_value", "finite"),
+        (schema_body([]), JSON_SCHEMA, "invalid_value", "[]"),
+        (schema_body({"a": "x" * 70_000}), JSON_SCHEMA, "string_above_max_length", "65536"),
         ({"guided_json": {}, "structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter", "sch"),
         ({"guided_regex": ".*"}, "guided_regex", "unsupported_parameter", "json_schema"),
     ],
@@ -211,8 +211,8 @@ def test_a_million_messages_are_refused(text_server: RunningServer) -> None:
 def test_a_list_that_is_wrong_in_every_entry_stalls_nobody(text_server: RunningServer) -> None:
     stalls = text_server.num_stalls()
     for name, entry in (("modalities", b"1,"), ("modalities", b'"",'), ("stop", b'"",'), ("stop_token_ids", b'"",')):
-        said = b'{"messages":[{"role":"user","content":"a"}],"%s":[' % name.encode()
-        body = said + entry * 120_000 + entry[:-1] + b"]}"
+        raw_body = b'{"messages":[{"role":"user","content":"a"}],"%s":[' % name.encode()
+        body = raw_body + entry * 120_000 + entry[:-1] + b"]}"
         assert text_server.client.post(CHAT, content=body, headers=JSON).status_code == 400
     assert text_server.num_stalls() == stalls
 

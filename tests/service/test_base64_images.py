@@ -120,25 +120,29 @@ def images_in(value: Any, place: str = "") -> Iterator[str]:
     if value in (PLAIN, MASK):
         yield place
     below = (
-        value.items() if isinstance(value, dict) else ((None, one) for one in value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else ((None, item) for item in value)
+        if isinstance(value, list)
+        else ()
     )
-    for name, one in below:
-        yield from images_in(one, ".".join(filter(None, (place, name))))
+    for name, item in below:
+        yield from images_in(item, ".".join(filter(None, (place, name))))
 
 
 @pytest.mark.slow
 def test_every_field_that_takes_an_image_is_among_those_tested(server: RunningServer) -> None:
     document = server.client.get("/openapi.json").json()
-    found = set()
+    places = set()
     for path, methods in document["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
         for leaf in leaves(content["schema"], document["components"]["schemas"]) if content else ():
             names = [part for part in leaf if isinstance(part, str)]
             if names and IMAGE_NAME.fullmatch(names[-1]):
-                found.add((path, dotted(leaf)))
+                places.add((path, dotted(leaf)))
     tested = {(path, place) for path, body in FIELDS.values() for place in images_in(body(PLAIN, MASK))}
-    assert len(found) > 15
-    assert found - tested == AS_ELSEWHERE
+    assert len(places) > 15
+    assert places - tested == AS_ELSEWHERE
 
 
 @pytest.mark.slow

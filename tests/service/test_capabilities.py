@@ -47,15 +47,15 @@ def serve_config() -> ServeConfig:
     return load_settings(env={}).serve
 
 
-def told(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
+def round_trip(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
     """As a client reads it after it went through JSON."""
     served = ServedModel(name=info.model_id, info=info, is_loaded=True)
-    said = json.dumps(capabilities_of([served], language, serve_config()))
-    return msgspec.json.decode(said, type=dict[str, Capabilities])
+    encoded = json.dumps(capabilities_of([served], language, serve_config()))
+    return msgspec.json.decode(encoded, type=dict[str, Capabilities])
 
 
 def image_of(info: ModelInfo) -> ImageCapabilities:
-    image = told(info)[info.model_id].image
+    image = round_trip(info)[info.model_id].image
     assert image is not None
     return image
 
@@ -173,20 +173,20 @@ def test_qualities_lie_around_the_models_own_steps_and_within_its_training(
 
 
 def test_a_language_model_says_how_it_may_be_asked_for_a_prompt() -> None:
-    language = told(INFO, LANGUAGE)["writer"].language
+    language = round_trip(INFO, LANGUAGE)["writer"].language
     assert language is not None
     assert language.can_rewrite
     assert set(language.styles) == {"embedded", "prose", "tags"}
 
 
 def test_a_language_model_without_a_chat_template_rewrites_nothing() -> None:
-    language = told(INFO, msgspec.structs.replace(LANGUAGE, has_chat_template=False))["writer"].language
+    language = round_trip(INFO, msgspec.structs.replace(LANGUAGE, has_chat_template=False))["writer"].language
     assert language is not None
     assert not language.can_rewrite
 
 
 def test_two_models_of_one_name_are_told_together() -> None:
-    both = told(INFO, msgspec.structs.replace(LANGUAGE, model_id=INFO.model_id))[INFO.model_id]
+    both = round_trip(INFO, msgspec.structs.replace(LANGUAGE, model_id=INFO.model_id))[INFO.model_id]
     assert both.image is not None
     assert both.language is not None
 
@@ -226,21 +226,21 @@ def test_fields_are_told_by_what_checks_them_and_models_with_what_they_answer() 
     served = ServedModel(name=INFO.model_id, info=INFO, is_loaded=True)
     mute = msgspec.structs.replace(LANGUAGE, has_chat_template=False, speaks_json=True)
     priced = msgspec.structs.replace(serve_config(), price_per_hour=3.6, currency="EUR")
-    said = json.dumps(capabilities(1, offers(), [served], mute, priced))
-    told = msgspec.json.decode(said, type=ServerCapabilities)
-    assert json.loads(said).keys() - {"object"} == set(ServerCapabilities.__struct_fields__)
-    painting, chat = (told.endpoints[path].fields for path in list(offers())[:2])
+    encoded = json.dumps(capabilities(1, offers(), [served], mute, priced))
+    decoded = msgspec.json.decode(encoded, type=ServerCapabilities)
+    assert json.loads(encoded).keys() - {"object"} == set(ServerCapabilities.__struct_fields__)
+    painting, chat = (decoded.endpoints[path].fields for path in list(offers())[:2])
     assert set(painting) == set(GenerateBody.model_fields)
     assert painting["prompt"] == {"type": "string", "minLength": 1, "maxLength": 32_000, "required": True}
     assert (painting["n"]["minimum"], painting["n"]["maximum"]) == (1, MAX_IMAGES)
-    assert painting["output_format"]["enum"] == list(told.output_formats)
+    assert painting["output_format"]["enum"] == list(decoded.output_formats)
     assert (chat["temperature"]["minimum"], chat["temperature"]["maximum"]) == (0.0, MAX_TEMPERATURE)
     assert chat["num_beams"]["maximum"] == MAX_BEAMS
-    assert [model.endpoints for model in told.models] == [("/v1/images/generations",), ("/v1/completions",)]
-    assert told.models[1].capabilities is not None
-    assert told.models[1].capabilities.language is not None
-    assert told.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
-    assert told.price == Price(per_hour=3.6, currency="EUR")
+    assert [model.endpoints for model in decoded.models] == [("/v1/images/generations",), ("/v1/completions",)]
+    assert decoded.models[1].capabilities is not None
+    assert decoded.models[1].capabilities.language is not None
+    assert decoded.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
+    assert decoded.price == Price(per_hour=3.6, currency="EUR")
     plan = RequestPlan(warnings=(), price=priced.price)
     assert plan.spent(2.0) == {"device_s": 2.0, "cost": {"amount": 0.002, "currency": "EUR"}}
     assert RequestPlan(warnings=()).spent(2.0) == {"device_s": 2.0}
@@ -249,16 +249,16 @@ def test_fields_are_told_by_what_checks_them_and_models_with_what_they_answer() 
 @pytest.mark.slow
 def test_a_server_refuses_what_lies_beyond_the_bounds_that_it_tells(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
-        told = client.capabilities()
-        assert [model.id for model in told.models] == [model.id for model in client.models() if model.endpoints]
+        offered = client.capabilities()
+        assert [model.id for model in offered.models] == [model.id for model in client.models() if model.endpoints]
     needed: dict[str, dict[str, Any]] = {
         "/v1/images/generations": {"prompt": "a"},
         "/v1/chat/completions": {"messages": says("a")},
     }
     num_tried = 0
     for path, body in needed.items():
-        assert any(path in model.endpoints for model in told.models)
-        for name, field in told.endpoints[path].fields.items():
+        assert any(path in model.endpoints for model in offered.models)
+        for name, field in offered.endpoints[path].fields.items():
             for bound, past in (("minimum", -1), ("maximum", 1)):
                 if field.get("type") in ("integer", "number") and bound in field:
                     answer = text_server.client.post(path, json={**body, name: field[bound] + past})
@@ -268,4 +268,4 @@ def test_a_server_refuses_what_lies_beyond_the_bounds_that_it_tells(text_server:
     images = text_server.paint("a fox", num_inference_steps=2, n=2).json()
     assert images["usage"]["device_s"] > 0.0
     assert "cost" not in images["usage"]
-    assert [set(one["timings"]) for one in images["data"]] == [set(Timings.__struct_fields__)] * 2
+    assert [set(entry["timings"]) for entry in images["data"]] == [set(Timings.__struct_fields__)] * 2

@@ -87,8 +87,8 @@ def test_a_stream_is_events_that_end_with_done(text_server: RunningServer) -> No
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-store"
     assert "foo" in response.headers["x-diffserve-warnings"]
-    *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    *events, done, tail = response.text.split("\n\n")
+    assert (done, tail) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events)
 
@@ -102,10 +102,10 @@ def test_a_character_of_several_tokens_is_never_torn(text_client: OpenAI) -> Non
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_logprobs_are_the_models_own(text_client: OpenAI, is_stream: bool) -> None:
-    asked = text_client.chat.completions.create(
+    answer = text_client.chat.completions.create(
         model="talker", messages=says("either"), temperature=0, logprobs=True, top_logprobs=3, stream=is_stream
     )
-    choices = [chunk.choices[0] for chunk in asked] if isinstance(asked, openai.Stream) else [asked.choices[0]]
+    choices = [chunk.choices[0] for chunk in answer] if isinstance(answer, openai.Stream) else [answer.choices[0]]
     content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
     [token] = content  # the end is no part of the text
     assert (token.token, token.bytes) == ("a boat", list(b"a boat"))
@@ -129,10 +129,10 @@ def test_several_texts_are_numbered_and_reproducible(text_client: OpenAI) -> Non
 
 
 def test_several_texts_are_streamed_side_by_side(text_client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "talker", "messages": says("unsure"), "seed": 7, "n": 4}
-    told = text_client.chat.completions.create(**asked)
-    chunks = list(text_client.chat.completions.create(**asked, stream=True))
-    assert [joined(chunks, index) for index in range(4)] == [choice.message.content for choice in told.choices]
+    fields: dict[str, Any] = {"model": "talker", "messages": says("unsure"), "seed": 7, "n": 4}
+    answer = text_client.chat.completions.create(**fields)
+    chunks = list(text_client.chat.completions.create(**fields, stream=True))
+    assert [joined(chunks, index) for index in range(4)] == [choice.message.content for choice in answer.choices]
     ends = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert sorted(ends) == [0, 1, 2, 3]
 
@@ -142,14 +142,14 @@ def test_several_texts_are_streamed_side_by_side(text_client: OpenAI) -> None:
 def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(
     text_client: OpenAI, stop: str | list[str], expected: str, is_stream: bool
 ) -> None:
-    asked = text_client.chat.completions.create(
+    answer = text_client.chat.completions.create(
         model="talker", messages=says("a fox"), temperature=0, stop=stop, stream=is_stream
     )
-    if isinstance(asked, openai.Stream):
-        chunks = list(asked)
+    if isinstance(answer, openai.Stream):
+        chunks = list(answer)
         assert (joined(chunks), chunks[-1].choices[0].finish_reason) == (expected, "stop")
     else:
-        assert (asked.choices[0].message.content, asked.choices[0].finish_reason) == (expected, "stop")
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

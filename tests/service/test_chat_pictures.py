@@ -52,32 +52,32 @@ def test_a_body_that_wants_a_picture_is_known(body: bytes, is_one: bool) -> None
 )
 def test_a_foreign_name_is_of_one_kind(name: str, kind: str | None) -> None:
     kinds: tuple[Any, ...] = ("image", "text", "embedding")
-    assert [one for one in kinds if is_alias(name, one)] == ([] if kind is None else [kind])
+    assert [kind for kind in kinds if is_alias(name, kind)] == ([] if kind is None else [kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"model": "gpt-image-1"}, {"model": "gpt-4o"}, {"model": "dall-e-3:image"}, {}])
 def test_a_picture_comes_as_an_app_expects_it(server: RunningServer, fields: dict[str, str]) -> None:
-    asked = LOBE | fields | {"size": "64x64", "seed": 5, "num_inference_steps": 2, "temperature": 0.7}
-    answer = server.client.post(CHAT, json=asked)
+    body = LOBE | fields | {"size": "64x64", "seed": 5, "num_inference_steps": 2, "temperature": 0.7}
+    answer = server.client.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert (told["object"], told["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
-    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
-    message = told["choices"][0]["message"]
-    assert (message["role"], message["seed"], told["warnings"]) == ("assistant", 5, [])
+    reply = answer.json()
+    assert (reply["object"], reply["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
+    assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] + reply["usage"]["completion_tokens"]
+    message = reply["choices"][0]["message"]
+    assert (message["role"], message["seed"], reply["warnings"]) == ("assistant", 5, [])
     alone = server.paint(prompt="a red fox", size="64x64", seed=5, num_inference_steps=2).json()["data"][0]
     assert decode_image(picture_in(message)) == decode_image(base64.b64decode(alone["b64_json"]))
 
 
 @pytest.mark.slow
 def test_it_begins_from_the_picture_of_the_conversation_and_keeps_an_aspect(server: RunningServer) -> None:
-    asked = LOBE | {"num_inference_steps": 2, "image_config": {"aspect_ratio": "1:2"}}
-    first = server.client.post(CHAT, json=asked).json()["choices"][0]["message"]
+    body = LOBE | {"num_inference_steps": 2, "image_config": {"aspect_ratio": "1:2"}}
+    first = server.client.post(CHAT, json=body).json()["choices"][0]["message"]
     picture = decode_image(picture_in(first))
     assert picture.height_px == pytest.approx(2 * picture.width_px, rel=0.2)
-    more = [*FOX, {**first, "content": None}, {"role": "user", "content": "a blue fox"}]
-    edited = server.client.post(CHAT, json=LOBE | {"messages": more, "num_inference_steps": 2})
+    messages = [*FOX, {**first, "content": None}, {"role": "user", "content": "a blue fox"}]
+    edited = server.client.post(CHAT, json=LOBE | {"messages": messages, "num_inference_steps": 2})
     assert edited.status_code == 200, edited.text
     again = decode_image(picture_in(edited.json()["choices"][0]["message"]))
     assert (again.width_px, again.height_px) == (picture.width_px, picture.height_px)
@@ -85,8 +85,8 @@ def test_it_begins_from_the_picture_of_the_conversation_and_keeps_an_aspect(serv
 
 @pytest.mark.slow
 def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
-    asked = LOBE | {"stream": True, "size": "64x64", "num_inference_steps": 2}
-    answer = server.client.post(CHAT, json=asked)
+    body = LOBE | {"stream": True, "size": "64x64", "num_inference_steps": 2}
+    answer = server.client.post(CHAT, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.count('"images":[') == 1
     stop = next(line for line in answer.text.splitlines() if '"finish_reason":"stop"' in line)
@@ -119,10 +119,10 @@ def test_what_it_cannot_have_is_named(server: RunningServer, fields: dict[str, A
 
 @pytest.mark.slow
 def test_openais_names_are_answered_by_the_language_model_that_is_here(text_server: RunningServer) -> None:
-    asked: dict[str, Any] = {"model": "gpt-4o", "temperature": 0}
-    said = text_server.client.post(CHAT, json=asked | {"messages": [{"role": "user", "content": "a fox"}]})
-    assert (said.status_code, said.json()["model"]) == (200, "talker")
-    response = text_server.client.post("/v1/responses", json=asked | {"input": "a fox", "model": "gpt-4.1-mini"})
+    body: dict[str, Any] = {"model": "gpt-4o", "temperature": 0}
+    answer = text_server.client.post(CHAT, json=body | {"messages": [{"role": "user", "content": "a fox"}]})
+    assert (answer.status_code, answer.json()["model"]) == (200, "talker")
+    response = text_server.client.post("/v1/responses", json=body | {"input": "a fox", "model": "gpt-4.1-mini"})
     assert (response.status_code, response.json()["model"]) == (200, "talker")
     for name in ("nobody", "gpt-image-1"):
         for place, words in ((CHAT, {"messages": FOX}), ("/v1/responses", {"input": "a fox"})):

@@ -21,19 +21,19 @@ SAY_FOX, SAY_EITHER, SAY_UNSURE = (f"<say {list(SCRIPT).index(word)}>" for word 
 
 def choices_of(client: OpenAI, *, is_stream: bool, prompt: object, **settings: object) -> list[CompletionChoice]:
     """All choices, whole; those of a stream are put together."""
-    asked = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
+    answer = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
     if not is_stream:
-        return list(asked.choices)
+        return list(answer.choices)
     parts: dict[int, CompletionChoice] = {}
-    for chunk in asked:
+    for chunk in answer:
         assert chunk.object == "text_completion"
         for choice in chunk.choices:
-            whole = parts.setdefault(choice.index, choice)
-            if whole is not choice:
-                whole.text += choice.text
-                whole.finish_reason = choice.finish_reason
+            merged = parts.setdefault(choice.index, choice)
+            if merged is not choice:
+                merged.text += choice.text
+                merged.finish_reason = choice.finish_reason
                 for name in choice.logprobs.model_fields_set if choice.logprobs else ():
-                    getattr(whole.logprobs, name).extend(getattr(choice.logprobs, name))
+                    getattr(merged.logprobs, name).extend(getattr(choice.logprobs, name))
     return [parts[index] for index in sorted(parts)]
 
 
@@ -52,9 +52,9 @@ def test_several_prompts_are_answered_in_their_order(text_client: OpenAI, is_str
 
 def test_tokens_may_be_given_in_place_of_a_text(text_client: OpenAI) -> None:
     marks = [list(SCRIPT).index("fox"), list(SCRIPT).index("either")]
-    told = text_client.completions.create(model="talker", prompt=SAY_FOX, temperature=0, logprobs=0)
-    assert told.usage is not None
-    assert told.usage.prompt_tokens == 1
+    answer = text_client.completions.create(model="talker", prompt=SAY_FOX, temperature=0, logprobs=0)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 1
     one_by_one = [choices_of(text_client, is_stream=False, prompt=f"<say {at}>", temperature=0)[0].text for at in marks]
     assert one_by_one == [FOX, "a boat"]
     some_byte = text_client.completions.create(model="talker", prompt=[5, 6, 7], max_tokens=1)

@@ -31,11 +31,11 @@ def psnr_db(picture: NDArray[np.float64], reference: NDArray[np.float64]) -> flo
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m"])
 def test_each_preview_is_a_clearer_picture_of_what_is_completed(page_server: RunningServer, sampler: str) -> None:
     with OpenAI(base_url=f"{page_server.url}/v1", api_key="unused", max_retries=0) as client:
-        asked = client.images.generate(
+        stream = client.images.generate(
             prompt="a fox next to a cactus on the beach", stream=True, partial_images=3, size="128x128",
             extra_body={"num_inference_steps": 20, "sampler": sampler, "seed": 19},
         )  # fmt: skip
-        events: list[Any] = [event for event in asked if str(event.type) != "image_generation.progress"]
+        events: list[Any] = [event for event in stream if str(event.type) != "image_generation.progress"]
     names = [event.type.removeprefix("image_generation.") for event in events]
     assert names == ["partial_image"] * 3 + ["completed"]
     side_px = int(events[0].size.partition("x")[0])  # a preview is small: the picture is made as small

@@ -20,15 +20,15 @@ def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
 
 def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
     async def story() -> list[str]:
-        turns, seen = EncodingQueue(1), list[str]()
+        turns, order = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                seen.append(name)
+                order.append(name)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(encode(f"large {number}", LARGE) for number in range(3)), encode("small", 100))
-        return seen
+        return order
 
     assert order(story()) == ["large 0", "small", "large 1", "large 2"]
 
@@ -37,11 +37,11 @@ def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.
     monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
-        turns, seen = EncodingQueue(1), list[str]()
+        turns, order = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                seen.append(name)
+                order.append(name)
 
         async with turns.slot(0):
             large = asyncio.create_task(encode("large", LARGE))
@@ -49,7 +49,7 @@ def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.
             small = asyncio.create_task(encode("small", 100))
             await asyncio.sleep(0)
         await asyncio.gather(large, small)
-        return seen
+        return order
 
     assert order(story()) == ["large", "small"]
 

@@ -102,7 +102,7 @@ def test_a_wish_comes_back_as_a_prompt(engine: Engine) -> None:
     request = RewriteRequest(wish="something cosy", num_prompts=2)
     events = engine.run(events_of(engine.client.submit(request)))
     assert isinstance(events[-1], RewriteFinished)
-    assert [one.prompt for one in events[-1].rewrites] == [SAYS, SAYS]
+    assert [rewrite.prompt for rewrite in events[-1].rewrites] == [SAYS, SAYS]
 
 
 def test_an_image_is_painted_from_the_rewritten_prompt(engine: Engine) -> None:

@@ -53,13 +53,17 @@ def stats(scale: int) -> EngineStats:
 def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_cores", lambda: 7)
     each = settings_per_device(settings("cuda:0, cpu,cpu"))
-    assert [(one.model.device, one.models[0].device) for one in each] == [("cuda:0",) * 2, ("cpu",) * 2, ("cpu",) * 2]
-    assert [one.engine.threads for one in each] == [None, 3, 3]
+    assert [(replica.model.device, replica.models[0].device) for replica in each] == [
+        ("cuda:0",) * 2,
+        ("cpu",) * 2,
+        ("cpu",) * 2,
+    ]
+    assert [replica.engine.threads for replica in each] == [None, 3, 3]
     assert (
         describe_engines(settings("cpu,cpu", DIFFSERVE_ENGINE_THREADS="1")) == "2 engines: cpu, 1 thread; cpu, 1 thread"
     )
     assert describe_engines(settings("cuda:0,cuda:1")) == "2 engines: cuda:0; cuda:1"
-    many = [one.engine.threads for one in settings_per_device(settings(",".join(["cpu"] * 20)))]
+    many = [replica.engine.threads for replica in settings_per_device(settings(",".join(["cpu"] * 20)))]
     assert many == [1] * 20
 
 
@@ -67,23 +71,23 @@ def test_without_devices_there_is_one_engine_as_configured() -> None:
     plain = load_settings(env={})
     assert settings_per_device(plain) == [plain]
     assert describe_engines(plain) == ""
-    [one] = settings_per_device(settings("cuda:1"))
-    assert (one.model.device, one.engine.threads, describe_engines(settings("cuda:1"))) == ("cuda:1", None, "")
+    [replica] = settings_per_device(settings("cuda:1"))
+    assert (replica.model.device, replica.engine.threads, describe_engines(settings("cuda:1"))) == ("cuda:1", None, "")
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [(["cuda:0", "cuda:0"], "twice"), (["cuda", "cuda:0"], "twice"), (["tpu"], "'tpu'"), (["cpu", ""], "''")],
 )
-def test_devices_that_cannot_be_are_refused(devices: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--devices: devices has .*{said}"):
+def test_devices_that_cannot_be_are_refused(devices: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--devices: devices has .*{message}"):
         load_settings(env={}, flags={"serve.devices": Flag("--devices", devices)})
 
 
 def test_numbers_of_several_engines_are_added_up() -> None:
     both = merged([stats(1), stats(2)])
     assert (both.num_live, both.images.num_painted, both.share.image_s, both.share.share) == (3, 3, 3, 0.25)
-    assert [(one.name, one.is_loaded, one.images.num_steps) for one in both.models] == [("photo", True, 3)]
+    assert [(model.name, model.is_loaded, model.images.num_steps) for model in both.models] == [("photo", True, 3)]
     assert both.pages is not None
     assert (both.pages.num_pages, both.pages.page_bytes, both.pages.tenants[0].found_tokens) == (3, 64, 3)
     assert (both.texts, merged([stats(4)])) == (None, stats(4))

@@ -28,7 +28,7 @@ def test_numbers_lists_and_texts_are_what_json_has() -> None:
     body = parse_fields(EditBody, {"prompt": "NaN", "strength": "1e-1", "n": "2", "loras": '[{"name": "gift"}]'})
     assert (body.prompt, body.strength, body.n) == ("NaN", 0.1, 2)
     assert body.loras is not None
-    assert [one.name for one in body.loras] == ["gift"]
+    assert [lora.name for lora in body.loras] == ["gift"]
 
 
 FORM = (
@@ -40,8 +40,8 @@ FORM = (
 def read(body: bytes, step: int) -> MultipartForm:
     """The form ``body``, which comes in pieces of ``step`` bytes."""
     pieces = [body[at : at + step] for at in range(0, len(body), step)]
-    told = [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
-    left = iter([*told, {"type": "http.request", "body": b"", "more_body": False}])
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    left = iter([*messages, {"type": "http.request", "body": b"", "more_body": False}])
 
     async def receive() -> Any:
         return next(left)
@@ -53,8 +53,8 @@ def read(body: bytes, step: int) -> MultipartForm:
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_a_form_that_lost_its_end_is_refused_for_its_last_part_is_not_whole(step: int) -> None:
-    for whole in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
-        form = read(whole, step)
+    for raw_form in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
+        form = read(raw_form, step)
         assert form.fields == {"prompt": "a fox"}
         assert form.files == {"mask": [b"nearly --c--, and more"]}
     for cut in (6, 8, 30, 100):

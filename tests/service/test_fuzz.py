@@ -208,10 +208,10 @@ def answers(port: int, data: bytes) -> list[int]:
 def test_no_mutation_of_a_request_is_a_mistake_of_the_server(page_server: RunningServer) -> None:
     start, port = page_server.errors.stat().st_size, page_server.port
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-        found = list(clients.map(lambda number: answers(port, mutant(number)), range(NUM_MUTATIONS)))
-    counts = Counter(status for statuses in found for status in statuses)
-    failed = [number for number, statuses in enumerate(found) if any(status >= 500 for status in statuses)]
-    assert not failed, [(number, found[number], mutant(number)[:300]) for number in failed[:5]]
+        replies = list(clients.map(lambda number: answers(port, mutant(number)), range(NUM_MUTATIONS)))
+    counts = Counter(status for statuses in replies for status in statuses)
+    failed = [number for number, statuses in enumerate(replies) if any(status >= 500 for status in statuses)]
+    assert not failed, [(number, replies[number], mutant(number)[:300]) for number in failed[:5]]
     assert counts[200] > 0
     assert counts[400] > NUM_MUTATIONS // 10
     lines = page_server.errors.read_bytes()[start:].decode("utf-8", "replace").splitlines()

@@ -23,11 +23,11 @@ def points_of(*events: tuple[str, Any]) -> dict[str, list[tuple[dict[str, Any], 
     for kind, event in events:
         metrics.observe(kind, event)
     assert not metrics._begun
-    told: Any = reader.get_metrics_data()
-    [scope] = told.resource_metrics[0].scope_metrics
+    data: Any = reader.get_metrics_data()
+    [scope] = data.resource_metrics[0].scope_metrics
     return {
-        one.name: [(dict(point.attributes), point.count, point.sum) for point in one.data.data_points]
-        for one in scope.metrics
+        metric.name: [(dict(point.attributes), point.count, point.sum) for point in metric.data.data_points]
+        for metric in scope.metrics
     }
 
 
@@ -52,10 +52,14 @@ def test_a_text_is_a_duration_a_first_token_and_its_tokens() -> None:
     ],
 )
 def test_pictures_are_a_duration_with_how_it_ended(end: Any, error: str | None) -> None:
-    begun = Accepted(request_id="a", seed=1, num_images=1, queue_position=0)
-    [(told, count, _)] = points_of(("image", begun), ("image", end))["gen_ai.server.request.duration"]
-    assert (told["gen_ai.operation.name"], told["gen_ai.output.type"], count) == ("generate_content", "image", 1)
-    assert told.get("error.type") == error
+    accepted = Accepted(request_id="a", seed=1, num_images=1, queue_position=0)
+    [(attributes, count, _)] = points_of(("image", accepted), ("image", end))["gen_ai.server.request.duration"]
+    assert (attributes["gen_ai.operation.name"], attributes["gen_ai.output.type"], count) == (
+        "generate_content",
+        "image",
+        1,
+    )
+    assert attributes.get("error.type") == error
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_images_that_are_varied_have_one_seed_and_each_its_variation(server: Run
     response = server.paint(seed=7, variation_seed=-1, variation_strength=0.3, n=2)
     answer = response.json()
     first = answer["data"][0]["variation_seed"]
-    assert [(one["seed"], one["variation_seed"]) for one in answer["data"]] == [(7, first), (7, first + 1)]
+    assert [(image["seed"], image["variation_seed"]) for image in answer["data"]] == [(7, first), (7, first + 1)]
     assert answer["variation_strength"] == 0.3
     assert "variation_seed" not in answer, "each picture has its own"
     alone = server.paint(seed=7, variation_seed=first + 1, variation_strength=0.3)
@@ -63,8 +63,8 @@ def test_images_that_are_varied_have_one_seed_and_each_its_variation(server: Run
         "POST", GENERATIONS, json={"prompt": "a red fox", "num_inference_steps": 2, "seed": 7, "stream": True,
                                    "variation_strength": 0.3, "variation_seed": first + 1},
     ) as stream:  # fmt: skip
-        told = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
-    assert (told[-1]["seed"], told[-1]["variation_seed"], told[-1]["b64_json"]) == (
+        events = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert (events[-1]["seed"], events[-1]["variation_seed"], events[-1]["b64_json"]) == (
         7, first + 1, answer["data"][1]["b64_json"],
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_compression_makes_a_smaller_file(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("fields", "other"),
     [
         ({"sampler": "dpmpp_2m", "sigma_schedule": "karras"}, {"sampler": "DPM++ 2M Karras"}),
         ({"sampler": "DPM++ 2M Karras"}, {"sampler_name": "dpmpp_2m", "scheduler": "Karras"}),
@@ -129,9 +129,9 @@ def test_compression_makes_a_smaller_file(server: RunningServer) -> None:
     ],
 )
 def test_two_ways_to_say_the_same_thing_give_the_same_picture(
-    server: RunningServer, one: dict[str, object], other: dict[str, object]
+    server: RunningServer, fields: dict[str, object], other: dict[str, object]
 ) -> None:
-    assert files_of(server.paint(**one)) == files_of(server.paint(**other))  # type: ignore[arg-type]
+    assert files_of(server.paint(**fields)) == files_of(server.paint(**other))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", [{"seed": 2}, {"num_steps": 3}, {"guidance_scale": 2.0}, {"sampler": "ddim"}])

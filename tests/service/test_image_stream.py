@@ -74,11 +74,11 @@ def pixels_of(event: Any, side_px: int = 64) -> NDArray[np.float64]:
 
 
 def test_openais_client_sees_the_picture_become_clearer(client: OpenAI) -> None:
-    asked = client.images.generate(
+    stream = client.images.generate(
         prompt="a red fox", stream=True, partial_images=3,
         extra_body={"num_inference_steps": 40, "sampler": "ddim", "seed": 5},
     )  # fmt: skip
-    events: list[Any] = [event for event in asked if event.type in (PARTIAL, COMPLETED)]
+    events: list[Any] = [event for event in stream if event.type in (PARTIAL, COMPLETED)]
     assert [event.type for event in events] == [PARTIAL] * 3 + [COMPLETED]
     *partials, last = events
     assert [event.partial_image_index for event in partials] == [0, 1, 2]
@@ -90,8 +90,8 @@ def test_openais_client_sees_the_picture_become_clearer(client: OpenAI) -> None:
 
 
 def test_openais_client_passes_over_our_own_events(client: OpenAI) -> None:
-    asked = client.images.generate(prompt="a red fox", stream=True, extra_body={"num_inference_steps": 5})
-    types = [str(event.type) for event in asked]
+    stream = client.images.generate(prompt="a red fox", stream=True, extra_body={"num_inference_steps": 5})
+    types = [str(event.type) for event in stream]
     assert types[0] == PROGRESS
     assert types[-1] == COMPLETED
     assert set(types) == {PROGRESS, COMPLETED}
@@ -101,12 +101,12 @@ def test_a_streamed_picture_is_the_one_that_is_not_streamed(server: RunningServe
     [completed] = kind(events_of(server, partial_images=2, size="96x80"), COMPLETED)
     plain = server.client.post(GENERATIONS, json={**SOON, "stream": False, "size": "96x80"})
     assert [base64.b64decode(completed["b64_json"])] == files_of(plain)
-    told = plain.json()
-    same = set(completed) & set(told)
-    for answer in (completed, told):
+    reply = plain.json()
+    same = set(completed) & set(reply)
+    for answer in (completed, reply):
         assert answer["usage"].pop("device_s") > 0
     same -= {"id", "created", "timings", "history_id"}
-    assert {name: completed[name] for name in same} == {name: told[name] for name in same}
+    assert {name: completed[name] for name in same} == {name: reply[name] for name in same}
     assert {"sampler", "size", "usage", "warnings", "model_digest"} <= same
     assert (completed["seed"], completed["revised_prompt"]) == (5, None)
 
@@ -126,11 +126,11 @@ def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: Run
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_steps", "steps"),
+    ("num_previews", "num_steps", "steps"),
     [(0, 20, []), (1, 20, [10]), (3, 20, [5, 10, 15]), (3, 2, [1]), (3, 7, [2, 4, 6]), (2, 1, [])],
 )
-def test_previews_are_spread_evenly(server: RunningServer, asked: int, num_steps: int, steps: list[int]) -> None:
-    partials = kind(events_of(server, partial_images=asked, num_inference_steps=num_steps), PARTIAL)
+def test_previews_are_spread_evenly(server: RunningServer, num_previews: int, num_steps: int, steps: list[int]) -> None:
+    partials = kind(events_of(server, partial_images=num_previews, num_inference_steps=num_steps), PARTIAL)
     assert [(event["partial_image_index"], event["step"]) for event in partials] == list(enumerate(steps))
 
 
@@ -180,12 +180,12 @@ def test_a_stream_can_be_cancelled_by_its_id_and_its_neighbour_goes_on(server: R
 
 
 def test_openais_client_raises_when_its_stream_is_cancelled(server: RunningServer, client: OpenAI) -> None:
-    asked = client.images.generate(prompt="a red fox", stream=True, extra_body={**LONG, "stream": True})
-    request_id = asked.response.headers["x-request-id"]
-    assert next(asked).type
+    stream = client.images.generate(prompt="a red fox", stream=True, extra_body={**LONG, "stream": True})
+    request_id = stream.response.headers["x-request-id"]
+    assert next(stream).type
     server.client.post(f"{GENERATIONS}/{request_id}/cancel")
     with pytest.raises(openai.APIError, match="cancelled") as caught:
-        list(asked)
+        list(stream)
     assert caught.value.code == "cancelled"
 
 

@@ -36,14 +36,14 @@ def test_a_key_that_is_given_twice_is_named(data: bytes, name: str) -> None:
 
 
 def test_a_saving_that_is_out_of_bounds_is_told_its_bounds() -> None:
-    for field, value, wanted in (
+    for field, value, expected in (
         ("similarity_threshold", 0, "must be more than 0"),
         ("similarity_threshold", 1.01, "must be at most 1"),
         ("token_merging", 0.8, "must be at most 0.75"),
         ("cache_interval", 0, "must be at least 1"),
         ("guidance_interval", "0,1", "must be a list"),
     ):
-        with pytest.raises(InvalidRequest, match=wanted) as caught:
+        with pytest.raises(InvalidRequest, match=expected) as caught:
             parse(GenerateBody, json.dumps({"prompt": "a", field: value}).encode())
         assert caught.value.param == field
 

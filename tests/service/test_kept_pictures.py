@@ -43,7 +43,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, clock: Clock) -> ImageStore:
+def store(tmp_path: Path, clock: Clock) -> ImageStore:
     return ImageStore(tmp_path / "a" / "pictures", max_bytes=1000, now=clock)
 
 
@@ -51,59 +51,59 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def is_there(kept: ImageStore, name: str) -> bool:
+def is_there(store: ImageStore, name: str) -> bool:
     try:
-        kept.open(name).file.close()
+        store.open(name).file.close()
     except HttpError as error:
         return (error.status, error.code) != (404, "picture_not_found")
     return True
 
 
-def test_a_picture_is_there_for_an_hour_and_no_longer(kept: ImageStore, clock: Clock, tmp_path: Path) -> None:
-    name = kept.store(b"fox", new_name("png"))
+def test_a_picture_is_there_for_an_hour_and_no_longer(store: ImageStore, clock: Clock, tmp_path: Path) -> None:
+    name = store.store(b"fox", new_name("png"))
     assert NAME.fullmatch(name)
     clock.now_s += 3599
-    picture = kept.open(name)
+    picture = store.open(name)
     assert (picture.file.read(), picture.num_bytes, picture.left_s) == (b"fox", 3, 1.0)
     picture.file.close()
     clock.now_s += 1
-    assert not is_there(kept, name)
-    kept.sweep()
+    assert not is_there(store, name)
+    store.sweep()
     assert names(tmp_path / "a" / "pictures") == set()
 
 
-def test_folder_and_files_are_for_this_user_alone(kept: ImageStore, tmp_path: Path) -> None:
+def test_folder_and_files_are_for_this_user_alone(store: ImageStore, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "pictures"
     folder.mkdir(parents=True, mode=0o755)
-    name = kept.store(b"fox", new_name("png"))
+    name = store.store(b"fox", new_name("png"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
 
-def test_the_oldest_make_room_and_what_is_not_ours_stays(kept: ImageStore, clock: Clock, tmp_path: Path) -> None:
+def test_the_oldest_make_room_and_what_is_not_ours_stays(store: ImageStore, clock: Clock, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "pictures"
     folder.mkdir(parents=True)
     (folder / "somebodys.png").write_bytes(b"x" * 5000)
     kept_names = []
     for _ in range(30):
-        kept_names.append(kept.store(b"x" * 99, new_name("webp")))
+        kept_names.append(store.store(b"x" * 99, new_name("webp")))
         clock.now_s += 1
-        ours = names(folder) - {"somebodys.png"}
-        assert sum((folder / name).stat().st_size for name in ours) <= 1000
-    assert names(folder) - {"somebodys.png"} == set(kept_names[-len(ours) :])
-    assert len(ours) >= 8
+        stored = names(folder) - {"somebodys.png"}
+        assert sum((folder / name).stat().st_size for name in stored) <= 1000
+    assert names(folder) - {"somebodys.png"} == set(kept_names[-len(stored) :])
+    assert len(stored) >= 8
     with pytest.raises(OSError, match="too large"):
-        kept.store(b"x" * 1001, new_name("png"))
+        store.store(b"x" * 1001, new_name("png"))
 
 
 def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
-    kept: ImageStore, clock: Clock, tmp_path: Path
+    store: ImageStore, clock: Clock, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a" / "pictures"
-    old = kept.store(b"old", new_name("png"))
+    old = store.store(b"old", new_name("png"))
     (folder / f"{old}.part").write_bytes(b"half")
     clock.now_s += 1800
-    fresh = kept.store(b"fresh", new_name("jpeg"))
+    fresh = store.store(b"fresh", new_name("jpeg"))
     clock.now_s += 1801
     os.utime(folder / f"{old}.part", (0, 0))
     after = ImageStore(folder, max_bytes=1000, now=clock)
@@ -116,11 +116,11 @@ def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
     "name",
     ["", ".", "..", "../secret.png", "a" * 32, f"{'a' * 32}.png", f"{'A' * 32}.png", f"{'a' * 32}.png.part", "\0"],
 )
-def test_other_names_are_not_found(kept: ImageStore, tmp_path: Path, name: str) -> None:
+def test_other_names_are_not_found(store: ImageStore, tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "secret.png").write_bytes(b"secret")
-    kept.store(b"fox", new_name("png"))
-    assert not is_there(kept, name)
+    store.store(b"fox", new_name("png"))
+    assert not is_there(store, name)
 
 
 def test_a_folder_that_is_a_link_elsewhere_is_not_used(clock: Clock, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_folder_that_is_a_link_elsewhere_is_not_used(clock: Clock, tmp_path: P
         ImageStore(tmp_path / "link", max_bytes=1000, now=clock).store(b"fox", new_name("png"))
 
 
-def test_many_threads_keep_within_the_bound(kept: ImageStore, tmp_path: Path) -> None:
+def test_many_threads_keep_within_the_bound(store: ImageStore, tmp_path: Path) -> None:
     threads = [
-        threading.Thread(target=lambda: [kept.store(b"x" * 90, new_name("png")) for _ in range(20)]) for _ in range(8)
+        threading.Thread(target=lambda: [store.store(b"x" * 90, new_name("png")) for _ in range(20)]) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -212,9 +212,9 @@ def test_clients_of_older_models_get_urls_without_asking(client: OpenAI) -> None
         assert data
         assert data[0].url
         assert data[0].b64_json
-    asked = client.images.generate(model="dall-e-3", prompt="a fox", response_format="b64_json", extra_body=quick)
-    assert asked.data
-    assert (asked.data[0].url, bool(asked.data[0].b64_json)) == (None, True)
+    answer = client.images.generate(model="dall-e-3", prompt="a fox", response_format="b64_json", extra_body=quick)
+    assert answer.data
+    assert (answer.data[0].url, bool(answer.data[0].b64_json)) == (None, True)
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_every_post_route_has_these_names(server: RunningServer, path: str) -> N
 @pytest.mark.slow
 def test_models_are_found_by_these_names_too(server: RunningServer) -> None:
     lists = [server.client.get(path).json() for path in ("/v1/models", "/models", "/v1/models/", "/models/")]
-    assert all(one == lists[0] for one in lists)
+    assert all(names_listed == lists[0] for names_listed in lists)
     assert server.client.get("/v1/models/gpt-image-9").json()["id"] == "gpt-image-9"
     assert server.client.get("/models/dall-e-3/").json()["id"] == "dall-e-3"
     assert server.client.get("/models/gpt-5").status_code == 404
@@ -297,14 +297,14 @@ def test_where_none_are_kept_a_url_is_refused_and_older_models_get_the_file() ->
 def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = ImageStore(tmp_path / "pictures", max_bytes=1000, now=clock)
-    name = kept.store(b"fox", new_name("png"))
+    store = ImageStore(tmp_path / "pictures", max_bytes=1000, now=clock)
+    name = store.store(b"fox", new_name("png"))
     monkeypatch.setattr("diffserve.service.images.image_store.SWEEP_EVERY_S", 0.01)
     hidden = (tmp_path / "pictures").rename(tmp_path / "hidden")
     (tmp_path / "pictures").symlink_to(hidden)
 
     async def run() -> None:
-        sweeping = asyncio.create_task(kept.sweep_for_ever())
+        sweeping = asyncio.create_task(store.sweep_for_ever())
         await asyncio.sleep(0.1)
         (tmp_path / "pictures").unlink()
         hidden.rename(tmp_path / "pictures")

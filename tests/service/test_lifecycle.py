@@ -48,8 +48,8 @@ def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(last
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(lasting.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
         wait_for(lambda: lasting.num_requests() == 2, SOON_S, "both to be taken")
-        lost = lasting.engine
-        lost.kill()
+        engine = lasting.engine
+        engine.kill()
         for future in waiting:
             response = future.result(timeout=SOON_S)
             assert response.status_code == 503
@@ -59,7 +59,7 @@ def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(last
     assert lasting.status("/readyz") == 503
     assert lasting.paint().status_code == 503
     lasting.wait_until_ready()
-    assert lasting.engine.pid != lost.pid
+    assert lasting.engine.pid != engine.pid
     assert files_of(lasting.paint(seed=77)) == before
 
 
@@ -94,8 +94,8 @@ def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(lasting: RunningServ
 def test_the_engine_does_not_outlive_a_killed_server(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     engine = lasting.engine
-    with socket.create_connection(("127.0.0.1", lasting.port)) as held:
-        held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", lasting.port)) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         lasting.process.kill()
         lasting.process.wait(SOON_S)
     engine.wait(SOON_S)
@@ -129,9 +129,9 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never
         assert '"type":"image_generation.completed"' in watching.result(timeout=300).text
         assert server.process.wait(SOON_S) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-        (told,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
-    assert {"fastapi", "schedulers", "PIL"} <= set(told.split())
-    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(told.split())
+        (loaded_line,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
+    assert {"fastapi", "schedulers", "PIL"} <= set(loaded_line.split())
+    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(loaded_line.split())
 
 
 def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:

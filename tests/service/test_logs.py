@@ -46,13 +46,13 @@ class Log:
         """The first record of ``event`` with ``facts``."""
 
         def look() -> dict[str, Any] | None:
-            fitting = (one for one in self.records() if facts.items() <= one.items())
-            return next((one for one in fitting if one["event"] == event), None)
+            fitting = (record for record in self.records() if facts.items() <= record.items())
+            return next((record for record in fitting if record["event"] == event), None)
 
         return wait_for(look, SOON_S, f"{event} with {facts} in the log")
 
     def assert_nobody_blames_the_server(self) -> None:
-        assert [one for one in self.records() if one["level"] in ("error", "critical")] == []
+        assert [record for record in self.records() if record["level"] in ("error", "critical")] == []
 
 
 def send_raw(server: RunningServer, data: bytes, *, patience_s: float = 20.0) -> bytes:
@@ -84,7 +84,7 @@ def test_a_broken_chunk_is_a_400_without_a_traceback(server: RunningServer, path
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
     log.wait_for("request")
     log.assert_nobody_blames_the_server()
-    assert [one for one in log.records() if "traceback" in one] == []
+    assert [record for record in log.records() if "traceback" in record] == []
 
 
 PAGE = "/gradio_api"
@@ -100,7 +100,7 @@ def test_a_broken_chunk_for_the_page_is_a_400_without_a_traceback(page_server: R
     assert send_raw(page_server, data).startswith(b"HTTP/1.1 400 ")
     time.sleep(0.5)  # the page's requests are quiet: there is no line to wait for
     log.assert_nobody_blames_the_server()
-    assert [one for one in log.records() if "traceback" in one] == []
+    assert [record for record in log.records() if "traceback" in record] == []
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_every_line_of_a_server_is_json_and_none_holds_a_prompt(text_server: Run
         assert {"ts", "level", "event"} <= set(json.loads(line))
 
 
-def told_by(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
+def records_of(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
     """What is logged of a process that runs ``program``."""
 
     async def run() -> None:
@@ -165,20 +165,20 @@ os.write(2, b"token '{SECRET}' is odd\\n\\n")
 os.write(2, b'{{"ts": "2026", "level": "info", "event": "ready"}}\\n')
 os.write(2, b'{{"ts": broken\\n' + b"x" * 400_000 + b"\\nlast words")
 """
-    told = told_by(program, caplog)
-    assert told[:3] == [
+    records = records_of(program, caplog)
+    assert records[:3] == [
         ("WARNING", "[W1234 context.cpp:1] cublas is slow"),
         ("WARNING", "token … is odd"),
         ("WARNING", '{"ts": "2026", "level": "info", "event": "ready"}'),
     ]
-    assert told[3] == ("WARNING", "{…: broken")
-    assert told[-1] == ("WARNING", "last words")
-    assert all(len(text) <= 400 for _, text in told)
+    assert records[3] == ("WARNING", "{…: broken")
+    assert records[-1] == ("WARNING", "last words")
+    assert all(len(text) <= 400 for _, text in records)
 
 
 def test_the_last_words_of_an_engine_that_crashes_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    told = told_by("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", caplog)
-    assert ("WARNING", "Fatal Python error: Segmentation fault") in told
+    records = records_of("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", caplog)
+    assert ("WARNING", "Fatal Python error: Segmentation fault") in records
 
 
 @pytest.mark.slow

@@ -24,17 +24,17 @@ from tests.service.test_bad_input import WRONG_VALUES
 
 def seen_while(work: Callable[[], object]) -> tuple[float, float]:
     """The longest (late, blocked), in seconds, that is seen while ``work`` runs within the loop."""
-    seen: list[tuple[float, float]] = []
+    delays: list[tuple[float, float]] = []
 
     async def run() -> None:
-        watching = asyncio.create_task(watch_loop(lambda late_s, blocked_s: seen.append((late_s, blocked_s))))
+        watching = asyncio.create_task(watch_loop(lambda late_s, blocked_s: delays.append((late_s, blocked_s))))
         await asyncio.sleep(LOOK_EVERY_S / 2)
         work()
         await asyncio.sleep(2 * LOOK_EVERY_S)
         watching.cancel()
 
     asyncio.run(run())
-    return max(late_s for late_s, _ in seen), max(blocked_s for _, blocked_s in seen)
+    return max(late_s for late_s, _ in delays), max(blocked_s for _, blocked_s in delays)
 
 
 def compute(seconds: float) -> None:
@@ -84,7 +84,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 def hostile_pictures() -> dict[str, bytes]:
     """PNGs that were made to keep a reader busy; the first froze the server for a minute."""
-    whole = encode_image(Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8)))
+    file = encode_image(Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8)))
     pairs = ", ".join(f"k{i}: v" for i in range(250_000)).encode()
     inflated = zlib.compress(b"a" * 1_000_000)
     within = {
@@ -93,7 +93,7 @@ def hostile_pictures() -> dict[str, bytes]:
         "inflating": b"".join(chunk(b"zTXt", b"k%d\0\0" % i + inflated) for i in range(60)),
         "many-chunks": b"".join(chunk(b"tEXt", b"k%d\0v" % i) for i in range(500_000)),
     }
-    return {name: whole[:33] + chunks + whole[33:] for name, chunks in within.items()}
+    return {name: file[:33] + chunks + file[33:] for name, chunks in within.items()}
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_a_hostile_picture_stops_nobody_and_gets_an_answer_soon(page_server: Run
 
 @pytest.mark.slow
 def test_large_pictures_stop_nobody(page_server: RunningServer) -> None:
-    asked: list[dict[str, Any]] = [{}, {"stream": True, "partial_images": 3}, {"output_format": "webp"}]
-    for fields in asked:
+    bodies: list[dict[str, Any]] = [{}, {"stream": True, "partial_images": 3}, {"output_format": "webp"}]
+    for fields in bodies:
         answer = page_server.paint(size="2048x2048", n=4, response_format="url", **fields)
         assert answer.status_code == 200
     for url in re.findall(r'"url":"([^"]+)"', answer.text):

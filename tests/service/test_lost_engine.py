@@ -77,12 +77,12 @@ class BreakingServer:
         ``reason`` in the log.
         """
         self.server.wait_until_ready()
-        lost, before, num_told = self.server.engine, losses(self.server), len(reasons(self.server))
+        engine, before, num_reasons = self.server.engine, losses(self.server), len(reasons(self.server))
         yield self.server
         self.server.wait_until_ready()
-        assert self.server.engine.pid != lost.pid
-        [told] = wait_for(lambda: reasons(self.server)[num_told:], SOON_S, "the reason in the log")
-        assert reason in told
+        assert self.server.engine.pid != engine.pid
+        [logged_reason] = wait_for(lambda: reasons(self.server)[num_reasons:], SOON_S, "the reason in the log")
+        assert reason in logged_reason
         assert losses(self.server) == before | {kind: before.get(kind, 0.0) + 1.0}
 
 
@@ -115,8 +115,8 @@ def reasons(server: RunningServer) -> list[str]:
 
 def losses(server: RunningServer) -> dict[str, float]:
     """What /metrics counts, by kind."""
-    found = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
-    return {kind: float(count) for kind, count in found}
+    samples = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
+    return {kind: float(count) for kind, count in samples}
 
 
 def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_the_next_one_paints(
@@ -128,8 +128,8 @@ def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_
         watching = pool.submit(server.paint, **LONG, stream=True, partial_images=1)
         for future in waiting:
             check_unavailable(future.result(timeout=SOON_S))
-        told = watching.result(timeout=SOON_S)
-        assert told.status_code == 503 or '"code":"engine_unavailable"' in told.text.rstrip().rpartition("\n")[2]
+        events = watching.result(timeout=SOON_S)
+        assert events.status_code == 503 or '"code":"engine_unavailable"' in events.text.rstrip().rpartition("\n")[2]
     assert len(files_of(server.paint(num_steps=1))) == 1
 
 
@@ -157,10 +157,10 @@ def test_while_the_engine_is_silent_work_is_refused_at_once_on_every_route_and_t
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("silence", "no word for") as server, ThreadPoolExecutor(1) as pool:
-        lost = server.engine
+        engine = server.engine
         waiting = pool.submit(server.paint, **LONG)
         wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
-        lost.suspend()
+        engine.suspend()
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
         for route, body in WORK.items():
             for stream in (False, True):

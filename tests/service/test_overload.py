@@ -53,7 +53,7 @@ def small_server(
 
 
 @contextmanager
-def held(
+def full_queue(
     server: RunningServer, headers: dict[str, str] | None = None, *, waiting: dict[str, Any] = LONG
 ) -> Iterator[None]:
     """A house as full as one client can make it: one request has all lanes, others are ``waiting``. In the end all hang
@@ -71,8 +71,8 @@ def held(
 
 def metric(server: RunningServer, name: str) -> float:
     """A number of ``/metrics``."""
-    found = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
+    match = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
+    return 0.0 if match is None else float(match[1])
 
 
 def sent(
@@ -99,7 +99,7 @@ def asleep(server: RunningServer) -> Iterator[None]:
 
 
 def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> None:
-    with held(small_server):
+    with full_queue(small_server):
         with asleep(small_server):
             answers = [small_server.paint("a blue boat") for _ in range(5)]
         for answer in answers:
@@ -110,15 +110,15 @@ def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> 
 
 def test_a_refusal_does_not_wait_for_the_body_and_the_connection_goes_on(small_server: RunningServer) -> None:
     body = {"prompt": "a red fox " * 1000}
-    with held(small_server), sent(small_server, body, num_bytes=100) as connection:
+    with full_queue(small_server), sent(small_server, body, num_bytes=100) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 429")
-        rest = json.dumps(body).encode()[100:]
-        connection.sendall(rest + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        tail = json.dumps(body).encode()[100:]
+        connection.sendall(tail + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: b"HTTP/1.1 200" in connection.recv(1 << 16), SOON_S, "the next answer")
 
 
 def test_a_stream_is_refused_with_a_status_and_not_with_an_event(small_server: RunningServer) -> None:
-    with held(small_server):
+    with full_queue(small_server):
         refused = small_server.paint("a blue boat", stream=True)
         assert refused.status_code == 429
         assert refused.headers["content-type"] == "application/json"
@@ -129,7 +129,7 @@ def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(sm
     crowd, guest = ({"Authorization": f"Bearer {name}"} for name in ("crowd", "guest"))
     small = {"prompt": "a red fox", "num_inference_steps": 2}
 
-    with held(small_server, crowd):
+    with full_queue(small_server, crowd):
         painted = 'images_total{model="sd15",outcome="painted"}'
         before = metric(small_server, painted)
         assert small_server.client.post(GENERATIONS, json=small, headers=crowd).status_code == 429
@@ -153,8 +153,8 @@ def test_those_who_wait_are_told_when_they_move_up(small_server: RunningServer) 
         moved = next(last_one)
         assert (moved["queue_position"], moved["step"], moved["image_index"]) == (0, 0, None)
         small_server.client.post(f"{GENERATIONS}/{next_id}/cancel")
-        begun = next(last_one)
-        assert (begun["queue_position"], begun["image_index"]) == (None, 0)
+        started = next(last_one)
+        assert (started["queue_position"], started["image_index"]) == (None, 0)
 
 
 def test_an_experiment_waits_while_the_queue_is_full(
@@ -178,7 +178,7 @@ def test_an_experiment_waits_while_the_queue_is_full(
             return run, num_waits
 
     with ExitStack() as crowd:
-        crowd.enter_context(held(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
+        crowd.enter_context(full_queue(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
         run, num_waits = asyncio.run(paint(crowd.close))
     assert (run.error, run.board.num_painted, num_waits) == (None, 4, 1)
 
@@ -202,7 +202,9 @@ def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_ov
     statuses = Counter(answer.status for answer in answers)
     assert set(statuses) == {200, 429}, statuses
     assert statuses[200] >= MAX_WAITING - 2, "those who fit in were let in"
-    painted, refused = ([one for one in answers if one.status == status] for status in (200, 429))
-    assert all(one.retry_after_s is not None and 1 <= one.retry_after_s <= 60 for one in refused)
-    assert quantile([one.seconds for one in refused], 0.5) < 0.25 * quantile([one.seconds for one in painted], 0.5)
+    painted, refused = ([answer for answer in answers if answer.status == status] for status in (200, 429))
+    assert all(answer.retry_after_s is not None and 1 <= answer.retry_after_s <= 60 for answer in refused)
+    assert quantile([answer.seconds for answer in refused], 0.5) < 0.25 * quantile(
+        [answer.seconds for answer in painted], 0.5
+    )
     wait_for(lambda: small_server.num_requests() == 0, SOON_S, "the end of it")

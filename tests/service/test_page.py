@@ -107,9 +107,9 @@ def test_the_guards_stand_before_it() -> None:
         assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "origin_not_allowed")
         rebound = await client.get("/", headers={"Host": "elsewhere.example"})
         assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
-        own = await client.get("/")
-        assert "default-src 'self'" in own.headers["content-security-policy"]
-        assert own.headers["x-content-type-options"] == "nosniff"
+        reply = await client.get("/")
+        assert "default-src 'self'" in reply.headers["content-security-policy"]
+        assert reply.headers["x-content-type-options"] == "nosniff"
         await page.close()
 
     tell(story, small_page([]))

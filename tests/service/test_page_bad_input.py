@@ -34,8 +34,8 @@ def page(page_server: RunningServer) -> Iterator[httpx.Client]:
 
 def events(page: httpx.Client) -> list[dict[str, Any]]:
     """The page's events, as it tells them to browsers."""
-    found: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
-    return found
+    dependencies: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
+    return dependencies
 
 
 @pytest.mark.parametrize("path", ["/queue/join", "/run/predict", "/run/nosuch", "/run/generate", "/cancel", "/reset"])
@@ -193,7 +193,7 @@ def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_s
 
 
 @pytest.mark.parametrize(
-    ("samplers", "steps", "prompts", "said"),
+    ("samplers", "steps", "prompts", "message"),
     [
         (["ddim"] * 100_000, "5", "a fox", "1 picture"),
         (["ddim"], "5," * 240_000 + "5", "a fox", "Steps has 480001 characters"),
@@ -205,13 +205,13 @@ def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_s
     ids=["samplers", "steps", "prompts", "caption", "digits", "sampler"],
 )
 def test_a_form_of_any_length_keeps_nobody_waiting(
-    page: httpx.Client, samplers: list[str], steps: str, prompts: str, said: str
+    page: httpx.Client, samplers: list[str], steps: str, prompts: str, message: str
 ) -> None:
     """The fixture sees to it that nobody waited."""
     form = {"data": [samplers, steps, prompts, 1, 0, "3", False, ""]}
     answer = page.post(f"{API}/run/experiment_estimate", json=form)
     assert answer.status_code == 200
-    assert said in answer.json()["data"][0]
+    assert message in answer.json()["data"][0]
 
 
 def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:

@@ -62,16 +62,16 @@ def plan(**fields: Any) -> ImagePlan:
 
 def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() -> None:
     prompts = {"prompt": "a (red) fox", "negative_prompt": "[night]"}
-    for syntax, wanted in ((None, ("a (red) fox", "[night]")), ("plain", ("a \\(red\\) fox", "\\[night\\]"))):
+    for syntax, expected in ((None, ("a (red) fox", "[night]")), ("plain", ("a \\(red\\) fox", "\\[night\\]"))):
         request = plan(**prompts, prompt_syntax=syntax).request
-        assert (request.prompt, request.negative_prompt) == wanted
+        assert (request.prompt, request.negative_prompt) == expected
     assert plan(**prompts, prompt_syntax="plain", prompt_rewriter="auto").request.prompt == "a (red) fox"
     with pytest.raises(InvalidRequest, match="prompt_syntax is"):
         plan(prompt_syntax="comfy")
 
 
 @pytest.mark.parametrize(
-    ("default", "said", "expected"),
+    ("default", "field", "expected"),
     [
         ("off", None, None),
         ("auto", None, RewriteOptions()),
@@ -84,15 +84,17 @@ def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() ->
     ],
 )
 def test_the_rewriter_is_the_bodys_choice_and_else_the_servers(
-    default: RewriterMode, said: object, expected: RewriteOptions | None
+    default: RewriterMode, field: object, expected: RewriteOptions | None
 ) -> None:
-    body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
+    body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": field}).encode())
     assert plan_images(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
 
 
-@pytest.mark.parametrize(("asked", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)])
-def test_previews_are_spread_over_the_steps(asked: int, steps: int | None, every: int) -> None:
-    fields = {"partial_images": asked, "steps": steps}
+@pytest.mark.parametrize(
+    ("num_previews", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)]
+)
+def test_previews_are_spread_over_the_steps(num_previews: int, steps: int | None, every: int) -> None:
+    fields = {"partial_images": num_previews, "steps": steps}
     assert plan(stream=True, **fields).request.preview_every == every
     assert plan(**fields).request.preview_every == 0
 
@@ -166,10 +168,10 @@ def test_every_error_has_its_status_type_and_code(error: DiffserveError, status:
     assert ("Retry-After" in reply.headers) is (status in (429, 503))
 
 
-@pytest.mark.parametrize(("after_s", "told"), [(0.0, "1"), (3.2, "4"), (1e9, "60"), (60.0, "60")])
-def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, told: str) -> None:
+@pytest.mark.parametrize(("after_s", "header"), [(0.0, "1"), (3.2, "4"), (1e9, "60"), (60.0, "60")])
+def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, header: str) -> None:
     headers = reply_to(QueueFull("x", retry_after_s=after_s)).headers
-    assert headers["Retry-After"] == told
+    assert headers["Retry-After"] == header
     assert 0 < int(headers["retry-after-ms"]) <= 60_000
 
 
@@ -220,9 +222,9 @@ def test_of_several_models_each_goes_by_its_name_and_the_first_by_none_and_by_al
     ]
     assert [find_model(name, models) for name in (None, "embedded", "dall-e-3")] == [INFO] * 3
     assert find_model("gpt-image-1", models) is other, "a name goes before an alias"
-    told = told_of(models, None, CONFIG)
-    assert [one["loaded"] for one in told.values()] == [True, False, False]
-    assert told["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
+    models_by_name = told_of(models, None, CONFIG)
+    assert [entry["loaded"] for entry in models_by_name.values()] == [True, False, False]
+    assert models_by_name["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
     for name in ("nope", "../embedded", "/models/embedded", ""):
         with pytest.raises(ModelNotFound, match="embedded, gpt-image-1, broken are served"):
             find_model(name, models)

@@ -75,7 +75,7 @@ async def served(max_connections: int) -> AsyncIterator[int]:
 class Caller:
     """A client that sends what it likes."""
 
-    made: ClassVar[list[Caller]] = []
+    callers: ClassVar[list[Caller]] = []
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

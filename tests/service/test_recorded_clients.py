@@ -60,7 +60,7 @@ def is_picture(text: str) -> bool:
 
 def has_b64(answer: httpx.Response) -> bool:
     """A picture within, and no URL, which would win and could not be fetched."""
-    return all(is_picture(one["b64_json"]) and "url" not in one for one in list(answer.json()["data"]))
+    return all(is_picture(image["b64_json"]) and "url" not in image for image in list(answer.json()["data"]))
 
 
 def has_usage(answer: httpx.Response) -> bool:
@@ -73,12 +73,12 @@ def has_images(answer: httpx.Response) -> bool:
 
 def has_info(answer: httpx.Response) -> bool:
     info = json.loads(answer.json()["info"])
-    whole = has_images(answer) and isinstance(answer.json()["info"], str)
-    return whole and bool(info["infotexts"][0]) and {"seed", "width", "height"} <= set(info)
+    is_valid = has_images(answer) and isinstance(answer.json()["info"], str)
+    return is_valid and bool(info["infotexts"][0]) and {"seed", "width", "height"} <= set(info)
 
 
 def lists(*fields: str) -> Need:
-    return lambda answer: all(set(fields) <= one.keys() for one in answer.json()) and len(answer.json()) > 0
+    return lambda answer: all(set(fields) <= entry.keys() for entry in answer.json()) and len(answer.json()) > 0
 
 
 def is_list(answer: httpx.Response) -> bool:
@@ -100,7 +100,7 @@ def is_idle(answer: httpx.Response) -> bool:
 
 def lists_images(answer: httpx.Response) -> bool:
     """n8n shows names with these words alone."""
-    names = [one["id"] for one in answer.json()["data"]]
+    names = [entry["id"] for entry in answer.json()["data"]]
     return any("dall-e" in name for name in names) and any("gpt-image" in name for name in names)
 
 

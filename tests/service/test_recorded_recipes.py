@@ -184,7 +184,7 @@ def test_a_random_recipe_repeats_itself_everywhere(
     repeated = client.post(GENERATIONS, json={"infotext": text})
     assert pixels_of(files_of(repeated)[0]) == picture, f"API: {text}"
     unused = "the negative prompt has no meaning without guidance, and was not used."  # so it is not recorded
-    assert repeated.json()["warnings"] == [one for one in first.json()["warnings"] if one != unused]
+    assert repeated.json()["warnings"] == [warning for warning in first.json()["warnings"] if warning != unused]
     a1111 = client.post("/sdapi/v1/txt2img", json={"infotext": text}).json()
     assert pixels_of(base64.b64decode(a1111["images"][0])) == picture, f"A1111: {text}"
     order = order_of(form_of(text, image), image)
@@ -278,7 +278,7 @@ def test_what_a_request_cannot_repeat_is_named() -> None:
 @pytest.mark.slow
 def test_wrong_infotexts_are_refused_by_name_at_both_apis(server: RunningServer) -> None:
     for path in (GENERATIONS, "/sdapi/v1/txt2img"):
-        for text, said in (
+        for text, message in (
             ("a fox\nSteps: 999999999, Size: 64x64, Seed: 7", "999999999"),
             ("a fox\nSteps: 2, Size: 64x64, Seed: 99999999999999999999999999", "99999999999"),
             (5, "infotext is 5; it must be text"),
@@ -286,4 +286,4 @@ def test_wrong_infotexts_are_refused_by_name_at_both_apis(server: RunningServer)
         ):
             answer = server.client.post(path, json={"infotext": text})
             assert answer.status_code == 400, answer.text
-            assert said in answer.text, answer.text
+            assert message in answer.text, answer.text

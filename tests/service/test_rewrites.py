@@ -30,8 +30,8 @@ def rewritten(server: RunningServer, prompt: str, **fields: Any) -> dict[str, An
 
 def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream that ends as it should; the event's own field says the type too."""
-    *events, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    *events, done, tail = text.split("\n\n")
+    assert (done, tail) == ("data: [DONE]", "")
     parsed = []
     for event in events:
         name, data = event.split("\n")
@@ -85,9 +85,9 @@ def test_several_prompts_are_drawn_and_reproducible(text_server: RunningServer) 
 
 def test_style_and_system_reach_the_model(text_server: RunningServer) -> None:
     plain = rewritten(text_server, "a fox", style="prose")
-    own = rewritten(text_server, "a fox", style="prose", system="be brief")
-    assert plain["style"] == own["style"] == "prose"
-    assert own["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
+    custom = rewritten(text_server, "a fox", style="prose", system="be brief")
+    assert plain["style"] == custom["style"] == "prose"
+    assert custom["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
 
 
 def test_a_stream_tells_tokens_and_then_the_whole_answer(text_server: RunningServer) -> None:

@@ -36,7 +36,7 @@ def test_no_request_of_any_kind_is_a_mistake_of_the_server(text_server: RunningS
     mode = schemathesis.GenerationMode.POSITIVE if is_good else schemathesis.GenerationMode.NEGATIVE
     num_answered = 0
     for operation in schema.get_all_operations():
-        found = operation.ok()
+        operation_result = operation.ok()
 
         @settings(
             max_examples=NUM_EXAMPLES,
@@ -46,7 +46,7 @@ def test_no_request_of_any_kind_is_a_mistake_of_the_server(text_server: RunningS
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(case=found.as_strategy(generation_mode=mode))
+        @given(case=operation_result.as_strategy(generation_mode=mode))
         def ask(case: Any) -> None:
             nonlocal num_answered
             try:

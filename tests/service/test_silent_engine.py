@@ -48,12 +48,14 @@ def running(program: str) -> Iterator[int]:
 
 async def watched_for(seconds: float, program: str) -> Loss | None:
     """Why an engine whose process runs ``program`` was given up while it loaded; ``None``: it was not."""
-    own = client.EngineClient(load_settings(model="embedded", env={"DIFFSERVE_SERVE_HANG_AFTER_S": f"{PATIENCE_S}"}))
+    engine_client = client.EngineClient(
+        load_settings(model="embedded", env={"DIFFSERVE_SERVE_HANG_AFTER_S": f"{PATIENCE_S}"})
+    )
     with running(program) as pid:
         silent = Silent(pid)
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(seconds, loaded.set_result, None)
-        await own._watch(cast(EngineConnection, silent), until=loaded)
+        await engine_client._watch(cast(EngineConnection, silent), until=loaded)
         return silent.lost.result() if silent.lost.done() else None
 
 

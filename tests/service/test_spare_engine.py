@@ -37,15 +37,17 @@ REQUEST = GenerationRequest(
 def engines() -> set[int]:
     """Process ids of the engines that this process has started and that are there."""
     children = psutil.Process().children()
-    return {one.pid for one in children if one.is_running() and "diffserve.engine.process" in one.cmdline()}
+    return {
+        process.pid for process in children if process.is_running() and "diffserve.engine.process" in process.cmdline()
+    }
 
 
 async def until(look: Callable[[], T], seconds: float = START_S) -> T:
     """What ``look`` finds, as soon as that is something."""
     async with asyncio.timeout(seconds):
-        while not (found := look()):
+        while not (result := look()):
             await asyncio.sleep(0.02)
-        return found
+        return result
 
 
 async def picture(client: EngineClient) -> Any:
@@ -68,7 +70,7 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
     monkeypatch.setattr(engine_client, "SPARE_STARTS_S", START_S)
     caplog.set_level("INFO", "diffserve.engine")
 
-    def told(event: str, fact: str) -> list[Any]:
+    def facts(event: str, fact: str) -> list[Any]:
         return [vars(record)[fact] for record in caplog.records if record.message == event]
 
     async def live() -> None:
@@ -76,25 +78,25 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
         client.start()
         await until(lambda: client.is_ready)
         before = await picture(client)
-        [first] = told("engine ready", "engine_pid")
+        [first] = facts("engine ready", "engine_pid")
         [dead] = await until(lambda: engines() - {first})
         psutil.Process(dead).kill()
         [spare] = await until(lambda: engines() - {first, dead})
         psutil.Process(first).kill()
         await until(lambda: not client.is_ready, SOON_S)
         await until(lambda: client.is_ready)
-        assert told("engine ready", "engine_pid") == [first, spare]
+        assert facts("engine ready", "engine_pid") == [first, spare]
         assert np.array_equal((await picture(client)).array, before.array)
         [stuck] = await until(lambda: engines() - {spare})
         monkeypatch.setattr(engine_client, "SPARE_STARTS_S", 0.0)
         psutil.Process(stuck).suspend()
         psutil.Process(spare).kill()
-        await until(lambda: len(told("engine ready", "engine_pid")) == 3)
-        assert told("engine ready", "engine_pid")[2] not in (first, spare, stuck)
+        await until(lambda: len(facts("engine ready", "engine_pid")) == 3)
+        assert facts("engine ready", "engine_pid")[2] not in (first, spare, stuck)
         assert not psutil.pid_exists(stuck)
         await client.stop()
         assert engines() == set()
-        assert told("engine lost", "exit_code") == [-signal.SIGKILL] * 2
+        assert facts("engine lost", "exit_code") == [-signal.SIGKILL] * 2
 
     asyncio.run(live())
 

@@ -52,9 +52,9 @@ def play(
     async def run() -> Stage:
         stage, stack = Stage(), ExitStack()
         stack.callback(setattr, stage, "is_released", True)
-        made = EventStreamResponse(watched(stage), stage.interrupted, stack, **{"limit_s": 30.0, **settings})
+        response = EventStreamResponse(watched(stage), stage.interrupted, stack, **{"limit_s": 30.0, **settings})
         try:
-            sending = asyncio.ensure_future((await made.opened())({"type": "http"}, _nothing, stage.send))
+            sending = asyncio.ensure_future((await response.opened())({"type": "http"}, _nothing, stage.send))
             await (sending if script is None else script(stage, sending))
         finally:
             assert stage.is_released
@@ -114,12 +114,12 @@ def test_what_fails_later_is_an_event_with_openais_error_object(error: Exception
         await asyncio.sleep(0)
         raise error
 
-    first, told, done, _ = play(fails, ending=DONE).body.split(b"\n\n")
+    first, message, done, _ = play(fails, ending=DONE).body.split(b"\n\n")
     assert (first, done + b"\n\n") == (b'data: {"a":1}', DONE)
-    said = json.loads(told.removeprefix(b"data: "))["error"]
-    assert set(said) == {"message", "type", "param", "code"}
-    assert said["code"] == code
-    assert words in said["message"]
+    error_body = json.loads(message.removeprefix(b"data: "))["error"]
+    assert set(error_body) == {"message", "type", "param", "code"}
+    assert error_body["code"] == code
+    assert words in error_body["message"]
 
 
 def test_comments_keep_a_silent_stream_alive() -> None:

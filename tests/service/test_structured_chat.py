@@ -106,9 +106,11 @@ def test_what_is_cut_says_so_and_any_object_will_do(text_client: OpenAI, text_se
         )
     with Client(text_server.url) as client:
         messages = [ChatMessage(role="user", content="a fox")]
-        told = client.chat(messages, temperature=0.0, response_format={"type": "json_object"}, max_completion_tokens=64)
+        answer = client.chat(
+            messages, temperature=0.0, response_format={"type": "json_object"}, max_completion_tokens=64
+        )
         plain = client.chat(messages, temperature=0.0, response_format={"type": "text"})
-    choice = told.choices[0]
+    choice = answer.choices[0]
     assert choice.message.content.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
     assert plain.text == "a red fox, deep snow, moonlight"

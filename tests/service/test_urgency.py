@@ -34,7 +34,7 @@ CONFIG = load_settings(env={}).serve
 
 
 @pytest.mark.parametrize(
-    ("said", "priority", "deadline_s"),
+    ("fields", "priority", "deadline_s"),
     [
         ({}, "interactive", CONFIG.request_timeout_s),
         ({"priority": "batch", "deadline_s": 2.5}, "batch", 2.5),
@@ -44,31 +44,33 @@ CONFIG = load_settings(env={}).serve
     ],
 )
 def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
-    said: dict[str, object], priority: str, deadline_s: float
+    fields: dict[str, object], priority: str, deadline_s: float
 ) -> None:
-    image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     planned = plan_images(image, INFO, CONFIG, "img-1", client="key/a", share=2.0).request
     assert (planned.priority, planned.deadline_s, planned.client, planned.share) == (priority, deadline_s, "key/a", 2.0)
-    chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | said))
+    chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | fields))
     assert chat.urgency(CONFIG.request_timeout_s) == {"priority": priority, "deadline_s": deadline_s}
-    wish = parse(RewriteBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    wish = parse(RewriteBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     rewrite = plan_rewrite(wish, CONFIG, "img-1", client="key/a").request
     assert (rewrite.priority, rewrite.deadline_s, rewrite.client) == (priority, deadline_s, "key/a")
-    texts = plan_embedding(parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | said)), INFO, CONFIG, "img-1")
+    texts = plan_embedding(
+        parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | fields)), INFO, CONFIG, "img-1"
+    )
     assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
-    asked = ask(
+    response = ask(
         parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
     )
-    assert asked.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
+    assert response.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("fields", "param"),
     [({"priority": "urgent"}, "priority"), ({"deadline_s": 0}, "deadline_s"), ({"deadline_s": "2"}, "deadline_s")],
 )
-def test_what_makes_no_sense_is_refused_by_name(said: dict[str, object], param: str) -> None:
+def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+        parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     assert refused.value.param == param
 
 
@@ -89,10 +91,14 @@ def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_
     reply = reply_to(refusal_in(report))
     assert (reply.status, header in reply.headers) == (429, True)
     assert reply.headers.get("Retry-After", "5") == "5"
-    told = msgspec.json.decode(reply.body)["error"]
-    assert (told["code"], told["param"], told["predicted_s"]) == ("deadline_unreachable", "deadline_s", 6.5)
-    assert told["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
-    back = error_of(msgspec.convert(told, ErrorObject), reply.headers)
+    error_body = msgspec.json.decode(reply.body)["error"]
+    assert (error_body["code"], error_body["param"], error_body["predicted_s"]) == (
+        "deadline_unreachable",
+        "deadline_s",
+        6.5,
+    )
+    assert error_body["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
+    back = error_of(msgspec.convert(error_body, ErrorObject), reply.headers)
     assert isinstance(back, DeadlineUnreachable)
     assert (back.predicted_s, back.retry_after_s) == (6.5, error.retry_after_s)
 
@@ -100,10 +106,10 @@ def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_
 def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interactive_work() -> None:
     clock = itertools.count().__next__
     backlog = Backlog("image", 16, 10.0, Metrics(), clock)
-    held = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
+    entries = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
     with ExitStack() as stack:
         refused = 0
-        for place in held:
+        for place in entries:
             try:
                 stack.enter_context(place)
             except QueueFull:

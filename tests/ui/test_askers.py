@@ -20,7 +20,7 @@ class Request:
         self.headers = Headers(raw=[(b"x-forwarded-for", line.encode()) for line in forwarded])
 
 
-def told(*forwarded: str) -> Asker | None:
+def asker_of(*forwarded: str) -> Asker | None:
     """What the server reads of it."""
 
     def tell() -> dict[str, str]:
@@ -31,12 +31,12 @@ def told(*forwarded: str) -> Asker | None:
 
 
 def test_every_line_that_proxies_wrote_is_told_and_the_nearest_last() -> None:
-    assert told("1.2.3.4", "5.6.7.8") == Asker("1.2.3.4,5.6.7.8,10.0.0.1", "abc")
-    assert told() == Asker(",10.0.0.1", "abc")
+    assert asker_of("1.2.3.4", "5.6.7.8") == Asker("1.2.3.4,5.6.7.8,10.0.0.1", "abc")
+    assert asker_of() == Asker(",10.0.0.1", "abc")
 
 
 def test_of_many_addresses_the_nearest_are_told() -> None:
-    asker = told(*["1.2.3.4"] * 1000)
+    asker = asker_of(*["1.2.3.4"] * 1000)
     assert asker is not None
     assert asker.addresses.endswith("1.2.3.4,10.0.0.1")
     assert len(asker.addresses) == MOST_CHARS

@@ -47,8 +47,8 @@ class Page:
 
     def ask(self, **fields: Any) -> AsyncIterator[Sequence[Any]]:
         """Press Generate."""
-        named = FORM | fields
-        return self._events.generate(*(named.get(name, "") for name in NAMES), Request())
+        values = FORM | fields
+        return self._events.generate(*(values.get(name, "") for name in NAMES), Request())
 
     async def choose_control(self, file: Path) -> list[Any]:
         """Choose the picture of a ControlNet: what then stands in its field, and the caption."""
@@ -59,8 +59,8 @@ class Page:
 
     async def choose(self, index: int) -> None:
         """Click on one of the pictures of a request."""
-        chosen = gr.SelectData(None, {"index": index, "value": None})
-        news = zip(PARTS, await self._events.look_closer(chosen, Request()), strict=True)  # type: ignore[arg-type]
+        selection = gr.SelectData(None, {"index": index, "value": None})
+        news = zip(PARTS, await self._events.look_closer(selection, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
@@ -96,23 +96,23 @@ def tell(running: RunningServer, story: Callable[[Page], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("fields", "said"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
+@pytest.mark.parametrize(("fields", "message"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
 def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_is(
-    server: RunningServer, fields: dict[str, str], said: str
+    server: RunningServer, fields: dict[str, str], message: str
 ) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: "step " in page.caption)
-        assert said not in page.caption
+        assert message not in page.caption
         await page.rest(page.ask(**fields))
         assert 'role="alert"' in page.caption
-        assert said in page.caption
+        assert message in page.caption
         await page.until(painting, lambda: re.search(rf"step \d+ of {LONG}", page.caption))
-        assert said in page.caption
+        assert message in page.caption
         another = page.ask(steps=LONG, seed="4")
         await page.look(another)
         await page.until(painting, lambda: "1 more queued" in page.caption)
-        assert said not in page.caption
+        assert message not in page.caption
         page.stop()
         await page.rest(painting)
         await page.rest(another)
@@ -142,8 +142,8 @@ def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(s
 
     async def story(page: Page) -> None:
         await page.rest(page.ask())
-        whole = {name: page.shown[name] for name in OF_PICTURE}
-        assert "Seed: 3" in whole["parameters"]
+        fields_of_image = {name: page.shown[name] for name in OF_PICTURE}
+        assert "Seed: 3" in fields_of_image["parameters"]
         assert can_be_used(page) == {True}
         painting = page.ask(steps=LONG, seed="4")
         await page.until(painting, lambda: Path(page.shown["picture"]).name.startswith("preview-"))
@@ -154,7 +154,7 @@ def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(s
         assert "Stopped" in page.caption
         assert "Seed: 4" in page.shown["parameters"]
         assert can_be_used(page) == {True}
-        assert page.shown["picture"] != whole["picture"]
+        assert page.shown["picture"] != fields_of_image["picture"]
 
     tell(server, story)
 
@@ -238,7 +238,7 @@ def test_a_batch_shows_all_its_pictures_until_one_is_chosen(server: RunningServe
         await page.rest(page.ask(count=3))
         together = page.shown["batch"]
         assert together["visible"]
-        assert [said for _, said in together["value"]] == ["seed 3", "seed 4", "seed 5"]
+        assert [caption for _, caption in together["value"]] == ["seed 3", "seed 4", "seed 5"]
         assert "3 pictures" in page.caption
         assert "seeds 3 to 5" in page.caption
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)

@@ -75,9 +75,9 @@ def page(shared_page: Client, page_server: RunningServer) -> Client:
 
 
 def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
-    told: Any = page.view_api(print_info=False, return_format="dict")
-    assert set(told["named_endpoints"]) == ENDPOINTS
-    assert told["unnamed_endpoints"] == {}
+    api: Any = page.view_api(print_info=False, return_format="dict")
+    assert set(api["named_endpoints"]) == ENDPOINTS
+    assert api["unnamed_endpoints"] == {}
 
 
 def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client, page_server: RunningServer) -> None:
@@ -110,7 +110,7 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     pictures = {file_in(moment.picture).name for moment in moments if isinstance(moment.picture, str)}
     assert len([name for name in pictures if name.startswith("preview-")]) >= 1
     counted = [re.search(r"step (\d+) of 30", str(moment.caption)) for moment in moments]
-    assert len({found[1] for found in counted if found}) >= 2
+    assert len({match[1] for match in counted if match}) >= 2
     file = file_in(last.picture).read_bytes()
     assert [file] == files_of(page_server.paint(FOX, num_steps=30, seed=5, size="128x128"))
     assert last.parameters == read_infotext(file)
@@ -120,22 +120,22 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [{"sampler": "ddim", "guidance": "2.5"}, {"sampler": "euler_a", "eta": "0", "guidance": "2.123456789"}],
     ids=["ddim", "euler_a"],
 )
-def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, asked: dict[str, str]) -> None:
+def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, fields: dict[str, str]) -> None:
     first = Painted(*page.predict(
-        "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **asked, api_name="/generate"
+        "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **fields, api_name="/generate"
     ))  # fmt: skip
     read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
-    told: Any = page.view_api(print_info=False, return_format="dict")
-    names = [parameter["parameter_name"] for parameter in told["named_endpoints"]["/generate"]["parameters"]]
+    api: Any = page.view_api(print_info=False, return_format="dict")
+    names = [parameter["parameter_name"] for parameter in api["named_endpoints"]["/generate"]["parameters"]]
     settings = dict(zip(names[:-1], read, strict=False))  # the last is what the browser marks
     assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
-    assert (settings["guidance"], settings["eta"]) == (asked["guidance"], asked.get("eta"))
+    assert (settings["guidance"], settings["eta"]) == (fields["guidance"], fields.get("eta"))
     again = Painted(*page.predict(**settings, api_name="/generate"))
-    once, twice = (decode_image(file_in(one.picture).read_bytes()).array for one in (first, again))
+    once, twice = (decode_image(file_in(answer.picture).read_bytes()).array for answer in (first, again))
     assert np.array_equal(once, twice)
     assert again.parameters == first.parameters
 
@@ -151,14 +151,14 @@ def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> Non
 
 
 def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with(page: Client) -> None:
-    asked = {
+    fields = {
         "rewrite_mode": "Auto",
         "steps": "4",
         "loras": "sepia:0.5",
         "guidance_interval": "0.1-0.9",
         "clip_skip": "1",
     }
-    painted = Painted(*page.predict("two doggos on teh beach", **asked, api_name="/generate"))
+    painted = Painted(*page.predict("two doggos on teh beach", **fields, api_name="/generate"))
     assert ", sepia 0.5, guided part 0.1-0.9, clip skip 1, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from
     assert painted.parameters.startswith("two dogs on the beach <lora:sepia:0.5>\n")
@@ -182,13 +182,13 @@ def test_a_wrong_value_is_a_sentence_with_the_way_out(page: Client, fields: dict
 
 
 def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> None:
-    asked = {
+    fields = {
         "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
         "has_converged": False,
     }  # fmt: skip
-    estimate = page.predict(**asked, api_name="/experiment_estimate")
+    estimate = page.predict(**fields, api_name="/experiment_estimate")
     assert re.search(r"about \d+ (s|min)", estimate)
-    done = Experiment(*page.submit(**asked, api_name="/experiment").result(PATIENCE_S))
+    done = Experiment(*page.submit(**fields, api_name="/experiment").result(PATIENCE_S))
     table = list(csv.DictReader(file_in(done.csv).read_text(encoding="utf-8").splitlines()))
     assert {(row["sampler"], row["steps"]) for row in table} == {
         ("ddim", "1"), ("ddim", "3"), ("euler", "1"), ("euler", "3")
@@ -205,13 +205,13 @@ def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> N
      ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
 )  # fmt: skip
 def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
-    asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
-    for told in (
-        page.predict(**asked, api_name="/experiment_estimate"),
-        Experiment(*page.predict(**asked, api_name="/experiment")).status,
+    values = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
+    for answer in (
+        page.predict(**values, api_name="/experiment_estimate"),
+        Experiment(*page.predict(**values, api_name="/experiment")).status,
     ):
-        assert 'role="alert"' in told
-        assert sentence in told
+        assert 'role="alert"' in answer
+        assert sentence in answer
 
 
 def test_numbers_may_be_sent_as_numbers(page: Client, page_server: RunningServer) -> None:

@@ -39,11 +39,11 @@ def here(server: RunningServer) -> Iterator[Server]:
 
 
 def form(**fields: Any) -> dict[str, Any]:
-    chosen: dict[str, Any] = {
+    values: dict[str, Any] = {
         "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
         "guidance": None, "has_converged": False, "model": None,
     }  # fmt: skip
-    return chosen | fields
+    return values | fields
 
 
 async def run(events: ExperimentHandlers, **fields: Any) -> list[Shown]:
@@ -76,10 +76,10 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
 
     async def paint() -> list[Shown]:
         events, shown = ExperimentHandlers(here), []
-        async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+        async for update in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
             await events.stop(Other())  # type: ignore[arg-type]
-            shown.append(one)
-            if "<img" in str(one.grid):
+            shown.append(update)
+            if "<img" in str(update.grid):
                 await events.stop(Request())  # type: ignore[arg-type]
         await here.client.close()
         return shown
@@ -87,7 +87,7 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
     shown = asyncio.run(paint())
     server.wait_until_idle()
     assert "Stopped" in shown[-1].status
-    assert sum("Stopped" in str(one.status) for one in shown) == 1
+    assert sum("Stopped" in str(update.status) for update in shown) == 1
 
 
 def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None:
@@ -122,9 +122,9 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
         page_server, shown = Server(cable.url), []
         events = ExperimentHandlers(page_server)
         try:
-            async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
-                shown.append(one)
-                if re.search(r"image 1 of 2\b", one.status):
+            async for update in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+                shown.append(update)
+                if re.search(r"image 1 of 2\b", update.status):
                     await asyncio.to_thread(cable.pull_out)
             return shown, shown[-1].csv["value"].read_text(encoding="utf-8")
         finally:
@@ -133,7 +133,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
     with cable_to(server.port) as cable:
         shown, table = asyncio.run(paint(cable))
     *before, last = shown
-    assert 'role="alert"' not in "".join(one.status for one in before)
+    assert 'role="alert"' not in "".join(update.status for update in before)
     assert last.status.count("<p>") == last.status.count('role="alert"') == 1
     assert "ended before the answer did" in last.status
     assert "1 of 2 pictures are painted and kept" in last.status

@@ -26,11 +26,11 @@ def files() -> Iterator[PageFiles]:
 
 
 def test_what_is_written_is_read_back_from_a_place_of_its_own(files: PageFiles) -> None:
-    one, other = files.write(b"one", "a fox.png"), files.write(b"other", "a fox.png")
-    assert (one.read_bytes(), other.read_bytes()) == (b"one", b"other")
-    assert one.name == "a-fox.png"
-    assert one.parent.parent == files.folder
-    assert len(one.parent.name) == 32
+    first, other = files.write(b"one", "a fox.png"), files.write(b"other", "a fox.png")
+    assert (first.read_bytes(), other.read_bytes()) == (b"one", b"other")
+    assert first.name == "a-fox.png"
+    assert first.parent.parent == files.folder
+    assert len(first.parent.name) == 32
 
 
 def test_the_oldest_make_room_for_the_newest(files: PageFiles) -> None:
@@ -93,17 +93,17 @@ def test_a_folder_that_somebody_cleaned_away_is_made_again(files: PageFiles) -> 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_not(files: PageFiles) -> None:
     orphan = left_behind("a" * 32)
-    with closing(PageFiles()) as others:
+    with closing(PageFiles()) as other_files:
         assert not orphan.exists()
-        assert others.left == []
+        assert other_files.left == []
         assert files.folder.exists()
 
 
 def left_behind(name: str) -> Path:
     """The folder of a process that was killed, with a picture in the folder ``name``."""
     program = "import os, ui.files; print(ui.files.PageFiles().folder, flush=True); os.kill(os.getpid(), 9)"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    orphan = Path(told.stdout.strip())
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    orphan = Path(completed.stdout.strip())
     (orphan / name).mkdir(parents=True)
     (orphan / name / "a.png").write_bytes(b"x")
     return orphan
@@ -127,18 +127,18 @@ def test_what_a_killed_process_left_for_somebody_is_taken_over_for_an_hour() -> 
         assert [folder.name for folder in files.left] == ["new"]
         assert (files.folder / "new" / "a.png").read_bytes() == b"x"
         assert not orphan.exists()
-        with closing(PageFiles()) as others:
-            assert others.left == []
+        with closing(PageFiles()) as other_files:
+            assert other_files.left == []
 
 
 def test_what_belongs_to_who_is_still_here_outlives_the_process_and_nothing_else() -> None:
     files = PageFiles()
-    mine, theirs, nobodys = (files.write(b"x", "x.png") for _ in range(3))
+    mine, other_path, nobodys = (files.write(b"x", "x.png") for _ in range(3))
     files.note(mine, "me", b"{}")
-    files.note(theirs, "them", b"{}")
+    files.note(other_path, "them", b"{}")
     files.stays = lambda: {"me"}
     files.remove()
-    assert [path.exists() for path in (mine, theirs, nobodys)] == [True, False, False]
+    assert [path.exists() for path in (mine, other_path, nobodys)] == [True, False, False]
     files.stays = frozenset
     shutil.rmtree(files.folder)
 

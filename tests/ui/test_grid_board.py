@@ -91,7 +91,7 @@ def test_only_places_that_every_begun_cell_has_are_compared(board_of: MakeBoard)
     assert [seed for _, seed in board.fair_places] == [0, 1, 2]
     paint(board, PlannedImage(second, 0, 0), is_exact=False)
     assert [seed for _, seed in board.fair_places] == [0]
-    rows = {one.cell: one for one in board.summaries(GUESS)}
+    rows = {summary.cell: summary for summary in board.summaries(GUESS)}
     assert set(rows) == {first, second}
     exact = rows[first].value(Measure.EXACT)
     assert exact is not None
@@ -107,20 +107,22 @@ def test_a_converged_picture_that_is_missing_costs_its_own_place_alone(board_of:
     assert [seed for _, seed in board.fair_places] == [0, 2]
     *rows, reference = board.summaries(GUESS)
     assert reference.cell.is_reference
-    assert [near.value for one in rows if (near := one.value(Measure.PSNR_DB))] == [21.0] * len(board.plan.cells)
+    assert [near.value for summary in rows if (near := summary.value(Measure.PSNR_DB))] == [21.0] * len(
+        board.plan.cells
+    )
 
 
 def test_a_cell_that_was_given_up_narrows_no_other(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3, has_converged=False)
-    lost, *others = board.plan.cells
-    paint(board, PlannedImage(lost, 0, 2))
-    refuse(board, lost)
+    lost_cell, *remaining = board.plan.cells
+    paint(board, PlannedImage(lost_cell, 0, 2))
+    refuse(board, lost_cell)
     assert [seed for _, seed in board.fair_places] == [2], "it is all that there is"
-    for cell in others:
+    for cell in remaining:
         for seed in (0, 1, 2):
             paint(board, PlannedImage(cell, 0, seed))
     assert [seed for _, seed in board.fair_places] == [0, 1, 2]
-    assert {one.cell for one in board.summaries(GUESS)} == set(others)
+    assert {summary.cell for summary in board.summaries(GUESS)} == set(remaining)
 
 
 def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measured(board_of: MakeBoard) -> None:
@@ -138,10 +140,10 @@ def test_few_prompts_have_no_interval_and_many_have(board_of: MakeBoard) -> None
     def exact(num_prompts: int, num_seeds: int) -> tuple[float | None, float | None]:
         board = board_of(num_prompts, num_seeds)
         paint_all(board, is_exact=True)
-        found = board.summaries(GUESS)[0].value(Measure.EXACT)
-        assert found is not None
-        assert found.value == 1.0
-        return found.low, found.high
+        exact = board.summaries(GUESS)[0].value(Measure.EXACT)
+        assert exact is not None
+        assert exact.value == 1.0
+        return exact.low, exact.high
 
     assert exact(1, 1) == exact(2, 4) == (None, None)
     assert exact(6, 1) == (0.5, 1.0), "the rule of three"
@@ -154,7 +156,7 @@ def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell(board_of: Make
     for cell in (first, second):
         paint(board, PlannedImage(cell, 0, 0), is_exact=True, psnr_db=30.0 if cell == first else None)
         paint(board, PlannedImage(cell, 0, 1), is_exact=None)
-    assert [(one.num_images, one.measures) for one in board.summaries(GUESS)] == [(2, {}), (2, {})]
+    assert [(summary.num_images, summary.measures) for summary in board.summaries(GUESS)] == [(2, {}), (2, {})]
 
 
 def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from(board_of: MakeBoard) -> None:

@@ -33,15 +33,15 @@ MODEL = ImageCapabilities(
 
 
 def plan_of(**fields: Any) -> SweepPlan:
-    chosen: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
-    return read_form(ExperimentForm(**chosen | fields), MODEL)
+    values: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
+    return read_form(ExperimentForm(**values | fields), MODEL)
 
 
 def test_every_picture_is_asked_of_the_model_that_was_chosen() -> None:
     image = PlannedImage(plan_of().cells[0], 0, 0)
-    for chosen, told in (("photo", "photo"), ("", None)):
-        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), chosen)
-        assert painter._fields(image).get("model") == told
+    for choice, expected in (("photo", "photo"), ("", None)):
+        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
+        assert painter._fields(image).get("model") == expected
 
 
 def test_a_form_becomes_paired_cells() -> None:

@@ -53,7 +53,7 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
             assert run.error is None
             *cells, reference = run.board.summaries(speed.alone)
             assert reference.cell.is_reference
-            rows = {(one.cell.sampler, one.cell.num_steps): one for one in cells}
+            rows = {(cell.cell.sampler, cell.cell.num_steps): cell for cell in cells}
             assert rows["euler", 6].evaluations == 12
             assert rows["euler", 6].alone_s > rows["euler", 2].alone_s > 0
             same, worse = rows["ddim", 6].value(Measure.PSNR_DB), rows["ddim", 2].value(Measure.PSNR_DB)
@@ -78,15 +78,15 @@ def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningSer
             return run
 
     run = asyncio.run(paint())
-    said: dict[tuple[int, int], set[tuple[str, str]]] = {}
+    states: dict[tuple[int, int], set[tuple[str, str]]] = {}
     for cell, square in run.board.squares.items():
         for place in square.records:
             text = read_infotext(run.board.file_of(cell, place).read_bytes())
             assert text is not None
             read = parse_infotext(text)
             assert int(read.fields["Steps"]) == cell.num_steps
-            said.setdefault(place, set()).add((read.prompt, read.fields["Seed"]))
-    assert said == {
+            states.setdefault(place, set()).add((read.prompt, read.fields["Seed"]))
+    assert states == {
         (0, 0): {(PROMPTS[0], "5")}, (0, 1): {(PROMPTS[0], "6")},
         (1, 0): {(PROMPTS[1], "7")}, (1, 1): {(PROMPTS[1], "8")},
     }  # fmt: skip
@@ -119,10 +119,10 @@ def test_stop_in_the_middle_of_measuring_loses_no_measure(
 ) -> None:
     is_comparing, go_on = threading.Event(), threading.Event()
 
-    def compare_slowly(one: Any, converged: Any) -> float:
+    def compare_slowly(image: Any, converged: Any) -> float:
         is_comparing.set()
         go_on.wait(SOON_S)
-        return psnr_db(one, converged)
+        return psnr_db(image, converged)
 
     monkeypatch.setattr(measure, "psnr_db", compare_slowly)
 

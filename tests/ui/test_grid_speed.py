@@ -39,19 +39,19 @@ def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(
     """Four pictures of four steps, ``at_once`` to a call of half a second until they are done; before them a second for
     the text, after them two for files.
     """
-    told, clock_s = [], 1.0
+    times, clock_s = [], 1.0
     for first in range(0, 4, at_once):
         for step in range(1, 5):
             clock_s += 0.5
-            told += [StepTime(clock_s + 0.001 * index, step, index) for index in range(first, first + at_once)]
-    timing = timing_together(WatchedRequest(0.0, tuple(told), clock_s + 2.0, evaluations=32, num_steps=4), 4)
+            times += [StepTime(clock_s + 0.001 * index, step, index) for index in range(first, first + at_once)]
+    timing = timing_together(WatchedRequest(0.0, tuple(times), clock_s + 2.0, evaluations=32, num_steps=4), 4)
     assert timing.row_s == pytest.approx(0.5 / (2 * at_once), rel=0.02)
     assert timing.rest_s == pytest.approx(3.0 / 4, rel=0.02)
 
 
 def test_pictures_that_are_over_at_once_are_timed_too() -> None:
-    told = tuple(StepTime(1.0, 1, index) for index in range(4))
-    assert timing_together(WatchedRequest(0.0, told, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
+    times = tuple(StepTime(1.0, 1, index) for index in range(4))
+    assert timing_together(WatchedRequest(0.0, times, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
 
 
 def test_the_speed_of_a_server_that_is_away_is_an_error_that_says_so() -> None:

@@ -44,7 +44,7 @@ def _closed(markup: str) -> str:
 
 def test_samplers_are_rows_and_steps_are_columns(board_of: MakeBoard) -> None:
     board = board_of()
-    cell = next(one for one in board.plan.cells if (one.sampler, one.num_steps) == ("ddim", 8))
+    cell = next(candidate for candidate in board.plan.cells if (candidate.sampler, candidate.num_steps) == ("ddim", 8))
     paint(board, PlannedImage(cell, 0, 0), is_exact=True)
     rows = squares(board)
     assert [len(row) for row in rows] == [3, 3], "two steps and the converged picture"

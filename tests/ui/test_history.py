@@ -16,7 +16,7 @@ from ui.visitors import Visitors
 
 
 def entry(**changes: Any) -> HistoryEntry:
-    told: dict[str, Any] = {
+    entry_fields: dict[str, Any] = {
         "id": "h",
         "created_at": 0,
         "model": "m",
@@ -25,7 +25,7 @@ def entry(**changes: Any) -> HistoryEntry:
         "height": 8,
         "seed": 1,
     }
-    return HistoryEntry(**told | {"restore": None} | changes)
+    return HistoryEntry(**entry_fields | {"restore": None} | changes)
 
 
 def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is_away_is_a_sentence() -> None:
@@ -34,14 +34,14 @@ def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is
         history, request = HistoryHandlers(server, visitors), Request()
         here: Any = request
         for index in (0, -1, 10**9, "x", None, [0]):
-            chosen = gr.SelectData(None, {"index": index, "value": None})
-            assert (await history.choose(chosen, here))[3] == gr.update(visible=False)
+            selection = gr.SelectData(None, {"index": index, "value": None})
+            assert (await history.choose(selection, here))[3] == gr.update(visible=False)
         assert (await history.delete(here))[4] == gr.update(value="Delete")
         assert all(value == gr.skip() for value in await history.restore(here))
         assert "no longer exists" in (await history.edit(here))[3]
         assert visitors.of(request.session_hash).start is None
-        for words, said in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
-            assert said in (await history.search(words, here))[0]
+        for words, message in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
+            assert message in (await history.search(words, here))[0]
         await server.close()
 
     asyncio.run(story())
@@ -63,7 +63,7 @@ def test_what_others_wrote_is_text_and_deleting_asks_first(tmp_path: Any) -> Non
     looking = Looking("fox")
     assert "No image has all" in looking.draw()[0]
     looking.found, looking.selected, looking.is_asking = [(entry(), tmp_path)], 0, True
-    said, *_, delete = looking.draw()
-    assert "&lt;b&gt;a fox" in said
-    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in said
+    status, *_, delete = looking.draw()
+    assert "&lt;b&gt;a fox" in status
+    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in status
     assert delete == gr.update(value=ASK)

@@ -50,8 +50,8 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
         assert not re.search(r"url\(.?https?:|@import", theme)
         config = (await client.get("/config")).json()
         assert (config["analytics_enabled"], config["show_error"], config["footer_links"]) == (False, False, [])
-        named = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
-        assert named == {
+        endpoint_names = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
+        assert endpoint_names == {
             "generate",
             "suggest",
             "read_parameters",
@@ -68,11 +68,11 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
 @pytest.mark.slow
 def test_a_script_may_leave_out_whatever_the_page_has_a_value_for() -> None:
     endpoints = ui.create_page("http://127.0.0.1:9").get_api_info()["named_endpoints"]
-    asked = {
-        name: [each["parameter_name"] for each in told["parameters"] if not each["parameter_has_default"]]
-        for name, told in endpoints.items()
+    expected = {
+        name: [each["parameter_name"] for each in endpoint["parameters"] if not each["parameter_has_default"]]
+        for name, endpoint in endpoints.items()
     }
-    assert asked == {
+    assert expected == {
         "/generate": ["prompt"],
         "/suggest": ["prompt"],
         "/read_parameters": ["file"],
@@ -94,11 +94,11 @@ def test_the_only_queue_is_the_engines() -> None:
 def test_whatever_knows_its_visitor_runs_in_the_event_loop() -> None:
     """Gradio runs other handlers in threads, where a painting can be neither ended nor given its grace."""
     handlers = [event.fn for event in ui.create_page("http://127.0.0.1:9").fns.values() if callable(event.fn)]
-    theirs = [each for each in handlers if "request" in inspect.signature(each).parameters]
-    assert len(theirs) >= 9
+    with_request = [each for each in handlers if "request" in inspect.signature(each).parameters]
+    assert len(with_request) >= 9
     assert [
         each.__qualname__
-        for each in theirs
+        for each in with_request
         if not (inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each))
     ] == []
 
@@ -113,10 +113,10 @@ def test_gradio_remembers_no_more_sessions_than_fit_into_a_little_memory() -> No
 @pytest.mark.slow
 def test_the_folder_of_pictures_goes_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
-    kept = PageFiles.__init__
+    original_init = PageFiles.__init__
 
     def noting(self: PageFiles, **settings: int) -> None:
-        kept(self, **settings)
+        original_init(self, **settings)
         folders.append(self.folder)
 
     monkeypatch.setattr(PageFiles, "__init__", noting)
@@ -160,9 +160,9 @@ print(type(table) is pandas.DataFrame, len(table), "dateutil" in loaded())
 
 def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--server", "nonsense"]) == 2
-    told = capsys.readouterr().err
-    assert "'nonsense'" in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "'nonsense'" in output
+    assert output.count("\n") == 1
 
 
 def test_components_are_imported_without_reading_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ LONG = 1000
 
 
 def order(prompt: str = "a red fox", *, rewrites: bool = False, **fields: object) -> CheckedForm:
-    asked: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
-    return CheckedForm(prompt=prompt, fields=asked, rewrites=rewrites)
+    fields_sent: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
+    return CheckedForm(prompt=prompt, fields=fields_sent, rewrites=rewrites)
 
 
 def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
@@ -62,10 +62,10 @@ def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
         await server.close()
         return caption_of(painting)
 
-    said = asyncio.run(fail())
-    assert said.count("out of memory") == 1
-    assert "Images 1, 3 and 4 failed: the device is out of memory." in said
-    assert "Image 2 failed: something broke." in said
+    message = asyncio.run(fail())
+    assert message.count("out of memory") == 1
+    assert "Images 1, 3 and 4 failed: the device is out of memory." in message
+    assert "Image 2 failed: something broke." in message
 
 
 @pytest.mark.slow
@@ -105,16 +105,16 @@ def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningSe
     async def story(server: Server) -> None:
         visitors = Visitors()
         mine = visitors.of("mine").paint(server, order(num_inference_steps=LONG))
-        theirs = visitors.of("theirs").paint(server, order(num_inference_steps=LONG))
-        await asyncio.gather(until_step(mine), until_step(theirs))
+        other_painting = visitors.of("theirs").paint(server, order(num_inference_steps=LONG))
+        await asyncio.gather(until_step(mine), until_step(other_painting))
         assert "step " in progress_text(mine)
         assert visitors.of("mine").stop() == 1
         await mine.wait()
         await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 1, SOON_S, "the free lane")
         assert "Stopped at step" in caption_of(mine)
-        assert not theirs.is_over
+        assert not other_painting.is_over
         visitors.leave("theirs")
-        await theirs.wait()
+        await other_painting.wait()
         await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 0, SOON_S, "the other lane")
 
     tell(text_server.url, story)
@@ -146,8 +146,8 @@ def test_a_server_that_is_away_is_a_sentence() -> None:
 def test_until_it_begins_its_place_is_said() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
-        said = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
-        for queue_position, text in said.items():
+        texts = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
+        for queue_position, text in texts.items():
             painting.queue_position = queue_position
             assert progress_text(painting) == text
         painting.stop()
@@ -158,13 +158,13 @@ def test_until_it_begins_its_place_is_said() -> None:
 
 def test_several_pictures_are_told_as_one_work() -> None:
     async def story(server: Server) -> None:
-        several, best = (Painting(server, asked, lambda _: None) for asked in (order(n=3), order(best_of=4)))
+        several, best = (Painting(server, fields, lambda _: None) for fields in (order(n=3), order(best_of=4)))
         for painting in (several, best):
             painting.stop()
             await painting.wait()
-            told = [(0, 4), (1, 1), (2, 1), (1, 2)]
+            reports = [(0, 4), (1, 1), (2, 1), (1, 2)]
             shares = []
-            for index, step in told:
+            for index, step in reports:
                 far = Progress(id="1", image_index=index, step=step, steps=4, request_seconds_left=3.0)
                 await painting._take(far)
                 shares.append(painting.share)
@@ -242,10 +242,10 @@ def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
 def test_news_wake_whoever_waits_for_them_even_when_they_came_before() -> None:
     async def story() -> None:
         visitor = Visitor()
-        seen = visitor.news
+        news = visitor.news
         visitor._take(None)
         async with asyncio.timeout(SOON_S):
-            await visitor.wait_for_news(seen, 10 * SOON_S)
+            await visitor.wait_for_news(news, 10 * SOON_S)
         waiting = asyncio.create_task(visitor.wait_for_news(visitor.news, 10 * SOON_S))
         await asyncio.sleep(0)
         visitor._take(None)

@@ -15,9 +15,9 @@ SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors
 
 
 def embedded() -> World:
-    told = read_vocabulary(WEIGHTS)
-    assert told is not None
-    return World(objects=told.objects, places=told.places, colors=told.colors, words=told.words)
+    vocabulary = read_vocabulary(WEIGHTS)
+    assert vocabulary is not None
+    return World(objects=vocabulary.objects, places=vocabulary.places, colors=vocabulary.colors, words=vocabulary.words)
 
 
 def clicks(world: World) -> list[str]:
@@ -39,10 +39,10 @@ def test_words_that_the_model_was_never_taught_are_named() -> None:
 
 
 def test_they_are_said_as_text_and_not_all_of_many() -> None:
-    said = warning_of(("<b>", "horse", *map(str, range(9))))
-    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in said
-    assert said.count("<b>") == 6
-    assert "and 5 more" in said
+    warning = warning_of(("<b>", "horse", *map(str, range(9))))
+    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in warning
+    assert warning.count("<b>") == 6
+    assert "and 5 more" in warning
     assert warning_of(()) == ""
 
 

@@ -102,7 +102,7 @@ def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"prompt": "  "}, "the prompt is empty"),
         ({"prompt": None}, "the prompt is empty"),
@@ -122,11 +122,11 @@ def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
         ({"aspect": "round"}, "'round'"),
     ],
 )
-def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, Any], said: str) -> None:
+def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, Any], message: str) -> None:
     form = msgspec.structs.replace(Form(prompt="a fox"), **changes)
     with pytest.raises(InvalidRequest) as caught:
         order_of(form, MODEL)
-    assert said.lower() in caught.value.message.lower()
+    assert message.lower() in caught.value.message.lower()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_no_seed_is_a_random_one(text: str | None, seed: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "size", "said"),
+    ("steps", "size", "expected"),
     [
         ("50", "128x192", ("fine", "portrait", None, None)),
         ("25", "128x128", ("standard", "square", None, None)),
@@ -146,10 +146,10 @@ def test_no_seed_is_a_random_one(text: str | None, seed: int | None) -> None:
     ],
 )
 def test_quality_and_aspect_follow_a_picture_and_say_nothing_else_than_its_fields(
-    steps: str, size: str, said: tuple[str | None, ...]
+    steps: str, size: str, expected: tuple[str | None, ...]
 ) -> None:
     form = form_of(TEXT.replace("Steps: 12", f"Steps: {steps}").replace("128x192", size), MODEL)
-    assert (form.quality, form.aspect, form.steps, form.size) == said
+    assert (form.quality, form.aspect, form.steps, form.size) == expected
     fields = order_of(form, MODEL).fields
     assert (str(fields["num_inference_steps"]), fields["size"]) == (steps, size)
 
@@ -221,22 +221,22 @@ def test_a_variation_reads_back_as_a_picture_tells_it() -> None:
 
 
 def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -> None:
-    told = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
+    text = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
     model = msgspec.structs.replace(MODEL, refiner="xl [01]")
-    assert order_of(form_of(told, model), model).fields["switch_at"] == 0.75
-    assert doubts(told, model) == ()
-    assert "painted by xl [01], which is not loaded" in doubts(told, MODEL)[0]
+    assert order_of(form_of(text, model), model).fields["switch_at"] == 0.75
+    assert doubts(text, model) == ()
+    assert "painted by xl [01], which is not loaded" in doubts(text, MODEL)[0]
     assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
 def test_what_the_model_refuses_is_not_read_into_fields_that_nobody_sees() -> None:
-    told = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
-    assert doubts(told, MODEL)[1:] == ()
+    text = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
+    assert doubts(text, MODEL)[1:] == ()
     model = msgspec.structs.replace(MODEL, refused_fields=("clip_skip", "cache_interval", "similarity_threshold"))
-    fields = order_of(form_of(told, model), model).fields
+    fields = order_of(form_of(text, model), model).fields
     assert fields["eta"] == 0.5
     assert not {"clip_skip", "similarity_threshold"} & fields.keys()
-    similar, refused = doubts(told, model)
+    similar, refused = doubts(text, model)
     assert "began from a kept picture" in similar
     assert refused == "The model refuses what it was painted with: Clip skip; expect another picture."
 
@@ -262,9 +262,9 @@ def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
 def test_a_controlnet_goes_by_the_picture_that_was_chosen_for_it() -> None:
     model = msgspec.structs.replace(MODEL, controlnets=("edges",))
     form = Form(prompt="a fox", control="edges", control_scale="0,5", control_steps="0-0.5", preprocessor="canny")
-    [told] = order_of(form, model, None, b"file").fields["controlnets"]
+    [control] = order_of(form, model, None, b"file").fields["controlnets"]
     numbers = {"scale": 0.5, "start": 0.0, "end": 0.5}
-    assert told == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
+    assert control == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
     assert "controlnets" not in order_of(Form(prompt="a fox", control=""), model, None, b"file").fields
     for changes, picture, why in (
         ({"control": "depth"}, b"file", "no ControlNet 'depth'; there are edges"),
@@ -291,8 +291,8 @@ def test_the_form_and_the_page_have_their_fields_in_one_order() -> None:
 
 def test_sizes_that_a_model_was_told_read_back_as_a_picture_tells_them() -> None:
     fields = order_of(form_of(f"{TEXT}, Micro conditioning: crop 8x16 target_size 96x80", MODEL), MODEL).fields
-    told = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
-    assert told == {"crop": (8, 16), "target_size": (96, 80)}
+    sizes = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
+    assert sizes == {"crop": (8, 16), "target_size": (96, 80)}
     with pytest.raises(InvalidRequest, match="micro_conditioning is 'large'; write names and pairs"):
         order_of(Form(prompt="a fox", typed={"micro_conditioning": "large"}), MODEL)
 
@@ -301,9 +301,9 @@ def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_
     cuda = TEXT.replace("RNG: CPU", "RNG: NV")
     assert order_of(form_of(cuda, MODEL), MODEL).fields["noise_source"] == "device"
     assert "noise_source" not in order_of(form_of(cuda.replace("RNG: NV, ", ""), MODEL), MODEL).fields
-    begun = f"{TEXT}, Similarity threshold: 0.9"
-    assert "similarity_threshold" not in order_of(form_of(begun, MODEL), MODEL).fields, "it began from noise"
-    assert order_of(form_of(f"{begun}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
+    text = f"{TEXT}, Similarity threshold: 0.9"
+    assert "similarity_threshold" not in order_of(form_of(text, MODEL), MODEL).fields, "it began from noise"
+    assert order_of(form_of(f"{text}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
     with pytest.raises(InvalidRequest, match=r"The similarity_threshold is '1.5'; give a number from 0 to 1"):
         order_of(Form(prompt="a fox", typed={"similarity_threshold": "1.5"}), MODEL)
 
@@ -351,7 +351,7 @@ def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "The prompt has 32001 characters; at most 32000"),
         ({"negative_prompt": "x" * 1_000_000}, "The negative prompt has 1000000 characters"),
@@ -359,9 +359,9 @@ def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -
         ({"sampler": ["ddim"]}, "The sampler is no text"),
     ],
 )
-def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], message: str) -> None:
     check_lengths(Form(prompt="x" * MAX_PROMPT_CHARS, negative_prompt=None))
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         check_lengths(msgspec.structs.replace(Form(prompt="a fox"), **changes))
 
 

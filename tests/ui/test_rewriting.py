@@ -22,16 +22,16 @@ WISH = "a <small> fox"
 SAID = status("The prompt is already good.")
 
 
-@pytest.mark.parametrize("said", [None, "", SAID, difference_html(WISH, "a cat")])
-def test_an_edit_shows_what_changed(said: str | None) -> None:
-    shown, accept = compare(WISH, "a <small> red fox", said)
+@pytest.mark.parametrize("suggestion", [None, "", SAID, difference_html(WISH, "a cat")])
+def test_an_edit_shows_what_changed(suggestion: str | None) -> None:
+    shown, accept = compare(WISH, "a <small> red fox", suggestion)
     assert "<ins>red </ins>" in shown
     assert accept["visible"]
 
 
-@pytest.mark.parametrize("said", [None, "", difference_html(WISH, "a <small> red fox")])
-def test_an_edit_that_is_taken_back_leaves_no_marks(said: str | None) -> None:
-    shown, accept = compare(WISH, WISH, said)
+@pytest.mark.parametrize("suggestion", [None, "", difference_html(WISH, "a <small> red fox")])
+def test_an_edit_that_is_taken_back_leaves_no_marks(suggestion: str | None) -> None:
+    shown, accept = compare(WISH, WISH, suggestion)
     assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
 
 
@@ -66,9 +66,9 @@ def test_a_wish_that_is_too_long_is_refused_and_not_remembered() -> None:
         events = Rewriting(None, None)  # type: ignore[arg-type]
         return [shown async for shown in events.suggest(TOO_LONG, Request())]  # type: ignore[arg-type]
 
-    [(suggestion, said, _, _, wish)] = asyncio.run(suggest())
+    [(suggestion, message, _, _, wish)] = asyncio.run(suggest())
     assert (suggestion, wish) == ("", gr.skip())
-    assert "32001 characters" in said
+    assert "32001 characters" in message
 
 
 class Refusing:
@@ -88,14 +88,14 @@ class Refusing:
         yield events()
 
 
-@pytest.mark.parametrize(("wish", "said"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
-def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, said: str) -> None:
+@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
+def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, message: str) -> None:
     async def last() -> tuple[object, ...]:
         events = Rewriting(Refusing(), None)  # type: ignore[arg-type]
         return [moment async for moment in events.suggest(wish, Request())][-1]  # type: ignore[arg-type]
 
-    _, told, can_accept, can_revert, _ = asyncio.run(last())
-    assert said in str(told)
+    _, text, can_accept, can_revert, _ = asyncio.run(last())
+    assert message in str(text)
     assert can_accept == can_revert == gr.update(visible=False)
 
 

@@ -19,9 +19,9 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids: list[int] = []
     describe = BlocksConfig.config_for_block
 
-    def counted(number: int, *rest: Any) -> dict[str, Any]:
+    def counted(number: int, *arguments: Any) -> dict[str, Any]:
         ids.append(number)
-        return describe(number, *rest)
+        return describe(number, *arguments)
 
     monkeypatch.setattr(BlocksConfig, "config_for_block", staticmethod(counted))
     return ids

@@ -68,13 +68,13 @@ def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         starting = Starting(server, visitors, None)  # type: ignore[arg-type]
         visitor = visitors.of(Request.session_hash)
-        own, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
-        visitor.pictures = [own]
+        own_image, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
+        visitor.pictures = [own_image]
         for name in (str(foreign.path), "/etc/passwd", None, {"path": [1]}, 7):
             assert "image no longer exists" in (await starting.edit(name, Request()))[-1]  # type: ignore[arg-type]
             assert visitor.start is None
-        assert str(own.path) in (await starting.edit({"path": str(own.path)}, Request()))[1]  # type: ignore[arg-type]
-        assert visitor.start == own.path
+        assert str(own_image.path) in (await starting.edit({"path": str(own_image.path)}, Request()))[1]  # type: ignore[arg-type]
+        assert visitor.start == own_image.path
 
         sent = BytesIO()
         Image.fromarray(np.zeros((32, 128, 3), np.uint8)).save(sent, "JPEG", exif=_sideways())

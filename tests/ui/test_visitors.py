@@ -56,8 +56,10 @@ async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]
 def test_the_buttons_are_told_anew_each_time_and_all_else_once() -> None:
     screen = Screen()
     parts = {"caption": "a", "generate": {"visible": "hidden"}, "stop": {"visible": True}}
-    told = [{name for name, value in zip(PARTS, screen.draw(**parts), strict=True) if value != gr.skip()} for _ in "ab"]
-    assert told == [{"caption", "generate", "stop"}, {"generate", "stop"}]
+    updates = [
+        {name for name, value in zip(PARTS, screen.draw(**parts), strict=True) if value != gr.skip()} for _ in "ab"
+    ]
+    assert updates == [{"caption", "generate", "stop"}, {"generate", "stop"}]
 
 
 @pytest.mark.slow
@@ -85,16 +87,18 @@ def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServe
 def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=GRACE_S)
-        mine, theirs = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
-        paintings = [visitor.paint(page, order(num_inference_steps=LONG)) for visitor in (mine, theirs)]
-        watching = [follow(visitor, each, Screen()) for visitor, each in zip((mine, theirs), paintings, strict=True)]
+        mine, other_visitor = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
+        paintings = [visitor.paint(page, order(num_inference_steps=LONG)) for visitor in (mine, other_visitor)]
+        watching = [
+            follow(visitor, each, Screen()) for visitor, each in zip((mine, other_visitor), paintings, strict=True)
+        ]
         await asyncio.gather(*map(anext, watching), *map(until_step, paintings))
         await hang_up(visitors, "mine", watching[0])
         async with asyncio.timeout(SOON_S):
             await paintings[0].wait()
         assert paintings[0].was_stopped
         assert not paintings[1].is_over
-        theirs.stop()
+        other_visitor.stop()
         await paintings[1].wait()
 
     tell(server.url, story)
@@ -140,8 +144,8 @@ def test_a_token_finds_nothing_with_another_key() -> None:
 def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)
-        one = visitors.arrive("one", TOKEN)
-        one.pictures = [PICTURE]
+        visitor = visitors.arrive("one", TOKEN)
+        visitor.pictures = [PICTURE]
         empty = visitors.arrive("empty", OTHER)
         for number in range(10 * MAX_TOKENS):
             visitors.of(f"session {number}").trouble = "nothing came of it"
@@ -149,7 +153,7 @@ def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
                 visitors.arrive(f"page {number}", f"{number:032x}")
         assert len(visitors._visitors) <= 2 * MAX_EMPTY
         assert len(visitors._tokens) <= MAX_TOKENS
-        assert visitors.of("one") is one
+        assert visitors.of("one") is visitor
         assert visitors.of("empty") is not empty
 
     asyncio.run(story())

@@ -38,11 +38,11 @@ def test_a_text_does_not_differ_from_itself(text: str) -> None:
 @given(TEXTS, TEXTS)
 def test_neighbours_differ_in_kind(old: str, new: str) -> None:
     kinds = [piece.kind for piece in difference(old, new)]
-    assert all(one != other for one, other in itertools.pairwise(kinds))
+    assert all(kind != other for kind, other in itertools.pairwise(kinds))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("2 doggos on teh beach", "two dogs on the beach", "-2 doggos |+two dogs |=on |-teh |+the |=beach"),
         ("a cat", "a cat, at night", "=a cat|+, at night"),
@@ -53,9 +53,9 @@ def test_neighbours_differ_in_kind(old: str, new: str) -> None:
         ("", "", ""),
     ],
 )
-def test_words_are_compared_one_by_one(old: str, new: str, said: str) -> None:
+def test_words_are_compared_one_by_one(old: str, new: str, expected: str) -> None:
     marks = {"same": "=", "added": "+", "removed": "-"}
-    assert "|".join(marks[piece.kind] + piece.text for piece in difference(old, new)) == said
+    assert "|".join(marks[piece.kind] + piece.text for piece in difference(old, new)) == expected
 
 
 def test_markup_in_a_text_stays_text() -> None:
@@ -79,5 +79,5 @@ def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest
 
 
 def test_no_more_words_are_looked_for_than_would_be_compared() -> None:
-    found = _words("a " * (MAX_WORDS + 500))
-    assert len(found) == MAX_WORDS + 1
+    pieces = _words("a " * (MAX_WORDS + 500))
+    assert len(pieces) == MAX_WORDS + 1
