@@ -1,4 +1,4 @@
-"""A page that is reloaded, or whose server was started anew, has all that it had."""
+"""The page keeps its state across reloads and server restarts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
 
 
 def start_both(there: Visit) -> None:
-    """Paint in both tabs, the experiment the one that is open."""
+    """Start generation in both tabs, and the experiment in the current one."""
     there.set_advanced(steps=1000, seed=7)
     there.write("prompt", "an owl")
     there.press("generate")
@@ -79,7 +79,7 @@ def start_both(there: Visit) -> None:
 
 
 def expect_both_lost(there: Visit, cable: Cable) -> None:
-    """The server is back: what was lost is said where it was painted, and everything can be done again."""
+    """Check that lost work is reported in its tab and can be started again after the restart."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
     there.expect_text("exp-status", "lost with the server; press Run")
     cable.pull_out()  # or a server that is too busy to answer for a moment

@@ -1,4 +1,4 @@
-"""Somebody paints: previews, the gallery, the file, and the way back from a file to the same picture."""
+"""Image generation in the browser: previews, the gallery, the file, and a repeat from the file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Somebody edits: a part is marked, with the pointer or by keyboard, and only that is painted anew; and axe, which
-looks for what shuts people out, finds nothing.
-"""
+"""Editing in the browser: only the part marked by pointer or keyboard changes, and axe finds no barrier."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def expect_no_barrier(here: Visit) -> None:
-    """Axe finds nothing."""
+    """Check that axe finds no accessibility violation."""
     violations = Axe().run(here.page).response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == []
 
 
 def mark(here: Visit, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Draw a line with the brush, between shares of width and height."""
+    """Draw a line with the brush between shares of width and height."""
     canvas = here.part("start-picture").locator("canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()

@@ -1,4 +1,4 @@
-"""An experiment on the page: what it will take, a grid that fills, curves, files, and an end before its time."""
+"""An experiment in the browser: its estimate, a growing grid, curves, files, and an early stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, drops and clicks: what hands try by themselves works."""
+"""Keys, drops and clicks that users try spontaneously."""
 
 from __future__ import annotations
 

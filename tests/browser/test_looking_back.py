@@ -1,4 +1,4 @@
-"""What was painted is found again in the tab History: searched for, taken up again, edited, deleted."""
+"""The History tab in the browser: images are searched, reused, edited and deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from visitors stays text; the page fits a phone and a keyboard, in the light and in the dark."""
+"""Escaping of visitors' text, and the page on phones, by keyboard, and in light and dark mode."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def assert_inert(here: Visit) -> None:
 
 
 def assert_fits(here: Visit) -> None:
-    """Nothing is wider than the window."""
+    """Check that nothing is wider than the window."""
     wide = here.page.evaluate("""() => [document.documentElement.scrollWidth, window.innerWidth]""")
     assert wide[0] <= wide[1], f"the page is {wide[0]} px wide in a window of {wide[1]} px"
 
 
 def contrast(first: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    """Of two colours, as WCAG reckons it: 1 to 21."""
+    """Return the WCAG contrast ratio of two colors, 1 to 21."""
 
     def luminance(color: NDArray[np.uint8]) -> float:
         share = color / 255.0
@@ -80,8 +80,9 @@ def contrast(first: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
 
 
 def tab_to(here: Visit, name: str, max_presses: int = 60) -> None:
-    """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus, in the light
-    and in the dark.
+    """Press Tab until the focus is within ``name``.
+
+    Every control on the way must show its focus, in light and dark mode.
     """
     for _ in range(max_presses):
         here.page.keyboard.press("Tab")
@@ -103,7 +104,9 @@ def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) 
     here.press("suggest")
     expect(here.field("suggestion")).not_to_have_value("")
     expect(here.field("suggestion")).to_be_editable()
-    assert any(moment["isBeingSuggested"] for moment in here.recorded_states()), "what is being written could be typed into"
+    assert any(moment["isBeingSuggested"] for moment in here.recorded_states()), (
+        "what is being written could be typed into"
+    )
     here.field("suggestion").press_sequentially(" and an owl")
     expect(here.field("suggestion")).to_have_value(re.compile(" and an owl$"))
     expect(here.part("difference")).to_contain_text("**stars**")

@@ -1,4 +1,4 @@
-"""Wishes become prompts: suggested, edited and painted; or by themselves, and told."""
+"""Prompt rewriting in the browser: suggested and edited, or automatic and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever stops or leaves frees the lanes, and nobody else's."""
+"""Stopping or closing the page frees the slots of that visitor only."""
 
 from __future__ import annotations
 

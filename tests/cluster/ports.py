@@ -1,4 +1,4 @@
-"""Who is listened to at the ports of Ray's processes: a client of Ray's own protocols, with a token and without."""
+"""Check of the ports of Ray's processes with a client of Ray's own protocols, with and without a token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S: Final = 20.0
 
 
 class Port:
-    """A port of a process that listens."""
+    """A port on which a process listens."""
 
     def __init__(self, process: psutil.Process, name: str, host: str, number: int) -> None:
         self.process = process
@@ -37,7 +37,7 @@ class Port:
         return f"{self.name} at {self.host}:{self.number}"
 
     def calls(self, token: str | None) -> set[str]:
-        """What becomes of calls of gRPC with ``token``; empty where no method is known here."""
+        """Return the status codes of gRPC calls with ``token``; empty if no method is known here."""
         grpc: Any = pytest.importorskip("grpc")
         metadata = None if token is None else [("authorization", f"Bearer {token}")]
         names = set()
@@ -54,7 +54,7 @@ class Port:
         return names - {"UNIMPLEMENTED", "UNAVAILABLE"}
 
     def page(self, token: str | None) -> tuple[int, bytes]:
-        """What is answered over HTTP with ``token``."""
+        """Return the HTTP answer to a request with ``token``."""
         connection = http.client.HTTPConnection("127.0.0.1", self.number, timeout=PATIENCE_S)
         try:
             connection.request("GET", "/", headers={} if token is None else {"Authorization": f"Bearer {token}"})
@@ -65,7 +65,7 @@ class Port:
 
 
 def listening(processes: Iterable[psutil.Process]) -> list[Port]:
-    """All ports that ``processes`` listen at."""
+    """Return all ports on which ``processes`` listen."""
     ports = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
@@ -80,7 +80,8 @@ def listening(processes: Iterable[psutil.Process]) -> list[Port]:
 def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
     """Return how many of ``ports`` speak gRPC ("grpc") and HTTP ("http").
 
-    Raises AssertionError where one answers without the token, or is of neither kind.
+    Raises:
+        AssertionError: If a port answers without the token, or speaks neither protocol.
     """
     kinds = {"grpc": 0, "http": 0}
     for port in ports:

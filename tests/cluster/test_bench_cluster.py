@@ -1,4 +1,4 @@
-"""The benchmark of the cluster, in small: between the clusters and servers that other tests have."""
+"""The cluster benchmark at small size, with the clusters and servers of other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster under load while replicas come and go, and whose files are wrong: every request is answered."""
+"""A cluster under load with changing replicas and invalid files: every request is answered."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SOON_S = 20.0
 
 @asynccontextmanager
 async def up() -> AsyncIterator[tuple[StagedPool, PretendReplica]]:
-    """Stages of one replica each, and the one that denoises."""
+    """Yield engines with one replica for each stage, and the replica that denoises."""
     settings, cluster = load_settings(env={}), ClusterConfig(stages=StagesConfig(together=False))
     calls = {deployment.name: PretendReplica(settings, paint_s=PAINT_S) for deployment in cluster.deployments}
     engines = StagedPool(settings, cluster, calls)

@@ -1,4 +1,4 @@
-"""The application of a RayService, by ``serve run`` on the loopback: what its proxy answers, and what it leaves."""
+"""The RayService application under ``serve run`` on loopback: answers of its proxy, and its clean exit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
 
 
 class Served(RunningServer):
-    """``serve run`` as a server: its proxy listens where its file says."""
+    """A ``serve run`` process as a server; its proxy listens where its file configures."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
@@ -42,7 +42,7 @@ class Served(RunningServer):
         return self._url
 
     def has_come_up(self) -> bool:
-        """Whether it is ready. RuntimeError where it ended."""
+        """Return whether the server is ready; raise RuntimeError if it ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"serve ended with {self.process.returncode}: {self.errors.read_text()[-3000:]}")
         try:
@@ -51,7 +51,7 @@ class Served(RunningServer):
             return False
 
     def stop(self) -> int:
-        """Ctrl-C, as ``serve run`` wants it, and wait."""
+        """Send SIGINT, which ``serve run`` expects, and wait."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(STOP_S)
 
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The application on two replicas; when it has ended, nothing that it started is left."""
+    """Run the application on two replicas, and check that no process of it is left at the end."""
     pytest.importorskip("ray", reason="the extra cluster is not installed")
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     (folder / "cluster.toml").write_text("[replicas]\nmin = 2\nmax = 2\ncpus = 0.5\n")

@@ -1,4 +1,4 @@
-"""What apps send, as it was recorded, a cluster answers as a local server does, but for what time and chance decide."""
+"""Recorded requests of apps: a cluster answers as a local server does, except for times and random values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ DRAWN = ("seed", "all_seeds", "subseed", "all_subseeds", "job_timestamp")
 
 
 def comparable(sent: Sent, answer: httpx.Response) -> Any:
-    """What ``answer`` says: all of it where a seed was sent, else no seeds, and of pictures what they are of."""
+    """Return the comparable parts of ``answer``.
+
+    Without a seed in the request, seeds are removed and images are replaced by their properties.
+    """
     seed = sent.body.get("seed", -1) if isinstance(sent.body, dict) else -1
     body = bare(answer.json()) if answer.content else None
     headers = {name for name in answer.headers if not name.startswith("x-ratelimit")}

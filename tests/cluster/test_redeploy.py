@@ -1,7 +1,6 @@
-"""A cluster under load whose replicas take other settings: every request is answered.
+"""Redeployment of a cluster under load: every request is answered.
 
-Of the files that share a cluster it is the last: its replicas need not be started once more with the settings that they
-had.
+This file runs last of those that share a cluster, so that the earlier settings need not be restored.
 """
 
 from __future__ import annotations

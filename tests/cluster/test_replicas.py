@@ -24,7 +24,7 @@ SOON_S = 20.0
 
 
 class Fleet:
-    """Replicas of nothing behind a front's engines."""
+    """Simulated replicas behind the engines of a front."""
 
     def __init__(
         self, min_replicas: int, max_replicas: int, *, rows: float = 1e6, idle_s: float = 1e6, **moments: float
@@ -48,7 +48,7 @@ class Fleet:
         return {name: replica.renew for name, replica in self.replicas.items()}
 
     async def paint(self, prompt: str = "a fox", *, is_whole: bool = True, seed: int | None = None) -> list[object]:
-        """All events of a picture."""
+        """Return all events of an image."""
         request = GenerationRequest(prompt=prompt, seed=seed)
         async with self.engines.submit(request, is_whole=is_whole) as job:
             return [event async for event in job]

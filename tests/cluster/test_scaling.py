@@ -1,4 +1,4 @@
-"""``cluster.toml``, and how many replicas it asks for."""
+"""``cluster.toml`` and the number of replicas that the scaler requests."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_one_that_took_long_to_start_is_kept_for_as_long() -> None:
 
 
 def wanted_while(observations: list[tuple[float, float]], start_s: float) -> list[int]:
-    """Replicas that are wanted at each of some times, with so much in the queue, while one is held."""
+    """Return the requested number of replicas at each (time, queued work), with one replica running."""
     scaler = Scaler(UP_TO_THREE)
     return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in observations]
 

@@ -1,6 +1,4 @@
-"""Stages apart in a cluster: the answers are those of a local server, a stage that is lost costs none, and what passes
-between stages is counted.
-"""
+"""Separate stages in a cluster: answers equal a local server's, lost stages lose no request, transfers are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def apart(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 def number(server: RunningServer, name: str) -> float:
-    """What a scrape says of a metric and its labels."""
+    """Return the value of a metric with its labels."""
     lines = server.client.get("/metrics").text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"diffserve_{name} "))
 

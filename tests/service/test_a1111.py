@@ -1,4 +1,4 @@
-"""A1111's API as its clients use it: ``webuiapi`` over a real socket, and what other clients send and need."""
+"""A1111's API with the ``webuiapi`` client over a real socket, and what other clients send and need."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_bad_input_is_one_sentence_in_a1111s_shape(
 
 @pytest.mark.slow
 def test_a_picture_that_says_too_much_or_dangerous_things_is_read_as_far_as_may_be(server: RunningServer) -> None:
-    """Row 72 of the bad input."""
+    """Check row 72 of the bad input."""
     pairs = "Steps: 1, Sampler: Euler, Seed: 1"
     for text in (
         "a" * (5 << 20) + f"\n{pairs}",

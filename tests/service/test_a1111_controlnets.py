@@ -1,4 +1,4 @@
-"""A1111's ControlNet extension: what clients list, control maps, and the fields of a unit."""
+"""A1111's ControlNet extension: listings, control maps and the fields of a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What A1111's clients ask for and this server does not do is named, in the warnings of the header and of ``info``."""
+"""Unsupported options of A1111 clients are named in warnings, in the header and in ``info``."""
 
 from __future__ import annotations
 

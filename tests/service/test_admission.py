@@ -1,4 +1,4 @@
-"""The books of what waits: who is let in, who has to come back, and when. A clock that is set by hand."""
+"""Admission control with a simulated clock: accepted requests, refusals and Retry-After."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.desk import INFO
 
 
 class Door:
-    """A backlog whose engine does ``rows_per_s``."""
+    """A backlog whose engine completes ``rows_per_s``."""
 
     def __init__(self, max_waiting: int = 256, max_backlog_s: float = 60.0) -> None:
         self.now_s = 100.0
@@ -32,7 +32,7 @@ class Door:
         return self.stack.enter_context(self.backlog.entered(client, cost, num_parts))
 
     def learn(self, rows_per_s: float = 10.0) -> None:
-        """A picture of ten seconds is painted."""
+        """Record a finished image of ten seconds."""
         with self.backlog.entered("teacher", 10.0 * rows_per_s) as ticket:
             for step in range(1, 11):
                 self.now_s += 1.0

@@ -1,4 +1,4 @@
-"""The application without an engine and without a socket: what it describes, and what it tells to whom."""
+"""The application without an engine or a socket: its OpenAPI document and its access rules."""
 
 from __future__ import annotations
 

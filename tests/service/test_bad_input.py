@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is OpenAI's error object and names the value, and the server lives on."""
+"""Invalid requests get OpenAI's error object with the value, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
 @pytest.fixture(scope="module", autouse=True)
 def log_start(shared_server: RunningServer) -> int:
-    """Where the log was when the first of these tests began."""
+    """Return the offset in the log at which the first of these tests began."""
     return shared_server.errors.stat().st_size
 
 
@@ -44,7 +44,7 @@ def post(server: RunningServer, content: bytes, headers: dict[str, str] | None =
 
 
 def raw_exchange(server: RunningServer, data: bytes, *, patience_s: float = 20.0) -> bytes:
-    """Send ``data`` as it is and read until the server closes."""
+    """Send ``data`` unchanged and read until the server closes the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience_s) as connection:
         connection.sendall(data)

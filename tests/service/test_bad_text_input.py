@@ -1,6 +1,4 @@
-"""Whatever is asked of the language model, the answer is OpenAI's error object and names the value, and the engine
-lives on.
-"""
+"""Invalid requests to the language model get OpenAI's error object, and the engine keeps running."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ JSON_SCHEMA = "response_format.json_schema.schema"
 
 
 def schema_body(schema: Any) -> dict[str, Any]:
-    """A format with ``schema``."""
+    """Return a response format with ``schema``."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
 
 
 def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The error for a good body with ``fields`` changed; ... takes one out."""
+    """Return the error for a valid body with ``fields`` changed; ``...`` removes a field."""
     body = {name: value for name, value in (GOOD[path] | fields).items() if value is not ...}
     response = server.client.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code == 400, response.text[:300]

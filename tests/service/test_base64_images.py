@@ -1,4 +1,4 @@
-"""Base64 images in every JSON field that takes one, in the spellings that clients and tools produce."""
+"""Base64 images in every JSON field that accepts one, in the spellings that clients and tools produce."""
 
 from __future__ import annotations
 

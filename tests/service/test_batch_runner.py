@@ -1,4 +1,4 @@
-"""What works on batches, with endpoints that answer at once: what is asked again, what is not, and what ends it all."""
+"""The batch runner with endpoints that answer at once: retries, final results and cancellation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Echo = Callable[[Request], Awaitable[Response]]
 
 
 class Works:
-    """A runner over a folder, with ``echo`` as its one endpoint."""
+    """A runner over a folder, with ``echo`` as its only endpoint."""
 
     def __init__(self, folder: Path, echo: Echo, *, age_s: float = 0.0) -> None:
         self.settings = load_settings(env={})

@@ -1,4 +1,4 @@
-"""Files and batches: by OpenAI's own client, beside others, and through the death of the server."""
+"""Files and batches with the ``openai`` client, under concurrent requests and across server restarts."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_what_is_no_batch_is_refused(client: OpenAI, server: RunningServer) -> N
 def test_a_batch_outlives_the_server_and_paints_nothing_twice(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Stopped and killed in the middle; another key sees nothing of it, and one that is revoked ends its own."""
+    """Stop and kill the server midway; other keys see nothing of the batch, and a revoked key ends its batches."""
     keys = Keys(Database(tmp_path / "data"))
     text, other, watcher = (keys.add(scope, [scope])[0] for scope in ("generate", "admin", "metrics"))
     leaving = keys.add("leaving", ["generate"])[0]
@@ -258,7 +258,7 @@ def _done(client: OpenAI, name: str, min_done: int) -> int | None:
 
 
 def check_revoked(url: str, key: str, keys: Keys, data: Path) -> None:
-    """A batch of ``key``, called "leaving", fails as soon as that is revoked, long before all is painted."""
+    """Check that revoking ``key``, named "leaving", fails its batch long before all images are done."""
     with OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         name = begin(client, send(client, *(line(f"fox-{n}", num_inference_steps=50) for n in range(200))))
         wait_for(lambda: _done(client, name, 1), OVER_S, "a line")

@@ -1,4 +1,4 @@
-"""What ``GET /v1/models`` says of the loaded models, and how the client reads it."""
+"""Contents of ``GET /v1/models`` and how the client parses them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serve_config() -> ServeConfig:
 
 
 def round_trip(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
-    """As a client reads it after it went through JSON."""
+    """Return the capabilities as a client decodes them from JSON."""
     served = ServedModel(name=info.model_id, info=info, is_loaded=True)
     encoded = json.dumps(capabilities_of([served], language, serve_config()))
     return msgspec.json.decode(encoded, type=dict[str, Capabilities])

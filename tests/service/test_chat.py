@@ -1,5 +1,6 @@
-"""Conversations over a real socket with OpenAI's own client. The language model's answers are written down in
-``tests.service.talker.SCRIPT``, so what must come is known to the letter and to the last digit.
+"""Chat completions over a real socket with the ``openai`` client.
+
+``tests.service.talker.SCRIPT`` holds the language model's answers, so texts and probabilities are known exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def says(text: str) -> list[Any]:
 
 
 def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
-    """What choice ``index`` said in ``chunks``."""
+    """Return the text of choice ``index`` in ``chunks``."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(choice.delta.content or "" for choice in choices)
 

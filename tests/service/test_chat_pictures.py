@@ -1,4 +1,4 @@
-"""Pictures in conversations: as LobeChat asks for them, over a real socket, and what is said where that cannot be."""
+"""Images in chat completions as LobeChat requests them, over a real socket, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks: what makes two requests one client's."""
+"""Client identity: which requests belong to the same client."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_is_said_to_be_forwarded_counts_only_behind_a_proxy_that_is_trusted
 
 
 def header_of(asker: Asker) -> str:
-    """What this process says of ``asker``."""
+    """Return the header by which the page names ``asker``."""
 
     def tell() -> str:
         ask_for(asker)

@@ -1,5 +1,6 @@
-"""Plain texts over a real socket with OpenAI's own client. ``<say 0>`` makes the model of these tests say its first
-answer, and so on: see ``tests.engine.rewriting.scripted``.
+"""Text completions over a real socket with the ``openai`` client.
+
+The prompt ``<say 0>`` selects the model's first scripted answer; see ``tests.engine.rewriting.scripted``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SAY_FOX, SAY_EITHER, SAY_UNSURE = (f"<say {list(SCRIPT).index(word)}>" for word 
 
 
 def choices_of(client: OpenAI, *, is_stream: bool, prompt: object, **settings: object) -> list[CompletionChoice]:
-    """All choices, whole; those of a stream are put together."""
+    """Return all complete choices; the chunks of a stream are joined."""
     answer = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
     if not is_stream:
         return list(answer.choices)

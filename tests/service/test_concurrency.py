@@ -1,4 +1,4 @@
-"""Many at once: every picture is what it would be alone, the UNet calls are shared, and whoever leaves is forgotten."""
+"""Concurrent requests: images equal those generated alone, UNet calls are shared, disconnects free resources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def paint_all(server: RunningServer, bodies: list[dict[str, Any]]) -> list
 
 
 def send_and_hold(server: RunningServer, body: dict[str, Any], *, key: str = "anybody") -> socket.socket:
-    """A connection on which the client with ``key`` asks for ``body`` and reads nothing."""
+    """Return a connection on which ``key`` has requested ``body``, without reading the answer."""
     content = json.dumps(body).encode()
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     head += "Content-Type: application/json\r\nContent-Length: "
@@ -46,7 +46,7 @@ def send_and_hold(server: RunningServer, body: dict[str, Any], *, key: str = "an
 
 
 def read_answer(connection: socket.socket) -> httpx.Response:
-    """The answer on a connection from ``send_and_hold``."""
+    """Return the answer on a connection from ``send_and_hold``."""
     answer = HTTPResponse(connection)
     answer.begin()
     return httpx.Response(answer.status, content=answer.read())
@@ -91,7 +91,7 @@ def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) 
 
 
 def probe_s(server: RunningServer) -> float:
-    """How long a trivial answer takes."""
+    """Return the time of a trivial request in seconds."""
     asked_s = time.monotonic()
     assert server.status("/livez") == 200
     return time.monotonic() - asked_s

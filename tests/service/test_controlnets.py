@@ -1,4 +1,4 @@
-"""ControlNets over HTTP: listed, refused, painted with, and told in answers and files."""
+"""ControlNets over HTTP: listing, refusals, generation, and their record in answers and files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], P
 
 
 async def at_the_page(url: str, upload: Path, file: bytes) -> None:
-    """A picture is chosen for a ControlNet, is no longer where it was sent, and is gone by."""
+    """Generate on the page with a ControlNet: without an image, with an invalid upload and with a valid one."""
     server = Server(url)
     page = Page(server)
     try:

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts that are shipped, held against the metrics of a live server."""
+"""The shipped dashboard and alerts use only metrics that a live server exports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every expression, and the words that are shown with it."""
+    """Return every expression with the texts that are shown with it."""
     for panel in json.loads((CONFIGS / "grafana.json").read_text())["panels"]:
         for target in panel["targets"]:
             yield target["expr"], target["legendFormat"]
@@ -33,7 +33,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def exported_labels(server: RunningServer) -> dict[str, set[str]]:
-    """The labels of every metric that ``server`` tells, once it has painted, said and refused something."""
+    """Return the labels of every metric of ``server`` after it has generated, chatted and refused."""
     assert server.paint(stream=True, partial_images=1, num_steps=3).status_code == 200
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     assert server.client.post("/v1/chat/completions", json=body).status_code == 200

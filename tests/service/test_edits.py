@@ -1,4 +1,4 @@
-"""Edits and variations, by the real ``openai`` client where it can say it, over a real socket."""
+"""Edits and variations over a real socket, with the ``openai`` client where it supports them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_base64(pixels: NDArray[np.uint8]) -> str:
 
 
 def holed(width: int = 128, height: int = 64) -> bytes:
-    """A mask as OpenAI's: its left half is transparent, and repainted."""
+    """Return a mask in OpenAI's format whose transparent left half is repainted."""
     pixels = np.full((height, width, 4), 255, np.uint8)
     pixels[:, : width // 2, 3] = 0
     return file_of(pixels)

@@ -1,4 +1,4 @@
-"""The embedded model in a stream, seen with OpenAI's own client: every preview is closer to the picture."""
+"""Streams of the embedded model with the ``openai`` client: every preview is closer to the image."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 
 
 def pixels_of(event: Any, side_px: int) -> NDArray[np.float64]:
-    """The picture in an event, [side_px, side_px, 3] in 0..255."""
+    """Return the image in an event, [side_px, side_px, 3] in 0..255."""
     picture = decode_image(base64.b64decode(event.b64_json, validate=True))
     return resize(picture, side_px, side_px).array.astype(np.float64)
 
 
 def psnr_db(picture: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
-    """Peak signal-to-noise ratio of pixels in 0..255: 10 log10(255^2 / mean squared error)."""
+    """Return the peak signal-to-noise ratio of pixels in 0..255: 10 log10(255^2 / mean squared error)."""
     return float(10 * np.log10(255**2 / np.mean((picture - reference) ** 2)))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client and its embeddings over a real socket, and what is said of those that cannot be had."""
+"""Embeddings over a real socket with the ``openai`` client, and the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of encoders: a small picture goes before large ones, a large one is not overtaken for ever, none is lost."""
+"""Order of image encoding: small images go before large ones, without starvation or losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts and wishes to a real engine process: the jobs of texts are jobs like those of images."""
+"""Text and rewrite jobs in a real engine process, which behave like image jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENDLESS = SamplingParams(temperature=1.0, max_tokens=4000, min_tokens=4000)
 
 
 class Engine:
-    """A client with a ready engine, and the loop in which it lives."""
+    """A client with a ready engine, and the event loop in which it runs."""
 
     def __init__(self, model: Path, language: Path | str) -> None:
         env = {"DIFFSERVE_TEXT_MODEL": str(language), "DIFFSERVE_MODEL_DTYPE": "float32"}

@@ -23,7 +23,7 @@ DISK_BYTES = 4_000_000
 
 
 def lines_of(server: RunningServer, request_id: str) -> list[dict[str, object]]:
-    """The log lines of a request, once its last one is written."""
+    """Return the log lines of a request, once its last one is written."""
 
     def look() -> list[dict[str, object]]:
         lines = server.errors.read_text().split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""Pictures by their addresses: from a real server with a real certificate, found by a resolver that may lie."""
+"""Images from URLs: a real server with a real certificate, found by a resolver that may lie."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @asynccontextmanager
 async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetcher], list[Any]]]:
-    """A host of pictures that is known as ``PUBLIC``: how a fetcher is made that reaches it, and what it was asked."""
+    """Run an image host with the address ``PUBLIC``; yield a factory of fetchers that reach it, and its requests."""
     received: list[Any] = []
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(chain.chain, chain.key)

@@ -1,4 +1,4 @@
-"""Pictures named by files: of one's own key, within bounds, and wherever a body has a place for one."""
+"""Images referenced by file ids: only those of the same key, within limits, in every image field."""
 
 from __future__ import annotations
 

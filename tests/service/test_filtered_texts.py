@@ -1,7 +1,7 @@
-"""Every text that a picture is painted from passes the safety filter: all entry points times all of their text fields.
+"""Every text of an image passes the safety filter, for all entry points and all their text fields.
 
-Entry points and fields are read from the code. A new text field fails here until the filter judges it, or until it is
-listed below as one that reaches no text encoder.
+Entry points and fields come from the code. A new text field fails here until the filter judges it, or until it is
+listed below as a field that reaches no text encoder.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def texts_in(path: str, schema: dict[str, Any], parts: dict[str, Any]) -> list[L
 
 
 def values_of(path: str, leaf: Leaf) -> list[str]:
-    """Return what has the filter refuse the field ``leaf`` at ``path``."""
+    """Return values of the field ``leaf`` at ``path`` that make the filter refuse."""
     if leaf[0] == "styles":
         return ["worded", "unworded"]
     if leaf[0] == "infotext":
@@ -262,7 +262,7 @@ def test_every_text_parameter_of_the_assistants_tools_is_judged(filtered: Runnin
 
 
 def _types(annotation: Any) -> set[Any]:
-    """Return the types of ``annotation``, of its parts where it is a union."""
+    """Return the members of ``annotation`` if it is a union, else itself."""
     inner = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
     return set(getattr(inner, "__args__", ())) | {inner}
 

@@ -1,4 +1,4 @@
-"""Two engines on two cores behind one front: both paint, one is killed in the middle of a step, and comes back."""
+"""Two engines on two cores behind one server: both generate, one is killed during a step and returns."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ SERVE = ["-m", "diffserve", "serve", "--devices", "cpu,cpu"]
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with two engines, both up."""
+    """Run a server with two engines that are both ready."""
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("pair"), command=SERVE) as server:
         wait_for(lambda: metric_by_replica(server, "engine_up") == {"0": 1.0, "1": 1.0}, START_S, "both engines")
         yield server
 
 
 def metric_by_replica(server: RunningServer, name: str) -> dict[str, float]:
-    """A gauge of each member."""
+    """Return a gauge by replica."""
     samples = NUMBER.findall(server.client.get("/metrics").text)
     return {member: float(value) for gauge, member, value in samples if gauge == name}
 
 
 def events(server: RunningServer, event: str) -> list[dict[str, Any]]:
-    """What the log tells of ``event``."""
+    """Return the records of ``event`` in the log."""
     lines = [json.loads(line) for line in server.errors.read_text().splitlines() if line.startswith("{")]
     return [line for line in lines if line["event"] == event]
 
 
 def with_most(server: RunningServer) -> str:
-    """The member that has more to do than the other; "" where neither has."""
+    """Return the replica with more work than the other; "" if neither has any."""
     queues = metric_by_replica(server, "engine_queue_cost")
     return "" if len(set(queues.values())) < 2 else max(queues, key=lambda member: queues[member])
 

@@ -1,4 +1,4 @@
-"""What each of several engines is started with, and how their numbers become one."""
+"""Settings of each engine in a pool, and the merging of their statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings(devices: str, **env: str) -> Settings:
 
 
 def stats(scale: int) -> EngineStats:
-    """Whose every number is a multiple of ``scale``."""
+    """Return statistics whose every number is a multiple of ``scale``."""
     tenant = TenantPages(
         tenant="unet", held_pages=scale, idle_pages=scale, evicted_pages=scale, asked_tokens=scale, found_tokens=scale
     )

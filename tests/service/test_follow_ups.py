@@ -1,4 +1,4 @@
-"""Follow-ups about pictures: what changes the earlier prompt is merged with it, and a new prompt replaces it."""
+"""Follow-ups about images: changes are merged with the earlier prompt, and a new prompt replaces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of forms, which arrive as text, against what JSON of the same names would be."""
+"""Form fields, which arrive as text, compared with JSON fields of the same names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORM = (
 
 
 def read(body: bytes, step: int) -> MultipartForm:
-    """The form ``body``, which comes in pieces of ``step`` bytes."""
+    """Return the parsed form ``body``, which arrives in pieces of ``step`` bytes."""
     pieces = [body[at : at + step] for at in range(0, len(body), step)]
     messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     left = iter([*messages, {"type": "http.request", "body": b"", "more_body": False}])

@@ -1,4 +1,4 @@
-"""OpenTelemetry's metrics of generative AI: what a reader in memory has of events, and when nothing is sent."""
+"""OpenTelemetry's metrics of generative AI, read from memory, and when none are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
 
 def points_of(*events: tuple[str, Any]) -> dict[str, list[tuple[dict[str, Any], int, float]]]:
-    """By the name of each metric (attributes, count, sum) of its points, after ``events`` of these kinds."""
+    """Return (attributes, count, sum) of each point by metric name, after ``events`` of these kinds."""
     reader = InMemoryMetricReader()
     metrics = GenAiMetrics(MeterProvider([reader]))
     for kind, event in events:

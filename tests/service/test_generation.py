@@ -1,4 +1,4 @@
-"""Pictures over a real socket: how many, how large, in which format, with which seed, and what is said about them."""
+"""Image generation over a real socket: count, size, format, seed and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was painted for a key is found by its words, painted again, and forgotten for good; by nobody else."""
+"""Image history: search, regeneration and permanent deletion, separately for each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answer for each Idempotency-Key: without an engine, and of a real server that is killed between."""
+"""Idempotency-Key: one answer for each key, without an engine and with a server that is killed in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "Idempotency-Key"
 
 
 def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> None:
-    """Together, one after the other, and by an application that knows nothing but the file."""
+    """Send requests concurrently, sequentially, and to an application that only shares the database file."""
     bodies: list[bytes] = []
     release = asyncio.Event()
 
@@ -109,7 +109,7 @@ def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) -> None:
-    """Because the disk takes nothing, or because it is too long: to whoever waits for it, too."""
+    """Check a full disk and an answer that is too long, also for a request that waits for the same answer."""
     database = Database(tmp_path)
     if is_full:
         with database.connected() as connection:
@@ -153,7 +153,7 @@ def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) ->
 
 @pytest.mark.slow
 def test_a_picture_comes_to_whoever_asks_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its first client hangs up; a second waits for the same work; a third asks a server that was killed since."""
+    """Let the first client hang up, a second one wait for the same work, and a third one ask after a restart."""
     body: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 150, "size": "64x64"}
     headers = {KEY: "my order"}
     with running_server(tiny_model("sd15"), tmp_path) as server:

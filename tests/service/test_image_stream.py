@@ -1,4 +1,4 @@
-"""Pictures on their way, with OpenAI's own client and with the bare events: previews, progress, cancel, hang-up."""
+"""Streamed images with the ``openai`` client and as raw events: previews, progress, cancel, disconnect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG: dict[str, Any] = {**SOON, "num_inference_steps": 1000}
 
 
 def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The events among ``lines``; each names its type twice."""
+    """Return the events among ``lines``; each names its type twice."""
     name = ""
     for line in lines:
         if line.startswith("event: "):
@@ -68,7 +68,7 @@ def kind(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def pixels_of(event: Any, side_px: int = 64) -> NDArray[np.float64]:
-    """The picture in an event, at one size, as numbers that can be subtracted."""
+    """Return the image in an event at a fixed size, as signed numbers."""
     text = event["b64_json"] if isinstance(event, dict) else event.b64_json
     return resize(decode_image(base64.b64decode(text)), side_px, side_px).array.astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""``POST /v1/images/generations/{id}/interrupt``: a request ends early and is answered with its unfinished pictures."""
+"""``POST /v1/images/generations/{id}/interrupt`` ends a request early with its unfinished images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = 900
 
 
 def interrupt_after_a_step(client: Client, num_images: int) -> list[CompletedImage]:
-    """Ask for images of many steps, interrupt them once, and return what comes of them."""
+    """Request images of many steps, interrupt them once, and return the answer."""
     completed, is_interrupted = [], False
     for event in client.generate_stream("a red fox", num_inference_steps=LONG, seed=1, size="64x64", n=num_images):
         if isinstance(event, Progress) and event.step and not is_interrupted:

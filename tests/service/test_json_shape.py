@@ -1,4 +1,4 @@
-"""What JSON may look like at all: found out in linear time, and said by name."""
+"""Limits on the shape of JSON: checked in linear time and reported by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures at a URL: an hour, an unguessable name, a bounded folder, and never a failed answer for want of space."""
+"""Images at a URL: they expire after an hour, have unguessable names and fill a bounded folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may come in: every route of the application is closed without a key, but those that are listed as open."""
+"""Authorization: every route is closed without a key, except those listed as open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class House:
         self.routes: list[tuple[str, str]] = []
 
     def ask(self, *requests: tuple[str, str, dict[str, str]], own_key: str = "") -> list[httpx.Response]:
-        """Answers to (method, path, headers)."""
+        """Return the answers to (method, path, headers)."""
 
         async def all_of_them() -> list[httpx.Response]:
             config = load_settings(env={"DIFFSERVE_SERVE_DEBUG": "true"})

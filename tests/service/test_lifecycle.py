@@ -1,4 +1,4 @@
-"""From start to end: a load that fails, an engine that dies, a queue that is full, a server told to stop or killed."""
+"""Server lifecycle: a load that fails, an engine that dies, a full queue, a server that is stopped or killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Model = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with room for few that outlives what happens to its engine, until the last test with it."""
+    """Run a small server that survives losses of its engine, until the last test that uses it."""
     config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 3\n"
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=config) as server:
         yield server
@@ -152,7 +152,7 @@ def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path
 def test_a_signal_to_all_processes_lets_running_and_queued_images_finish(
     tiny_model: Model, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """A terminal that is closed sends SIGHUP to every process of a server, systemd SIGTERM."""
+    """Send signals to every process: a closed terminal sends SIGHUP that way, systemd SIGTERM."""
     config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\n[serve]\nshutdown_timeout_s = 300.0\n"
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(4) as pool:
         server.wait_until_ready()

@@ -1,6 +1,4 @@
-"""What a server says on standard error while clients err: JSON lines, no prompt in any, no error where the mistake is
-the client's.
-"""
+"""Server logs during client errors: JSON lines without prompts, and no errors for mistakes of clients."""
 
 from __future__ import annotations
 
@@ -29,21 +27,21 @@ def broken_chunk(path: str, kind: str, chunk: bytes) -> bytes:
 
 
 class Log:
-    """The lines of a server's standard error since this was made."""
+    """Lines of a server's standard error since this object was created."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self._since = len(server.errors.read_bytes())
 
     def records(self) -> list[dict[str, Any]]:
-        """Them, after checking what holds for all."""
+        """Return the records after checking the invariants of all lines."""
         text = self._server.errors.read_bytes()[self._since :].decode()
         lines = [json.loads(line) for line in text.splitlines()]
         assert SECRET not in text
         return lines
 
     def wait_for(self, event: str, **facts: Any) -> dict[str, Any]:
-        """The first record of ``event`` with ``facts``."""
+        """Return the first record of ``event`` with ``facts``."""
 
         def look() -> dict[str, Any] | None:
             fitting = (record for record in self.records() if facts.items() <= record.items())
@@ -143,7 +141,7 @@ def test_every_line_of_a_server_is_json_and_none_holds_a_prompt(text_server: Run
 
 
 def records_of(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
-    """What is logged of a process that runs ``program``."""
+    """Return the log records of a process that runs ``program``."""
 
     async def run() -> None:
         with EngineOutput() as output:

@@ -1,4 +1,4 @@
-"""Nobody keeps the event loop for long: not with any input, on any route, nor with a hundred readers."""
+"""The event loop stays responsive with any input, on any route, and with a hundred readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.service.test_bad_input import WRONG_VALUES
 
 
 def seen_while(work: Callable[[], object]) -> tuple[float, float]:
-    """The longest (late, blocked), in seconds, that is seen while ``work`` runs within the loop."""
+    """Return the longest (late, blocked) in seconds while ``work`` runs in the loop."""
     delays: list[tuple[float, float]] = []
 
     async def run() -> None:
@@ -38,7 +38,7 @@ def seen_while(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def compute(seconds: float) -> None:
-    """Keep a core busy, by this thread's own time."""
+    """Keep a core busy for this much CPU time of the thread."""
     until_s = time.thread_time() + seconds
     while time.thread_time() < until_s:
         hashlib.sha256(b"x" * 1000)
@@ -83,7 +83,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def hostile_pictures() -> dict[str, bytes]:
-    """PNGs that were made to keep a reader busy; the first froze the server for a minute."""
+    """Return PNGs that are built to keep a reader busy; the first once blocked the server for a minute."""
     file = encode_image(Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8)))
     pairs = ", ".join(f"k{i}: v" for i in range(250_000)).encode()
     inflated = zlib.compress(b"a" * 1_000_000)
@@ -136,7 +136,7 @@ def test_large_pictures_stop_nobody(page_server: RunningServer) -> None:
 
 
 async def read_at_once(server: RunningServer, calls: list[dict[str, Any]], patience_s: float) -> list[int | None]:
-    """The status of every call, all made at once; ``None`` for those whose answer goes on after ``patience_s``."""
+    """Return the status of every concurrent call; ``None`` where the answer continues after ``patience_s``."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=SOON_S, trust_env=False, limits=limits) as client:
 

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: a folder that is looked at anew, a field, tags in the prompt, and a PNG that paints itself."""
+"""LoRAs over HTTP: a folder that is rescanned, the field, tags in the prompt, and a PNG that reproduces itself."""
 
 from __future__ import annotations
 

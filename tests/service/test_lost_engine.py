@@ -1,4 +1,4 @@
-"""An engine that is there and of no use any more: its device is gone, it hangs, or it says nothing."""
+"""Engines that run but are unusable: a lost device, a hang or silence."""
 
 from __future__ import annotations
 
@@ -61,20 +61,21 @@ Model = Callable[[str], Path]
 
 
 class BreakingServer:
-    """A server with an engine that breaks on purpose, in another way each time."""
+    """A server whose engine breaks on purpose, in a different way each time."""
 
     def __init__(self, server: RunningServer, faults: Path) -> None:
         self.server = server
         self._faults = faults
 
     def break_next(self, faults: str) -> None:
-        """The next engine has ``faults``."""
+        """Give ``faults`` to the next engine."""
         self._faults.write_text(faults)
 
     @contextmanager
     def losing(self, kind: str, reason: str) -> Iterator[RunningServer]:
-        """The server, whose engine is lost in this block and replaced at its end, once, with ``kind`` counted and
-        ``reason`` in the log.
+        """Yield the server while its engine is lost in this block.
+
+        At the end the engine was replaced once, ``kind`` is counted and ``reason`` is in the log.
         """
         self.server.wait_until_ready()
         engine, before, num_reasons = self.server.engine, losses(self.server), len(reasons(self.server))
@@ -88,7 +89,7 @@ class BreakingServer:
 
 @pytest.fixture(scope="module")
 def breaking(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakingServer]:
-    """One server for four losses; five within five minutes end it."""
+    """Run one server for four losses; five within five minutes end it."""
     folder = tmp_path_factory.mktemp("breaking")
     script, faults = folder / "serve.py", folder / "faults"
     script.write_text(SERVE)
@@ -99,7 +100,7 @@ def breaking(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def check_unavailable(response: httpx.Response) -> None:
-    """A 503 that a client will retry, and knows when."""
+    """Check for a 503 with a Retry-After."""
     assert response.status_code == 503, response.text[:300]
     assert error_of(response)["code"] == "engine_unavailable"
     assert re.fullmatch(r"\d+", response.headers["retry-after"])
@@ -108,13 +109,13 @@ def check_unavailable(response: httpx.Response) -> None:
 
 
 def reasons(server: RunningServer) -> list[str]:
-    """Why engines were lost, as the log tells."""
+    """Return the logged reasons for which engines were lost."""
     lines = [json.loads(line) for line in server.errors.read_text().splitlines() if line.startswith("{")]
     return [line["reason"] for line in lines if line["event"] == "engine lost"]
 
 
 def losses(server: RunningServer) -> dict[str, float]:
-    """What /metrics counts, by kind."""
+    """Return the numbers of lost engines in ``/metrics`` by kind."""
     samples = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
     return {kind: float(count) for kind, count in samples}
 

@@ -38,7 +38,7 @@ COMMENTS: dict[str, tuple[bytes, str]] = {
 
 
 def with_comment(comment: bytes, kind: str, byte_order: str = "<", tag_type: int = 7, side_px: int = 16) -> bytes:
-    """An image file whose EXIF block holds ``comment``, written byte for byte."""
+    """Return an image file whose EXIF block holds ``comment``, written byte for byte."""
     exif_ifd_offset, comment_offset = 26, 44
     order = byte_order
     tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8)
@@ -50,7 +50,7 @@ def with_comment(comment: bytes, kind: str, byte_order: str = "<", tag_type: int
 
 
 def with_chunk(kind: bytes, content: bytes) -> bytes:
-    """A PNG with one more chunk before its pixels."""
+    """Return a PNG with one more chunk before its pixels."""
     file = BytesIO()
     Image.fromarray(picture(16, 16)).save(file, "PNG")
     png = file.getvalue()
@@ -106,7 +106,7 @@ def test_blank_user_comment_is_no_text(server: RunningServer, comment: bytes) ->
 
 @pytest.mark.slow
 def test_comment_without_settings_is_neither_a_prompt_nor_parameters(server: RunningServer) -> None:
-    """Cameras and phones write such comments, for example "Screenshot"."""
+    """Check comments that cameras and phones write, for example "Screenshot"."""
     file = with_comment(b"ASCII\0\0\0Screenshot", "JPEG", side_px=64)
     image = {"image": base64.b64encode(file).decode()}
     varied = server.client.post("/v1/images/variations", json=image | FEW)

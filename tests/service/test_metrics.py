@@ -1,4 +1,4 @@
-"""What Prometheus reads: times from the events that end requests, the rest from the engine's snapshot."""
+"""Prometheus metrics: times from the final events of requests, the other values from the engine's snapshot."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ STATS = EngineStats(
 
 
 def shown(metrics: Metrics, stats: EngineStats | None = None) -> dict[str, float]:
-    """Every sample by its name and labels, without histogram buckets."""
+    """Return every sample by its name and labels, without histogram buckets."""
     families = text_string_to_metric_families(metrics.render(stats).decode())
     return {
         " ".join([sample.name.removeprefix("diffserve_"), *(f"{k}={v}" for k, v in sorted(sample.labels.items()))]): (

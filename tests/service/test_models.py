@@ -1,4 +1,4 @@
-"""Two models behind one server: each by its name, loaded when asked for, and back after the engine was lost."""
+"""Two models behind one server: selected by name, loaded on demand, and restored after the engine was lost."""
 
 from __future__ import annotations
 

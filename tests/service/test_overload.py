@@ -1,4 +1,4 @@
-"""More than the engine can do: the front door says no by itself, at once, and lets nobody take everything."""
+"""Overload: requests beyond the capacity are refused at once, and one client cannot use everything."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LONG: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 1000, "sam
 def small_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server with room for few."""
+    """Run a server with a small queue."""
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("small"), config=CONFIG) as server:
         server.wait_until_ready()
         yield server
@@ -56,8 +56,9 @@ def small_server(
 def full_queue(
     server: RunningServer, headers: dict[str, str] | None = None, *, waiting: dict[str, Any] = LONG
 ) -> Iterator[None]:
-    """A house as full as one client can make it: one request has all lanes, others are ``waiting``. In the end all hang
-    up.
+    """Fill the server as far as one client can: one request has all slots, others are ``waiting``.
+
+    At the end all connections are closed.
     """
     with ExitStack() as stack:
         first = stack.enter_context(sent(server, {**LONG, "stream": True}, headers=headers))
@@ -70,7 +71,7 @@ def full_queue(
 
 
 def metric(server: RunningServer, name: str) -> float:
-    """A number of ``/metrics``."""
+    """Return a value of ``/metrics``."""
     match = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
     return 0.0 if match is None else float(match[1])
 
@@ -78,7 +79,7 @@ def metric(server: RunningServer, name: str) -> float:
 def sent(
     server: RunningServer, body: dict[str, Any], *, num_bytes: int | None = None, headers: dict[str, str] | None = None
 ) -> socket.socket:
-    """A connection on which ``body``, or its first ``num_bytes``, is sent and nothing is read."""
+    """Open a connection, send ``body`` or its first ``num_bytes``, and read nothing."""
     content = json.dumps(body).encode()
     lines = [f"POST {GENERATIONS} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"{name}: {value}" for name, value in {"Content-Length": len(content), **(headers or {})}.items()]
@@ -90,7 +91,7 @@ def sent(
 
 @contextmanager
 def asleep(server: RunningServer) -> Iterator[None]:
-    """The engine's process does nothing for the length of the block."""
+    """Suspend the engine's process during the block."""
     server.engine.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -125,7 +126,7 @@ def test_a_stream_is_refused_with_a_status_and_not_with_an_event(small_server: R
 
 
 def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(small_server: RunningServer) -> None:
-    """All lanes and places that one may have are taken by pictures of a thousand steps; the guest's is done first."""
+    """Fill all slots and queue places of one client with long images; the second client is served first."""
     crowd, guest = ({"Authorization": f"Bearer {name}"} for name in ("crowd", "guest"))
     small = {"prompt": "a red fox", "num_inference_steps": 2}
 
@@ -184,7 +185,7 @@ def test_an_experiment_waits_while_the_queue_is_full(
 
 
 def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_over(small_server: RunningServer) -> None:
-    """Counted in pictures and not in seconds: as many as are painted in the time of five are asked for tenfold."""
+    """Request ten times the images that finish in the time of five; counts do not depend on the machine."""
     body = {"prompt": "a red fox", "num_inference_steps": 10, "sampler": "ddim"}
 
     async def send(number: int) -> Answer:

@@ -1,4 +1,4 @@
-"""The page's place beside the API: what reaches it, what does not, and what is said before it is there."""
+"""The page next to the API: which requests reach it, and answers before it is ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Story = Callable[[httpx.AsyncClient, Page], Awaitable[None]]
 
 
 def tell(story: Story, mount: MountPage) -> None:
-    """``story(client, page)`` of an application with the page that ``mount`` builds."""
+    """Run ``story(client, page)`` with an application and the page that ``mount`` builds."""
 
     async def run() -> None:
         config, page = load_settings(env={}), Page(mount)
@@ -36,7 +36,7 @@ def tell(story: Story, mount: MountPage) -> None:
 
 
 def small_page(lives: list[str]) -> MountPage:
-    """A page that answers everything with its path, and writes down its life."""
+    """Return a page that answers everything with its path and records its lifecycle."""
 
     def mount(app: FastAPI, url: str) -> tuple[str, ...]:
         @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Whatever is sent to the page's own routes, nobody gets a 500 for it, and the log has a line and no traceback."""
+"""Invalid requests to the page's own routes: no answer is a 500, and the log has one line without traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ODD: tuple[Any, ...] = (None, "", "x", -1, 1e308, 2**70, True, [], {}, [[[]]], {
 
 @pytest.fixture
 def page(page_server: RunningServer) -> Iterator[httpx.Client]:
-    """A client of the page, of whose requests not one was a mistake of the server's."""
+    """Yield a client of the page, and check that no request caused a server error."""
     start = page_server.errors.stat().st_size
     yield page_server.client
     lines = page_server.errors.read_bytes()[start:].decode().splitlines()
@@ -33,7 +33,7 @@ def page(page_server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def events(page: httpx.Client) -> list[dict[str, Any]]:
-    """The page's events, as it tells them to browsers."""
+    """Return the page's events as it lists them to browsers."""
     dependencies: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
     return dependencies
 
@@ -171,7 +171,7 @@ def test_an_upload_is_one_file(page: httpx.Client, parts: list[Any]) -> None:
 
 
 def uploaded(page: httpx.Client, data: bytes, name: str = "a.png") -> Path:
-    """Where a file with ``data`` lies that was uploaded."""
+    """Upload a file with ``data`` and return its path on the server."""
     return Path(page.post(f"{API}/upload", files={"files": (name, data, "image/png")}).json()[0])
 
 
@@ -207,7 +207,7 @@ def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_s
 def test_a_form_of_any_length_keeps_nobody_waiting(
     page: httpx.Client, samplers: list[str], steps: str, prompts: str, message: str
 ) -> None:
-    """The fixture sees to it that nobody waited."""
+    """Send long forms; the fixture checks that the event loop did not stall."""
     form = {"data": [samplers, steps, prompts, 1, 0, "3", False, ""]}
     answer = page.post(f"{API}/run/experiment_estimate", json=form)
     assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""From a body to a request and from an error to an answer, without a socket."""
+"""Conversion of bodies to requests and of errors to answers, without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is no clean HTTP/1.1, what comes too slowly, and too many at once."""
+"""Raw connections: invalid HTTP/1.1, slow requests and too many connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Story = Callable[[int], Awaitable[None]]
 
 
 def tell(story: Story, *, max_connections: int = 64) -> None:
-    """``story(port)`` of a server without an engine."""
+    """Run ``story(port)`` with a server without an engine."""
 
     async def run() -> None:
         async with served(max_connections) as port, asyncio.timeout(PATIENCE_S):
@@ -73,7 +73,7 @@ async def served(max_connections: int) -> AsyncIterator[int]:
 
 
 class Caller:
-    """A client that sends what it likes."""
+    """A client that sends arbitrary bytes."""
 
     callers: ClassVar[list[Caller]] = []
 
@@ -92,21 +92,21 @@ class Caller:
         await self.writer.drain()
 
     async def head(self) -> bytes:
-        """The next answer's head, after which its body was read, too."""
+        """Return the head of the next answer, and read its body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         await self.reader.readexactly(int(length.partition(b":")[2]))
         return head
 
     async def rest(self) -> bytes:
-        """All that comes before the server closes."""
+        """Return everything until the server closes the connection."""
         try:
             return await self.reader.read()
         except ConnectionResetError:
             return b""
 
     async def drip(self, byte: bytes) -> None:
-        """A byte at a time, until the server closes."""
+        """Send a byte at a time until the server closes the connection."""
         while not self.reader.at_eof():
             try:
                 await self.say(byte)
@@ -350,7 +350,7 @@ def test_a_body_in_crumbs_is_refused(chunk: bytes, num_chunks: int, status: int)
 
 
 class Written:
-    """A transport that keeps what is written to it, piece by piece."""
+    """A transport that records what is written to it, piece by piece."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The address at which clients see the server, below a path of a proxy or not."""
+"""Public address of the server, with and without a path prefix of a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recipe that a picture records repeats itself: through the API, A1111's, the command line and the page."""
+"""Recorded recipes reproduce their images: over the API, A1111's API, the command line and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refiner and a scorer over HTTP: asked for by a field, told in the answer, in the stream and in the file."""
+"""A refiner and a scorer over HTTP: selected by a field, recorded in the answer, the stream and the file."""
 
 from __future__ import annotations
 

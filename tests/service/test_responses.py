@@ -1,4 +1,4 @@
-"""OpenAI's own client and its Responses over a real socket: texts, conversations that go on, pictures as a tool."""
+"""The Responses API over a real socket with the ``openai`` client: texts, conversations, images as a tool."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MESSAGE = [
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, after checking that each is called what it is and that they are numbered in turn."""
+    """Return the events of a stream after checking their types and that they are numbered in order."""
     events = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         name, _, data = block.partition("\n")
@@ -591,7 +591,7 @@ def test_a_client_that_hangs_up_ends_the_painting_and_one_may_be_cancelled_by_it
 
 @pytest.fixture(scope="module")
 def keyed(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, list[OpenAI]]]:
-    """A server of its own that asks for keys, and two clients that have one each."""
+    """Run a separate server that requires keys, and yield two clients with different keys."""
     workspace = tmp_path_factory.mktemp("keyed")
     keys = Keys(Database(workspace / "data"))
     texts = [keys.add(name, ["generate"])[0] for name in ("mine", "theirs")]

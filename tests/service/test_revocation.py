@@ -1,4 +1,4 @@
-"""Revoked keys and ended sessions: nothing that they started goes on, and no cookie is taken from another origin."""
+"""Revoked keys and ended sessions: their work is stopped, and no cookie is accepted from another origin."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def keyed_server(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[
 
 
 def revoke_soon(keys: Keys, name: str) -> list[float]:
-    """Revoke ``name`` in half a second; the list gets the time."""
+    """Revoke ``name`` in half a second and append the time to the list."""
     times: list[float] = []
 
     def revoke() -> None:

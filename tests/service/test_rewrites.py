@@ -1,4 +1,4 @@
-"""Wishes and prompts over a real socket: rewritten alone, and before a picture is painted from them."""
+"""Prompt rewriting over a real socket: alone, and before an image is generated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rewritten(server: RunningServer, prompt: str, **fields: Any) -> dict[str, An
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream that ends as it should; the event's own field says the type too."""
+    """Return the events of a complete stream; the event's own field repeats the type."""
     *events, done, tail = text.split("\n\n")
     assert (done, tail) == ("data: [DONE]", "")
     parsed = []

@@ -28,7 +28,7 @@ def needs(prompt: str, cost: float = 10.0, *, model: str = "", loras: tuple[Lora
 
 
 def queues(*costs: float) -> dict[str, ReplicaQueue]:
-    """By member; all of them have the first model."""
+    """Return the queues by replica; all replicas have the first model."""
     return {f"m{number}": ReplicaQueue(cost, frozenset({"first"})) for number, cost in enumerate(costs)}
 
 

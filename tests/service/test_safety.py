@@ -1,4 +1,4 @@
-"""The safety filter: a process of its own, asked about all that leaves, and closed where it gives no answer."""
+"""The safety filter: a separate process that checks all outputs, and blocks them if it does not answer."""
 
 from __future__ import annotations
 

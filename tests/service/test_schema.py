@@ -1,5 +1,6 @@
-"""Whatever the description allows, and what it does not: schemathesis asks a live server, and no answer is a mistake of
-the server, or one that the description does not know.
+"""The OpenAPI document, checked by schemathesis against a live server.
+
+Neither valid nor invalid requests may cause a server error or an undocumented answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHECKS: Any = (not_a_server_error, status_code_conformance, content_type_conform
 
 @pytest.mark.parametrize("is_good", [True, False], ids=["allowed", "not-allowed"])
 def test_no_request_of_any_kind_is_a_mistake_of_the_server(text_server: RunningServer, is_good: bool) -> None:
-    """``TEST_EXAMPLES``: how many of each operation. Pictures that take longer than ``PATIENCE_S`` are hung up on."""
+    """Run ``TEST_EXAMPLES`` cases per operation; images that take longer than ``PATIENCE_S`` are abandoned."""
     schema: Any = schemathesis.openapi.from_url(f"{text_server.url}/openapi.json")
     mode = schemathesis.GenerationMode.POSITIVE if is_good else schemathesis.GenerationMode.NEGATIVE
     num_answered = 0

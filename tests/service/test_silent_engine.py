@@ -1,4 +1,4 @@
-"""An engine that loads and says nothing: whether it is given up is decided by what its process does meanwhile."""
+"""An engine that loads silently: its process's activity decides whether it is given up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def running(program: str) -> Iterator[int]:
 
 
 async def watched_for(seconds: float, program: str) -> Loss | None:
-    """Why an engine whose process runs ``program`` was given up while it loaded; ``None``: it was not."""
+    """Return why a loading engine that runs ``program`` was given up; ``None`` if it was not."""
     engine_client = client.EngineClient(
         load_settings(model="embedded", env={"DIFFSERVE_SERVE_HANG_AFTER_S": f"{PATIENCE_S}"})
     )

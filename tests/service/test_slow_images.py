@@ -152,7 +152,7 @@ def test_a_client_that_hangs_up_frees_its_place_while_its_file_is_decoded(
     monkeypatch.setattr("diffserve.service.images.verification.shared_decoders", lambda: pool)
 
     async def verify(app: Any, file: bytes, hang_up_after_s: float) -> int:
-        """The status of the answer to a client that waits for so long."""
+        """Return the status of the answer to a client that waits this long."""
         body = json.dumps({"image": base64.b64encode(file).decode()}).encode()
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         statuses = []

@@ -1,4 +1,4 @@
-"""Back soon after a loss: a spare process takes over, and who is refused meanwhile is told how long a load takes."""
+"""Fast recovery after a loss: a spare process takes over, and refusals name the expected load time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REQUEST = GenerationRequest(
 
 
 def engines() -> set[int]:
-    """Process ids of the engines that this process has started and that are there."""
+    """Return the process ids of the running engines that this process has started."""
     children = psutil.Process().children()
     return {
         process.pid for process in children if process.is_running() and "diffserve.engine.process" in process.cmdline()
@@ -43,7 +43,7 @@ def engines() -> set[int]:
 
 
 async def until(look: Callable[[], T], seconds: float = START_S) -> T:
-    """What ``look`` finds, as soon as that is something."""
+    """Return the first true result of ``look``."""
     async with asyncio.timeout(seconds):
         while not (result := look()):
             await asyncio.sleep(0.02)
@@ -51,7 +51,7 @@ async def until(look: Callable[[], T], seconds: float = START_S) -> T:
 
 
 async def picture(client: EngineClient) -> Any:
-    """What the engine paints of REQUEST."""
+    """Return the image that the engine generates for REQUEST."""
     async with client.submit(msgspec.structs.replace(REQUEST, request_id=uuid4().hex)) as job:
         [painted] = [event async for event in job if isinstance(event, Painted)]
     return painted.result.picture
@@ -62,8 +62,9 @@ async def picture(client: EngineClient) -> Any:
 def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_replaced(
     tiny_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A spare is begun sooner than for users. One that must answer is given all the time it needs, one that cannot
-    a moment.
+    """Start a spare earlier than in production.
+
+    A spare that must answer gets all the time it needs, one that cannot answer gets a moment.
     """
     env = {"DIFFSERVE_SERVE_SPARE_ENGINE": "true", "DIFFSERVE_MODEL_DTYPE": "float32"}
     monkeypatch.setattr(engine_client, "SPARE_AFTER_S", 0.2)

@@ -1,4 +1,4 @@
-"""Server-sent events without a socket: what is sent when, and what ends with what."""
+"""Server-sent events without a socket: timing of messages, cancellation and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Source = Callable[["Stage"], AsyncGenerator[bytes, None]]
 
 
 class Stage:
-    """What a test sees of one answer: the messages sent, and whether the work and what it held are over."""
+    """The recorded messages of one answer, and whether its work and resources are released."""
 
     def __init__(self) -> None:
         self.interrupted: Interruption = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Stage:
 def play(
     source: Source, script: Callable[[Stage, Awaitable[None]], Awaitable[None]] | None = None, **settings: Any
 ) -> Stage:
-    """Answer with what ``source`` yields; ``script`` may interfere while the answer is sent."""
+    """Answer with the events of ``source``; ``script`` may interfere while the answer is sent."""
 
     async def watched(stage: Stage) -> AsyncGenerator[bytes, None]:
         try:

@@ -1,4 +1,4 @@
-"""Structured answers with OpenAI's own helpers: what is parsed is what was asked for, whatever the model would say."""
+"""Structured answers with the ``openai`` helpers: results match the schema whatever the model would say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Closed(BaseModel):
-    """A model of random weights would never stop adding properties."""
+    """A schema without additional properties, which random weights would keep adding."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Thread pools of the HTTP process: what fills one of them, or the page's, delays no other kind of work."""
+"""Thread pools of the HTTP process: a full pool delays no other kind of work."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_full_pool_of_batches_delays_no_listing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["newlines", "lines"])
 def test_batches_that_are_checked_leave_other_routes_quick(server: RunningServer, content: str) -> None:
-    """Eight batches of one file at once, of 40 MB of newlines or of 40,000 lines and a wrong last one."""
+    """Send eight large batches at once: 40 MB of newlines, or 40,000 lines with an invalid last one."""
     lines = [line(f"fox-{number}") for number in range(40_000)]
     data = b"\n" * 40_000_000 if content == "newlines" else b"\n".join([*lines, lines[0]])
     files = {"file": ("in.jsonl", data)}

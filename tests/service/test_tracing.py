@@ -1,4 +1,4 @@
-"""Spans of requests, as the SDK's exporter in memory has them, and as a collector gets them from a live server."""
+"""Spans of requests, in the SDK's in-memory exporter and in a collector of a live server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPAN = "b7ad6b7169203331"
 
 
 def spans_of(*headers: dict[str, str], path: str = "/v1/models") -> list[Any]:
-    """The spans of requests with ``headers``, in order."""
+    """Return the spans of requests with ``headers``, in order."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -87,7 +87,7 @@ def test_nothing_is_traced_unless_the_environment_asks_for_it(env: dict[str, str
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """The address of a collector, and the spans that it gets."""
+    """Yield the address of a collector and the spans that it receives."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""Priorities and deadlines at the door: what bodies say of them, who is refused, and in which words."""
+"""Priorities and deadlines of requests: parsing, refusals and messages."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, object], param
 def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_back(
     least_s: float, header: str
 ) -> None:
-    """From the engine's process over the socket to the answer, and back to an exception of the client's."""
+    """Follow the error from the engine's process to the HTTP answer and the client's exception."""
     error = DeadlineUnreachable.of(2.0, 6.5, least_s)
     report = ipc.Rejected(
         request_id="img-1",

@@ -1,4 +1,4 @@
-"""What a key uses is written down, told to it, and to nobody else but those who may see all."""
+"""Usage is recorded by key and is visible only to that key and to administrators."""
 
 from __future__ import annotations
 

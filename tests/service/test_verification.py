@@ -1,4 +1,4 @@
-"""Every door's pictures say what made them, and ``/v1/provenance/verify`` finds it, over a real socket."""
+"""Images of every API declare their origin, and ``/v1/provenance/verify`` detects it, over a real socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = "x-content-provenance"
 
 
 def kind_of(server: RunningServer, file: bytes) -> tuple[str, str]:
-    """What XMP and mark of a ``file`` say it is."""
+    """Return the kinds that the XMP metadata and the watermark of ``file`` declare."""
     with Client(server.url) as client:
         report = client.verify(file)
     assert report.is_generated

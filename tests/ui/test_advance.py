@@ -1,4 +1,4 @@
-"""How far a request of several pictures is: one share that grows and one time, whichever picture tells."""
+"""Progress of a request for several images: one growing share and one remaining time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def step(index: int | None, done: int, left_s: float, own_left_s: float | None =
 
 
 def test_pictures_painted_two_by_two_are_told_as_one_work() -> None:
-    """Four pictures, two at a time, a step of both each second: half of them are done before the others begin."""
+    """Report four images, two at a time and a step of both per second: two finish before the others start."""
     advance, shares, left_s = Advance(), [0.0], list[float | None]()
     advance.take(step(None, 0, 20.0), 0.0)
     for second in range(1, 2 * STEPS + 1):

@@ -1,4 +1,4 @@
-"""Whom the page says it asks for."""
+"""Client identity that the page forwards to the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ui.visitors import MOST_CHARS, ask_for_visitor
 
 
 class Request:
-    """What gradio tells of somebody behind a proxy."""
+    """A Gradio request of a client behind a proxy."""
 
     session_hash = "abc"
     client = Address("10.0.0.1", 5)
@@ -21,7 +21,7 @@ class Request:
 
 
 def asker_of(*forwarded: str) -> Asker | None:
-    """What the server reads of it."""
+    """Return the identity as the server parses it."""
 
     def tell() -> dict[str, str]:
         ask_for_visitor(Request(*forwarded))  # type: ignore[arg-type]

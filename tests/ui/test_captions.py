@@ -1,4 +1,4 @@
-"""What is said under the picture."""
+"""Captions of images."""
 
 from __future__ import annotations
 

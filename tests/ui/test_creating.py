@@ -1,4 +1,4 @@
-"""The tab Create as one page shows it: what is said, and which picture its buttons speak of."""
+"""The Create tab as one page shows it: its messages, and the image to which its buttons refer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORM: dict[str, Any] = {
 
 
 class Page:
-    """A page that is open: ``shown`` has the newest values of its parts, whichever request they came from."""
+    """An open page; ``shown`` holds the newest values of its components from all requests."""
 
     def __init__(self, server: Server) -> None:
         self.shown: dict[str, Any] = {}
@@ -51,32 +51,32 @@ class Page:
         return self._events.generate(*(values.get(name, "") for name in NAMES), Request())
 
     async def choose_control(self, file: Path) -> list[Any]:
-        """Choose the picture of a ControlNet: what then stands in its field, and the caption."""
+        """Choose the image of a ControlNet and return its field's content and the caption."""
         return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
 
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop(keeps_unfinished=True)
 
     async def choose(self, index: int) -> None:
-        """Click on one of the pictures of a request."""
+        """Click one of the images of a request."""
         selection = gr.SelectData(None, {"index": index, "value": None})
         news = zip(PARTS, await self._events.look_closer(selection, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
-        """Take what ``request`` tells next."""
+        """Apply the next update of ``request``."""
         news = zip(PARTS, await anext(request), strict=True)
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def until(self, request: AsyncIterator[Sequence[Any]], is_so: Callable[[], object]) -> None:
-        """Take what ``request`` tells until ``is_so``."""
+        """Apply updates of ``request`` until ``is_so``."""
         async with asyncio.timeout(SOON_S):
             await self.look(request)
             while not is_so():
                 await self.look(request)
 
     async def rest(self, request: AsyncIterator[Sequence[Any]]) -> None:
-        """Take all that ``request`` tells, to its end."""
+        """Apply all remaining updates of ``request``."""
         async with asyncio.timeout(SOON_S):
             try:
                 while True:

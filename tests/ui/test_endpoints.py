@@ -1,4 +1,4 @@
-"""The page's named endpoints, driven by gradio's own client: what a visitor can do, a script can."""
+"""The page's named endpoints with Gradio's client: scripts can do what visitors can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFUSED = re.compile(r'^diffserve_engine_requests_total\{kind="image",outcome="r
 
 
 class Painted(NamedTuple):
-    """What ``/generate`` gives: files that were fetched, HTML, and the parameters of the picture."""
+    """The result of ``/generate``: downloaded files, HTML, and the parameters of the image."""
 
     picture: Any
     batch: Any
@@ -38,7 +38,7 @@ class Painted(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """What ``/experiment`` gives: HTML, and two files that were fetched."""
+    """The result of ``/experiment``: HTML and two downloaded files."""
 
     status: str
     grid: str
@@ -49,7 +49,7 @@ class Experiment(NamedTuple):
 
 
 def file_in(value: Any) -> Path:
-    """The file of a component's value, bare or within an update."""
+    """Return the file of a component's value, plain or within an update."""
     return Path(value["value"] if isinstance(value, dict) else value)
 
 
@@ -62,7 +62,7 @@ def client_of(server: RunningServer, folder: Path) -> Client:
 
 @pytest.fixture(scope="module")
 def shared_page(shared_page_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Gradio's client of the page, for all that do not close it."""
+    """Return Gradio's client of the page, for all tests that do not close it."""
     client = client_of(shared_page_server, tmp_path_factory.mktemp("files"))
     yield client
     client.close()
@@ -70,7 +70,7 @@ def shared_page(shared_page_server: RunningServer, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def page(shared_page: Client, page_server: RunningServer) -> Client:
-    """The client, of a server that is idle again after each test."""
+    """Yield the client, and wait until the server is idle after each test."""
     return shared_page
 
 

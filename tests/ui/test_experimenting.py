@@ -1,4 +1,4 @@
-"""What the tab Experiment answers, to a form and to a server that is there or away."""
+"""Answers of the Experiment tab to a form, with a server that is available or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def here(server: RunningServer) -> Iterator[Server]:
-    """The page's own view of the shared server."""
+    """Return the page's client of the shared server."""
     page_server = Server(server.url)
     yield page_server
     page_server.files.remove()

@@ -1,4 +1,4 @@
-"""Visitors' pictures on disk: bounded, not to be guessed, gone at the end."""
+"""Image files of visitors: limited in size, with unguessable names, removed at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_single_file_may_be_larger_than_the_bound(files: PageFiles) -> None:
 
 
 def uploaded(files: PageFiles, num_bytes: int, *, age_s: float = 0.0) -> Path:
-    """A file as gradio lays it, in a folder of its own that is named after its content."""
+    """Return a file stored as by Gradio, in a separate folder named after its content."""
     place = files.folder / secrets.token_hex(32)
     place.mkdir()
     (place / "a.png").write_bytes(bytes(num_bytes))
@@ -100,7 +100,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_no
 
 
 def left_behind(name: str) -> Path:
-    """The folder of a process that was killed, with a picture in the folder ``name``."""
+    """Return the folder of a killed process, with an image in the folder ``name``."""
     program = "import os, ui.files; print(ui.files.PageFiles().folder, flush=True); os.kill(os.getpid(), 9)"
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     orphan = Path(completed.stdout.strip())

@@ -1,4 +1,4 @@
-"""What is painted of an experiment so far, and what it says of each cell."""
+"""The board of an experiment: finished images and the summary of each cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a picture of an experiment is worth."""
+"""Quality measures of an experiment's images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOX = "a fox next to a cactus on the beach"
 
 @pytest.fixture(scope="module")
 def drawn() -> NDArray[np.uint8]:
-    """A picture that shows exactly what FOX says."""
+    """Return an image that shows exactly what FOX describes."""
     (pixels,) = draw_pictures(read_wishes([FOX]), 128, 128, each=1)
     return pixels
 

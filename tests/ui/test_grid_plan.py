@@ -1,4 +1,4 @@
-"""From the form of an experiment to its plan, or to a sentence that says what is wrong with it."""
+"""Conversion of an experiment's form to its plan or to an error message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An experiment painted through the client by a real server."""
+"""An experiment run through the client on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of an experiment: what a moment of something else on the machine does to them, which is little."""
+"""Timing of experiments is hardly affected by short interruptions on the machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def test_a_pause_of_the_machine_does_not_count() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(at_once: int) -> None:
-    """Four pictures of four steps, ``at_once`` to a call of half a second until they are done; before them a second for
-    the text, after them two for files.
+    """Time four images of four steps with ``at_once`` per call of half a second.
+
+    The text takes a second before them, and the files two seconds after them.
     """
     times, clock_s = [], 1.0
     for first in range(0, 4, at_once):

@@ -1,4 +1,4 @@
-"""The grid as HTML: a picture in every square, and texts that stay texts."""
+"""The experiment's grid as HTML: an image in every cell and escaped texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def squares(board: Board) -> list[list[ElementTree.Element]]:
 
 
 def _closed(markup: str) -> str:
-    """Images as XML wants them."""
+    """Close the image tags, as XML requires."""
     parts = markup.split("<img ")
     return parts[0] + "".join(f"<img {part.replace('>', '/>', 1)}" for part in parts[1:])
 

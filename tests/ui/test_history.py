@@ -1,4 +1,4 @@
-"""The tab History: what a page would not send is refused, and what the server says is shown."""
+"""The History tab: invalid input is refused, and answers of the server are shown."""
 
 from __future__ import annotations
 

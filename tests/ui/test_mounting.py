@@ -1,4 +1,4 @@
-"""The page as it is mounted: its own paths answer, nothing of it comes from elsewhere, nothing is left behind."""
+"""The mounted page: its routes answer, it loads nothing external and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def visit(story: Callable[[httpx.AsyncClient], Awaitable[None]], url: str = "http://127.0.0.1:9") -> tuple[str, ...]:
-    """``story(client)`` of the mounted page of a server that nobody answers for; the paths it says it needs."""
+    """Run ``story(client)`` on the mounted page of an absent server, and return the paths that the page needs."""
 
     async def run() -> tuple[str, ...]:
         app = FastAPI()
@@ -92,7 +92,7 @@ def test_the_only_queue_is_the_engines() -> None:
 
 @pytest.mark.slow
 def test_whatever_knows_its_visitor_runs_in_the_event_loop() -> None:
-    """Gradio runs other handlers in threads, where a painting can be neither ended nor given its grace."""
+    """Check for coroutines, because Gradio runs other handlers in threads, where a request cannot be cancelled."""
     handlers = [event.fn for event in ui.create_page("http://127.0.0.1:9").fns.values() if callable(event.fn)]
     with_request = [each for each in handlers if "request" in inspect.signature(each).parameters]
     assert len(with_request) >= 9
@@ -166,7 +166,7 @@ def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_components_are_imported_without_reading_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of gradio's import; and what a component is asked for afterwards is there as ever."""
+    """Check half of Gradio's import time; later requests for a component's source still work."""
     from gradio import Textbox, component_meta
 
     def read(*_: object) -> None:

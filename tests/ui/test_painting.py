@@ -1,4 +1,4 @@
-"""Paintings and visitors against a real server: the server's own files, and lanes that are freed."""
+"""Requests and visitors of the page with a real server: stored files and freed slots."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
 
 
 async def until_step(painting: Painting) -> None:
-    """Until its first step is done."""
+    """Wait until the first step is done."""
     await until(lambda: painting.slowest is not None and bool(painting.slowest.step))
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Until ``is_so``."""
+    """Wait until ``is_so``."""
     async with asyncio.timeout(SOON_S):
         while not is_so():
             await asyncio.sleep(0.01)

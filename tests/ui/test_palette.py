@@ -1,4 +1,4 @@
-"""What a model of a closed world can paint and does not know, as the page says it."""
+"""The page's description of what a model of a closed world can and cannot generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def embedded() -> World:
 
 
 def clicks(world: World) -> list[str]:
-    """What every button puts into the prompt."""
+    """Return what every button adds to the prompt."""
     panel, things = shown(world)
     assert panel["visible"]
     return [unescape(say) for say in re.findall(r'data-say="([^"]*)"', things)]

@@ -1,4 +1,4 @@
-"""From the fields to a request, and from a picture's parameters back to the fields."""
+"""Conversion of the page's fields to a request, and of an image's parameters to the fields."""
 
 from __future__ import annotations
 

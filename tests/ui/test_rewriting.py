@@ -1,4 +1,4 @@
-"""What stands below a suggestion that is edited."""
+"""The status below a suggested prompt while it is edited."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_wish_that_is_too_long_is_refused_and_not_remembered() -> None:
 
 
 class Refusing:
-    """A rewriter that leaves every wish as it is."""
+    """A rewriter that returns every wish unchanged."""
 
     client: Refusing
 

@@ -1,4 +1,4 @@
-"""What the page knows of its server, and what it says when something fails."""
+"""The page's client of its server, and its error messages."""
 
 from __future__ import annotations
 

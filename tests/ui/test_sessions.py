@@ -1,4 +1,4 @@
-"""A visitor's session: cheap to begin, cheap to update, and as good as gradio's own."""
+"""Sessions of visitors: cheap to create, cheap to update, and equivalent to Gradio's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ui.uploads import keep_sessions_lean
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The components that are described from now on."""
+    """Record the components that are described from now on."""
     ids: list[int] = []
     describe = BlocksConfig.config_for_block
 

@@ -1,4 +1,4 @@
-"""What a request begins from: the browser's marks, a visitor's own pictures, and nothing of anybody else."""
+"""Source images of a request: marks in the browser and images of the same visitor only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ URL = MASK + base64.b64encode(PNG).decode()
 
 
 def painted(path: Path) -> FinishedPicture:
-    """One that lies at ``path``."""
+    """Return an image stored at ``path``."""
     path.write_bytes(PNG)
     return FinishedPicture(path=path, seed=1, prompt="", wish="", rewrites=False, infotext="", warnings=(), settings="")
 

@@ -1,4 +1,4 @@
-"""A tab that is reloaded finds its painting and its pictures again; one that is closed ends them, and nobody else's."""
+"""A reloaded tab finds its requests and images; a closed tab cancels only its own requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
 
 
 async def shown_by(moments: AsyncIterator[Sequence[Any]]) -> dict[str, Any]:
-    """Everything that ``moments`` showed to their end, the newest of each part."""
+    """Return the newest value of each component after all ``moments``."""
     shown: dict[str, Any] = {}
     async with asyncio.timeout(SOON_S):
         async for moment in moments:
@@ -48,7 +48,7 @@ async def shown_by(moments: AsyncIterator[Sequence[Any]]) -> dict[str, Any]:
 
 
 async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]) -> None:
-    """The page of ``session`` is gone, as gradio tells it."""
+    """Close the page of ``session``, as Gradio reports it."""
     await watching.aclose()  # type: ignore[attr-defined]
     visitors.leave(session)
 
@@ -200,7 +200,7 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
 
 
 class _Ended:
-    """Removes what a test left, whatever happens."""
+    """Removal of leftover files on close."""
 
     def __init__(self, files: PageFiles) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""What changed between a wish and a prompt."""
+"""Differences between a wish and a prompt by words."""
 
 from __future__ import annotations
 
