@@ -16,7 +16,7 @@ from tests.service.server import SOON_S, START_S, RunningServer, running_server,
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
+def test_a_reload_restores_prompt_settings_gallery_and_the_running_job(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit()
@@ -98,7 +98,7 @@ def expect_both_lost(there: Visit, cable: Cable) -> None:
     there.expect_caption("4 steps, .* seed 7")
 
 
-def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_on(
+def test_a_server_that_dies_midway_is_reported_at_once_and_the_next_one_continues(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     with running_server(Path("embedded"), tmp_path / "first", page=True) as first, cable_to(first.port) as cable:

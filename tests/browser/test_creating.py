@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 FOX = "a fox next to a cactus on the beach"
 
 
-def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot) -> None:
+def test_previews_are_shown_while_an_image_is_generated(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=40)
     here.field("prompt").fill(FOX)
@@ -41,7 +41,7 @@ def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot
     assert any(re.search(r"\d+ s(econds)? left", moment["caption"]) for moment in while_painting)
 
 
-def test_the_gallery_fills_while_others_are_still_painted(visit: Visitor, screenshot: Screenshot) -> None:
+def test_the_gallery_fills_while_other_images_are_generated(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=1000)
     here.write("prompt", "a castle at night")
@@ -63,7 +63,7 @@ def test_the_gallery_fills_while_others_are_still_painted(visit: Visitor, screen
     expect(here.gallery()).to_have_count(4)  # and the castle as far as it was painted
 
 
-def test_a_file_brings_back_its_settings_and_the_same_pixels(
+def test_a_file_restores_its_settings_and_reproduces_its_pixels(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -93,7 +93,7 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     assert read_infotext(second.read_bytes()) == text
 
 
-def test_a_seed_is_shown_after_the_run_and_can_be_kept_or_thrown_away(
+def test_a_seed_is_shown_after_the_run_and_can_be_fixed_or_cleared(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -124,7 +124,7 @@ def test_a_seed_is_shown_after_the_run_and_can_be_kept_or_thrown_away(
     expect(here.field("seed")).not_to_have_value(seed)
 
 
-def test_an_example_is_one_click_from_being_painted(visit: Visitor) -> None:
+def test_an_example_is_generated_with_one_click(visit: Visitor) -> None:
     here = visit()
     example = here.part("examples").get_by_role("button").first
     text = example.inner_text().strip()

@@ -36,7 +36,7 @@ def mark(here: Visit, start: tuple[float, float], end: tuple[float, float]) -> N
     here.page.mouse.up()
 
 
-def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
+def test_only_the_marked_part_is_regenerated_and_a_reload_restores_the_marks(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -68,7 +68,7 @@ def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
     screenshot(here, "edit-painted")
 
 
-def test_a_picture_of_ones_own_is_marked_by_keyboard_on_a_phone_in_the_dark(
+def test_an_uploaded_image_is_marked_by_keyboard_on_a_phone_in_dark_mode(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit(viewport=PHONE, has_touch=True, is_mobile=True, color_scheme="dark")

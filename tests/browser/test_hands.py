@@ -34,7 +34,7 @@ FILLS = """() => {
 }"""
 
 
-def test_keys_full_screen_and_a_dropped_picture(
+def test_shortcuts_full_screen_and_a_dropped_image_work(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -77,9 +77,7 @@ def test_keys_full_screen_and_a_dropped_picture(
     expect(here.part("aspect").locator("label.selected")).to_contain_text("Landscape")
 
 
-def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
-    visit: Visitor, screenshot: Screenshot
-) -> None:
+def test_known_words_have_buttons_and_unknown_words_are_listed(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     expect(here.part("suggest")).to_be_visible()

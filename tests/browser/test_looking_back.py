@@ -12,7 +12,7 @@ from tests.browser.visit import Screenshot, Visitor
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
+def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=4, seed=77, negative_prompt="night")
     for number, prompt in enumerate(("a zebra in the snow", "a zebra on the beach"), 1):

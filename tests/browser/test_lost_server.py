@@ -53,7 +53,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_a_server_lost_in_mid_paint_is_a_sentence_and_the_page_paints_when_it_is_back(
+def test_a_server_lost_midway_is_a_message_and_generation_works_after_its_return(
     visit: Visitor, page_url: str, cable: Cable, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit(page_url)

@@ -96,7 +96,7 @@ def tab_to(here: Visit, name: str, max_presses: int = 60) -> None:
     raise AssertionError(f"{name} was not reached with {max_presses} presses of Tab")
 
 
-def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+def test_text_of_visitors_is_escaped(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.set_advanced(steps=4, negative_prompt=NASTY)
@@ -120,7 +120,7 @@ def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) 
     assert_inert(here)
 
 
-def test_what_visitors_write_into_an_experiment_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+def test_text_of_visitors_in_an_experiment_is_escaped(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.page.get_by_role("tab", name="Experiment").click()
     here.pick("exp-samplers", "DDIM")
@@ -155,7 +155,9 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
     screenshot(here, "phone-experiment")
 
 
-def test_sliders_stand_out_and_arrows_are_whole_on_a_narrow_phone(visit: Visitor, screenshot: Screenshot) -> None:
+def test_sliders_have_contrast_and_arrows_are_complete_on_a_narrow_phone(
+    visit: Visitor, screenshot: Screenshot
+) -> None:
     here = visit(viewport=NARROW, has_touch=True, is_mobile=True)
     assert here.page.evaluate(ARROWS_CUT_OFF) == []
     here.write("count", 4)
@@ -174,7 +176,7 @@ def test_sliders_stand_out_and_arrows_are_whole_on_a_narrow_phone(visit: Visitor
         assert (edge == ground).all(axis=1).any(), "a gap around the thumb"
 
 
-def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:
+def test_an_image_can_be_generated_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.page.set_viewport_size(PHONE)
     tab_to(here, "prompt")

@@ -24,7 +24,7 @@ def prompt_in(path: Path) -> str:
     return parse_infotext(text).prompt
 
 
-def test_a_suggestion_is_edited_and_painted(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+def test_a_suggestion_is_edited_and_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.write("prompt", WISH)
@@ -61,7 +61,7 @@ def test_a_suggestion_can_be_taken_back(visit: Visitor) -> None:
     expect(here.field("prompt")).to_have_value(WISH)
 
 
-def test_auto_says_what_was_really_painted_from(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+def test_auto_shows_the_prompt_that_was_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     here.choose("rewrite-mode", "Auto")
     here.set_advanced(steps=10)

@@ -79,7 +79,7 @@ def _is_listening(port: int) -> bool:
     ],
     ids=["public-url", "forwarded-prefix"],
 )
-def test_the_page_works_below_a_path_and_asks_for_nothing_outside_it(
+def test_the_page_works_below_a_path_and_requests_nothing_outside_it(
     browser: Browser, tmp_path: Path, config: str, headers: str
 ) -> None:
     port = free_port()

@@ -11,7 +11,7 @@ from tests.service.server import RunningServer
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
-def test_what_a_request_costs_more_and_what_replicas_paint_is_told(cluster: Cluster, local: RunningServer) -> None:
+def test_request_overhead_and_replica_throughput_are_reported(cluster: Cluster, local: RunningServer) -> None:
     cost = own_cost((local, cluster.server), 4, 1)
     assert cost["num_measures"] == 4
     assert cost["local_ms"] > 0.0

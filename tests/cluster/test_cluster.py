@@ -28,11 +28,11 @@ def test_a_cluster_answers_as_a_local_server_does(cluster: Cluster, local: Runni
         assert answer == expected_answer
 
 
-def test_interrupted_task_answers_with_the_unfinished_picture(cluster: Cluster) -> None:
+def test_interrupted_task_answers_with_the_unfinished_image(cluster: Cluster) -> None:
     assert_interruptible(cluster.server)
 
 
-def test_nothing_listens_beyond_the_loopback_and_no_port_of_ray_takes_anything_without_the_token(
+def test_only_loopback_ports_are_open_and_every_ray_port_requires_the_token(
     cluster: Cluster,
 ) -> None:
     token = cluster.folder / "cluster-token"
@@ -52,7 +52,7 @@ def test_nothing_listens_beyond_the_loopback_and_no_port_of_ray_takes_anything_w
     assert kinds["http"] >= 1, "an agent"
 
 
-def test_ray_takes_nobody_in_without_the_token(cluster: Cluster) -> None:
+def test_ray_refuses_nodes_without_the_token(cluster: Cluster) -> None:
     token = cluster.folder / "cluster-token"
     (gcs,) = [port for port in listening(cluster.processes) if port.name == "gcs_server"]
     join = f"import ray; ray.init(address='127.0.0.1:{gcs.number}', log_to_driver=False); print(ray.is_initialized())"

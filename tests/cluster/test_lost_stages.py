@@ -46,7 +46,7 @@ async def paint(engines: StagedPool) -> list[object]:
         return [event async for event in events]
 
 
-def test_the_patience_with_a_stage_starts_at_its_loss(
+def test_the_timeout_for_a_stage_starts_at_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:

@@ -120,7 +120,7 @@ def test_a_proxy_answers_as_a_local_server_does(served: Served, local: RunningSe
         assert answer == expected_answer
 
 
-def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
+def test_keys_and_ids_belong_to_the_front(served: Served) -> None:
     url = served.url + GENERATIONS
     assert httpx.get(f"{served.url}/livez").status_code == 200
     for headers in ({}, {"authorization": "Bearer of-somebody-else"}):
@@ -136,11 +136,11 @@ def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_hangs_up_at_a_proxy_has_left_the_replica_within_a_few_steps(served: Served, is_streamed: bool) -> None:
+def test_a_disconnect_at_the_proxy_leaves_the_replica_within_a_few_steps(served: Served, is_streamed: bool) -> None:
     check_hang_up(served, is_streamed=is_streamed)
 
 
-def test_nothing_listens_beyond_the_loopback_and_the_folder_says_whose_it_is(served: Served) -> None:
+def test_only_loopback_ports_are_open_and_the_folder_names_its_owner(served: Served) -> None:
     ports = listening(
         [psutil.Process(served.process.pid), *psutil.Process(served.process.pid).children(recursive=True)]
     )

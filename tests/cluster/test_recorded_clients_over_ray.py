@@ -48,7 +48,7 @@ def without_chance(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_an_app_is_answered_alike(cluster: Cluster, local: RunningServer, client: str) -> None:
+def test_an_app_gets_equal_answers(cluster: Cluster, local: RunningServer, client: str) -> None:
     actual, expected = list(answers_of(cluster.server, client)), list(answers_of(local, client))
     assert len(actual) == len(expected) == len(CLIENTS[client])
     for (sent, answer), (_, other) in zip(actual, expected, strict=True):
@@ -57,7 +57,7 @@ def test_an_app_is_answered_alike(cluster: Cluster, local: RunningServer, client
         assert comparable(sent, answer) == comparable(sent, other), sent.path
 
 
-def test_chance_is_left_out_and_nothing_else_is() -> None:
+def test_only_random_values_are_removed() -> None:
     sent, seeded = CLIENTS["n8n"][1], CLIENTS["LobeChat"][0]
 
     def reply_to(sent: Sent, **fields: Any) -> Any:

@@ -20,7 +20,7 @@ KEEPS_LATENTS = f"{CONFIG}latent_cache_bytes = 1_000_000\n"
 SIMILAR = {"prompt": "a fox", "num_inference_steps": 2, "similarity_threshold": 0.9}
 
 
-def test_other_settings_are_taken_replica_by_replica_under_load_and_nothing_is_lost(cluster: Cluster) -> None:
+def test_settings_change_replica_by_replica_under_load_without_losses(cluster: Cluster) -> None:
     process_ids = {cluster.process_of(replica["name"]).pid for replica in cluster.state}
     with load(cluster, 3, 20) as clients:
         wait_for(lambda: clients.num_done > 3, SOON_S, "pictures")

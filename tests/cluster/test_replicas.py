@@ -94,7 +94,7 @@ def test_replicas_count_their_requests() -> None:
     run(work)
 
 
-def test_a_replica_lost_during_a_question_is_left_out_and_without_replicas_the_question_fails() -> None:
+def test_a_replica_lost_during_a_query_is_omitted_and_without_replicas_the_query_fails() -> None:
     async def work() -> None:
         async with up(1, 2, 1) as fleet:
             fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # that it is up is not true any more

@@ -40,7 +40,7 @@ def test_a_cluster_of_stages_answers_as_a_local_server_does(apart: Cluster, loca
 
 
 @pytest.mark.parametrize("stage", ["decode-0", "denoise-0"])
-def test_a_stage_that_is_killed_meanwhile_is_waited_for_and_what_was_done_is_kept(
+def test_a_killed_stage_is_awaited_and_finished_work_is_retained(
     apart: Cluster, local: RunningServer, stage: str
 ) -> None:
     asking = ThreadPoolExecutor(1).submit(apart.server.client.post, GENERATIONS, json=LONG, timeout=10 * SOON_S)
@@ -58,12 +58,12 @@ def test_a_stage_that_is_killed_meanwhile_is_waited_for_and_what_was_done_is_kep
     assert number(apart.server, 'engine_requests_total{kind="image",outcome="finished"}') > 0.0
 
 
-def test_pictures_that_end_together_wait_for_their_turn_to_be_decoded(apart: Cluster) -> None:
+def test_images_finished_together_are_decoded_in_turn(apart: Cluster) -> None:
     body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # there may wait three
     assert len(apart.server.client.post(GENERATIONS, json=body, timeout=3 * SOON_S).json()["data"]) == 8
 
 
-def test_what_passes_between_stages_is_counted_in_bytes_and_seconds(apart: Cluster) -> None:
+def test_transfers_between_stages_are_counted_in_bytes_and_seconds(apart: Cluster) -> None:
     stages = ("encode", "denoise", "decode")
     before = {stage: number(apart.server, f'stage_bytes_total{{stage="{stage}"}}') for stage in stages}
     counted = {stage: number(apart.server, f'stage_seconds_count{{stage="{stage}"}}') for stage in stages}
@@ -77,11 +77,11 @@ def test_what_passes_between_stages_is_counted_in_bytes_and_seconds(apart: Clust
     assert {stage: again[stage] - counted[stage] for stage in stages} == {"encode": 1, "denoise": 1, "decode": 2}
 
 
-def test_who_hangs_up_leaves_nothing_in_any_stage(apart: Cluster) -> None:
+def test_a_disconnect_leaves_nothing_in_any_stage(apart: Cluster) -> None:
     with apart.server.client.stream("POST", GENERATIONS, json=LONG | {"stream": True, "partial_images": 1}) as stream:
         next(stream.iter_bytes())
     apart.server.wait_until_idle()
 
 
-def test_interrupted_task_answers_with_the_unfinished_picture(apart: Cluster) -> None:
+def test_interrupted_task_answers_with_the_unfinished_image(apart: Cluster) -> None:
     assert_interruptible(apart.server)

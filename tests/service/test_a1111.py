@@ -34,7 +34,7 @@ def post(server: RunningServer, path: str, body: dict[str, Any], **headers: str)
 
 
 @pytest.mark.slow
-def test_webuiapi_paints_repaints_enlarges_and_reads(server: RunningServer) -> None:
+def test_webuiapi_generates_repaints_enlarges_and_reads(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
     api = webuiapi.WebUIApi(host="127.0.0.1", port=port, sampler="Euler a", steps=2)
     painted = api.txt2img(prompt="a red fox", negative_prompt="dog", seed=5, width=64, height=64, cfg_scale=3, n_iter=2)
@@ -102,7 +102,7 @@ def test_what_sillytavern_and_librechat_send_gives_what_they_read(server: Runnin
 
 
 @pytest.mark.slow
-def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> None:
+def test_progress_and_interruption_are_separate_per_client(server: RunningServer) -> None:
     mine, other_credentials = {"Authorization": "Basic bWluZTo="}, {"Authorization": "Basic b3RoZXJzOg=="}
     sent = {"prompt": "a red fox", "steps": 900, "width": 64, "height": 64, "force_task_id": "task(1)", "seed": 1}
 
@@ -141,7 +141,7 @@ def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupt", "skip"])
-def test_interrupted_task_answers_with_the_unfinished_picture_of_the_pass_it_is_in(
+def test_interrupted_task_answers_with_the_unfinished_image_of_the_pass_it_is_in(
     server: RunningServer, how: str
 ) -> None:
     first = {"prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1}
@@ -157,7 +157,7 @@ def test_interrupted_task_answers_with_the_unfinished_picture_of_the_pass_it_is_
 
 
 @pytest.mark.slow
-def test_task_that_is_interrupted_before_its_first_step_answers_without_pictures(server: RunningServer) -> None:
+def test_task_that_is_interrupted_before_its_first_step_answers_without_images(server: RunningServer) -> None:
     sent = {"prompt": "a red fox", "steps": 900, "width": 64, "height": 64, "seed": 1}
     with ThreadPoolExecutor(12) as pool:
         painting = [pool.submit(post, server, "txt2img", sent | {"seed": seed}) for seed in range(12)]
@@ -169,7 +169,7 @@ def test_task_that_is_interrupted_before_its_first_step_answers_without_pictures
 
 
 @pytest.mark.slow
-def test_pictures_are_varied_by_a_second_seed_and_their_text_paints_them_again(server: RunningServer) -> None:
+def test_images_are_varied_by_a_second_seed_and_their_text_generates_them_again(server: RunningServer) -> None:
     sent = {
         "prompt": "a red fox", "seed": 7, "subseed": 20, "subseed_strength": 0.3, "steps": 2, "width": 64,
         "height": 64, "batch_size": 2, "sampler_name": "DDIM",
@@ -275,7 +275,7 @@ def test_bad_input_is_one_sentence_in_a1111s_shape(
 
 
 @pytest.mark.slow
-def test_a_picture_that_says_too_much_or_dangerous_things_is_read_as_far_as_may_be(server: RunningServer) -> None:
+def test_infotext_with_excessive_or_unsafe_values_is_read_partially(server: RunningServer) -> None:
     """Check row 72 of the bad input."""
     pairs = "Steps: 1, Sampler: Euler, Seed: 1"
     for text in (
@@ -321,7 +321,7 @@ def test_infotext_fills_what_a_request_leaves_out() -> None:
         ((0, 0, 100, 64), 1.0, 32, (0, 0, 100, 64)),
     ],
 )
-def test_region_of_a_mask_grows_to_the_aspect_within_the_picture(
+def test_region_of_a_mask_grows_to_the_aspect_within_the_image(
     box: tuple[int, int, int, int], aspect: float, padding: int, region: tuple[int, int, int, int]
 ) -> None:
     mask = np.zeros((64, 100), np.uint8)
@@ -336,7 +336,7 @@ def test_region_of_a_mask_grows_to_the_aspect_within_the_picture(
     assert decode_image(file_of(laid)).array.shape == (64, 100, 3)
 
 
-def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_px: list[int] = []
     colours_around = asking._colours_around
 
@@ -357,7 +357,7 @@ def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch
     assert len(asked_px) == 1, "refused before anything is filled"
 
 
-def test_settings_of_a1111_bound_the_noise_levels_and_0_stands_for_the_default() -> None:
+def test_a1111_settings_bound_the_noise_levels_and_0_means_the_default() -> None:
     settings = {"sigma_min": 0.1, "sigma_max": 0}
     body = ask(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, []).model_dump(exclude_none=True)
     assert body["sigma_min"] == 0.1

@@ -317,7 +317,7 @@ def test_lora_takes_a_scale_for_the_text_encoder_and_one_for_the_unet(server: Ru
 
 
 @pytest.mark.slow
-def test_lora_named_by_comfyui_paints_as_named_by_diffusers(server: RunningServer) -> None:
+def test_lora_named_by_comfyui_generates_as_named_by_diffusers(server: RunningServer) -> None:
     assert pixels(paint(server, "a fox <lora:comfy>")) == pixels(paint(server, "a fox <lora:ink>"))
 
 

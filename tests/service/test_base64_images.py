@@ -147,7 +147,7 @@ def test_every_field_that_takes_an_image_is_among_those_tested(server: RunningSe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_field_reads_every_spelling_of_base64_alike(server: RunningServer, field: str) -> None:
+def test_every_field_reads_every_base64_spelling_equally(server: RunningServer, field: str) -> None:
     path, body = FIELDS[field]
     expected = server.client.post(path, json=body(PLAIN, MASK))
     assert expected.status_code == 200 or "ControlNet 'x'" in expected.text
@@ -175,6 +175,6 @@ def test_decoded_bytes_do_not_depend_on_padding(num_bytes: int, num_pad: int) ->
     assert image_bytes(base64.b64encode(data).decode().rstrip("=") + "=" * num_pad, "image") == data
 
 
-def test_text_of_blanks_alone_is_an_empty_image() -> None:
+def test_blank_text_is_an_empty_image() -> None:
     with pytest.raises(InvalidRequest, match="the image is empty"):
         image_bytes(" \r\n\t", "image")

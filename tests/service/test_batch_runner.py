@@ -83,7 +83,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(batch_runner, name, 0.01)
 
 
-def test_lines_are_asked_again_where_there_was_no_room_or_no_engine(tmp_path: Path) -> None:
+def test_lines_are_retried_after_a_full_queue_or_a_lost_engine(tmp_path: Path) -> None:
     calls: list[int] = []
     clients = set()
 
@@ -112,7 +112,7 @@ def test_lines_are_asked_again_where_there_was_no_room_or_no_engine(tmp_path: Pa
     assert clients == {(f"batch/{works.key.id}", works.key.id, "batch")}
 
 
-def test_a_full_disk_is_waited_for_and_torn_lines_are_done_anew(
+def test_a_full_disk_pauses_the_batch_and_torn_lines_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_full = 0
@@ -138,7 +138,7 @@ def test_a_full_disk_is_waited_for_and_torn_lines_are_done_anew(
     assert set(works.output_of(batch.output_file)) == {"0", "1", "2", "3"}
 
 
-def test_it_stops_in_the_middle_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_batch_continues(tmp_path: Path) -> None:
     stuck = asyncio.Event()
     calls: list[int] = []
 
@@ -157,7 +157,7 @@ def test_it_stops_in_the_middle_and_goes_on(tmp_path: Path) -> None:
     assert (batch.status, batch.num_completed, calls.count(0)) == ("completed", 6, 1)
 
 
-def test_what_is_too_old_expires_and_a_revoked_key_paints_no_more(tmp_path: Path) -> None:
+def test_old_batches_expire_and_a_revoked_key_ends_its_batch(tmp_path: Path) -> None:
     async def never(request: Request) -> Response:
         await asyncio.Event().wait()
         raise AssertionError
@@ -174,7 +174,7 @@ def test_what_is_too_old_expires_and_a_revoked_key_paints_no_more(tmp_path: Path
     assert (batch.status, batch.error) == ("failed", "invalid_key: its key is good no more.")
 
 
-def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_batch_frees_its_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "LINES_AT_ONCE", 2)
 
     async def echo(request: Request) -> Response:
@@ -198,7 +198,7 @@ def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: py
     assert [end.status for end in ends if end is not None] == ["cancelled"] * 5
 
 
-def test_beside_another_server_of_the_folder_batches_wait_and_the_log_says_so(
+def test_batches_wait_and_log_while_another_server_uses_the_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def echo(request: Request) -> Response:

@@ -59,7 +59,7 @@ def lines_of(client: OpenAI, file: str | None) -> dict[str, Any]:
     return by_name
 
 
-def test_openais_client_keeps_files(client: OpenAI, server: RunningServer) -> None:
+def test_openai_client_manages_files(client: OpenAI, server: RunningServer) -> None:
     files = [client.files.create(file=(f"../../{n}.jsonl", b"x" * n), purpose="user_data") for n in range(1, 4)]
     assert (files[0].bytes, files[0].filename, files[0].status) == (1, "1.jsonl", "processed")
     assert client.files.retrieve(files[0].id) == files[0]
@@ -88,7 +88,7 @@ def test_openais_client_keeps_files(client: OpenAI, server: RunningServer) -> No
     assert error_of(server.client.get("/v1/files?after=x"))["param"] == "after"
 
 
-def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningServer) -> None:
+def test_openai_client_runs_a_batch(client: OpenAI, server: RunningServer) -> None:
     lines = [line(f"fox-{seed}", seed=seed) for seed in range(5)]
     wrong = [line("bad-size", size="1x1"), line("streamed", stream=True), line("prompt-less", prompt="")]
     name = begin(client, send(client, *lines, *wrong, b"", end=b"\r\n"))
@@ -112,7 +112,7 @@ def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningSer
         client.batches.cancel(name)
 
 
-def test_a_batch_with_lines_that_are_no_requests_fails_with_their_numbers(client: OpenAI) -> None:
+def test_a_batch_with_invalid_lines_fails_with_their_numbers(client: OpenAI) -> None:
     wrong = [b"{no json", b'{"body": {}}', b"[]", line("m").replace(b"POST", b"GET"), b"\xff"]
     batch = client.batches.retrieve(begin(client, send(client, line("good"), *wrong)))
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
@@ -126,9 +126,7 @@ def test_a_batch_with_lines_that_are_no_requests_fails_with_their_numbers(client
     assert [problem.line for problem in many.errors.data or ()] == list(range(1, 21))
 
 
-def test_openais_client_has_batches_of_edits_and_chat_worked_on(
-    text_client: OpenAI, text_server: RunningServer
-) -> None:
+def test_openai_client_runs_batches_of_edits_and_chats(text_client: OpenAI, text_server: RunningServer) -> None:
     sent = base64.b64encode(file_of(picture(64, 64))).decode()
     file_id = text_client.files.create(file=("a.png", base64.b64decode(sent)), purpose="vision").id
     edits, chat = "/v1/images/edits", "/v1/chat/completions"
@@ -153,7 +151,7 @@ def test_openais_client_has_batches_of_edits_and_chat_worked_on(
     assert set(lines_of(text_client, over.error_file_id)) == {"bad"}
 
 
-def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server: RunningServer) -> None:
+def test_a_batch_is_cancelled_and_interactive_requests_go_first(client: OpenAI, server: RunningServer) -> None:
     name = begin(client, send(client, *(line(f"fox-{n}", num_inference_steps=60, seed=n) for n in range(40))))
     wait_for(lambda: client.batches.retrieve(name).request_counts.completed, OVER_S, "a line")
     assert server.paint(num_steps=2).status_code == 200
@@ -176,12 +174,12 @@ def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server
         ([b'{"custom_id":"%d","body":{}}' % n for n in range(50_001)], "more than 50000 lines"),
     ],
 )  # rows 65 and 66 of the bad input
-def test_a_file_that_is_wrong_as_a_whole_is_refused(client: OpenAI, lines: list[bytes], message: str) -> None:
+def test_an_invalid_file_is_refused(client: OpenAI, lines: list[bytes], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         begin(client, send(client, *lines))
 
 
-def test_a_file_of_more_than_may_be_is_refused_by_its_length(server: RunningServer) -> None:
+def test_a_too_large_file_is_refused_by_its_length(server: RunningServer) -> None:
     head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as connection:
         connection.sendall(f"{head}Content-Length: 220000000\r\n\r\n--b".encode())
@@ -191,7 +189,7 @@ def test_a_file_of_more_than_may_be_is_refused_by_its_length(server: RunningServ
         assert form.status_code in (405, 415)
 
 
-def test_what_is_no_batch_is_refused(client: OpenAI, server: RunningServer) -> None:
+def test_an_invalid_batch_is_refused(client: OpenAI, server: RunningServer) -> None:
     file = send(client, line("a"))
     other = client.files.create(file=("a.jsonl", line("a")), purpose="user_data").id
     good = {"input_file_id": file, "endpoint": GENERATIONS, "completion_window": "24h"}
@@ -208,9 +206,7 @@ def test_what_is_no_batch_is_refused(client: OpenAI, server: RunningServer) -> N
     assert server.status("/v1/batches/batch_x") == 404
 
 
-def test_a_batch_outlives_the_server_and_paints_nothing_twice(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_batch_survives_restarts_without_repeating_images(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Stop and kill the server midway; other keys see nothing of the batch, and a revoked key ends its batches."""
     keys = Keys(Database(tmp_path / "data"))
     text, other, watcher = (keys.add(scope, [scope])[0] for scope in ("generate", "admin", "metrics"))

@@ -23,7 +23,7 @@ def name_of(clients: Clients, peer: str | None, **headers: str) -> str:
         return name
 
 
-def test_an_address_is_a_client_and_at_one_address_a_key_is() -> None:
+def test_clients_are_addresses_and_keys_within_an_address() -> None:
     clients = Clients()
     names = [
         name_of(clients, "10.0.0.1"),
@@ -38,13 +38,13 @@ def test_an_address_is_a_client_and_at_one_address_a_key_is() -> None:
     assert clients._keys == {}, "nobody is remembered who has nothing here"
 
 
-def test_a_name_says_nothing_of_address_or_key() -> None:
+def test_client_names_reveal_neither_address_nor_key() -> None:
     name = name_of(Clients(), "10.20.30.40", authorization="Bearer sk-secret")
     assert not any(part in name for part in ("10.20", "30.40", "secret", "Bearer"))
     assert name_of(Clients(), "10.20.30.40", authorization="Bearer sk-secret") != name, "another process"
 
 
-def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None:
+def test_invented_keys_do_not_multiply_the_share_of_an_address() -> None:
     clients = Clients()
     with ExitStack() as stack:
         names = [
@@ -65,12 +65,12 @@ def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None
         ("fe80::1%eth0", "fe80::1%eth0", True),
     ],
 )
-def test_an_ipv6_client_is_its_network(address: str, other: str, same: bool) -> None:
+def test_an_ipv6_client_is_identified_by_its_network(address: str, other: str, same: bool) -> None:
     clients = Clients()
     assert (name_of(clients, address) == name_of(clients, other)) is same
 
 
-def test_what_is_said_to_be_forwarded_counts_only_behind_a_proxy_that_is_trusted() -> None:
+def test_forwarded_addresses_count_only_behind_a_trusted_proxy() -> None:
     clients = Clients(["10.0.0.1", "10.0.0.2"])
     direct = name_of(clients, "192.0.2.7")
     assert name_of(clients, "192.0.2.7", x_forwarded_for="192.0.2.8") == direct
@@ -90,7 +90,7 @@ def header_of(asker: Asker) -> str:
     return copy_context().run(tell)
 
 
-def test_the_pages_visitors_are_clients_of_their_own_and_only_the_page_can_say_so() -> None:
+def test_visitors_of_the_page_are_separate_clients_and_only_the_page_can_name_them() -> None:
     clients = Clients(["10.0.0.1"])
 
     def client_of(header: str) -> str:

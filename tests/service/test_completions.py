@@ -39,7 +39,7 @@ def choices_of(client: OpenAI, *, is_stream: bool, prompt: object, **settings: o
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_it_continues_a_text(text_client: OpenAI, is_stream: bool) -> None:
+def test_a_text_is_continued(text_client: OpenAI, is_stream: bool) -> None:
     [choice] = choices_of(text_client, is_stream=is_stream, prompt=SAY_FOX, temperature=0)
     assert (choice.text, choice.finish_reason, choice.logprobs) == (FOX, "stop", None)
 
@@ -76,7 +76,7 @@ def test_logprobs_have_offsets_into_the_text(text_client: OpenAI, is_stream: boo
     assert [len(top) for top in choice.logprobs.top_logprobs] == [2, 2, 2]
 
 
-def test_temperature_and_top_p_change_what_is_drawn_and_not_what_is_reported(text_client: OpenAI) -> None:
+def test_temperature_and_top_p_change_sampling_but_not_reported_logprobs(text_client: OpenAI) -> None:
     def drawn(**settings: float) -> set[str]:
         return {choice.text for choice in choices_of(text_client, is_stream=False, prompt=SAY_EITHER, **settings)}
 
@@ -111,7 +111,7 @@ def test_a_bias_makes_a_token_certain_or_impossible(text_client: OpenAI) -> None
     assert text(logit_bias={"70": -100}) == best
 
 
-def test_sixteen_tokens_unless_more_are_asked_for(text_client: OpenAI) -> None:
+def test_the_default_is_sixteen_tokens(text_client: OpenAI) -> None:
     answer = text_client.completions.create(model="talker", prompt="a", temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 16
@@ -120,7 +120,7 @@ def test_sixteen_tokens_unless_more_are_asked_for(text_client: OpenAI) -> None:
     assert (longer.usage.completion_tokens, longer.choices[0].finish_reason) == (40, "length")
 
 
-def test_what_the_engine_refuses_before_the_first_word_of_a_stream_is_an_ordinary_error(text_client: OpenAI) -> None:
+def test_a_refusal_before_the_first_token_of_a_stream_is_a_plain_error(text_client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         text_client.completions.create(model="talker", prompt="a" * 3000, stream=True)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

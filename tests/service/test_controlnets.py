@@ -30,7 +30,9 @@ from ui.server import Server
 
 
 @pytest.mark.slow
-def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_with_controlnets_are_generated_from_base64_files_and_record_them(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(tiny_model("sd15") / "unet"))
     folder = save_controlnet(unet, tmp_path / "controls" / "edges", 1).parent
     config = f'[model]\ndtype = "float32"\ncontrolnet_dir = {json.dumps(str(folder))}\n'

@@ -47,7 +47,7 @@ def exported_labels(server: RunningServer) -> dict[str, set[str]]:
     return labels
 
 
-def test_every_metric_and_label_that_is_drawn_or_watched_exists(text_server: RunningServer) -> None:
+def test_every_metric_and_label_of_dashboard_and_alerts_exists(text_server: RunningServer) -> None:
     exported = exported_labels(text_server)
     unknown = []
     for expression, words in expressions():

@@ -51,7 +51,7 @@ def pixels_of(b64_json: str | None) -> NDArray[np.uint8]:
 
 
 @pytest.mark.slow
-def test_openais_client_edits_one_picture_or_two_and_keeps_what_is_not_masked(client: OpenAI) -> None:
+def test_openai_client_edits_one_or_two_images_and_keeps_unmasked_pixels(client: OpenAI) -> None:
     before = picture()
     answer = client.images.edit(
         model="gpt-image-1", image=("a.png", file_of(before)), mask=("m.png", holed()), prompt="a red fox", n=2,
@@ -80,7 +80,7 @@ def test_openais_client_edits_one_picture_or_two_and_keeps_what_is_not_masked(cl
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's word on variations
-def test_openais_client_streams_an_edit_and_asks_for_variations(client: OpenAI) -> None:
+def test_openai_client_streams_an_edit_and_requests_variations(client: OpenAI) -> None:
     stream = client.images.edit(
         image=("a.png", file_of(picture())), prompt="a red fox", stream=True, partial_images=1,
         extra_body=FEW | {"num_inference_steps": 4, "progress": False},
@@ -101,7 +101,7 @@ def test_openais_client_streams_an_edit_and_asks_for_variations(client: OpenAI) 
 
 
 @pytest.mark.slow
-def test_json_and_a_form_paint_the_same_and_our_client_speaks_json(server: RunningServer) -> None:
+def test_json_and_form_requests_give_equal_images_and_the_client_sends_json(server: RunningServer) -> None:
     file, mask = encode_image(Picture.from_array(picture())), holed()
     form = httpx.post(
         f"{server.url}/v1/images/edits",
@@ -120,7 +120,7 @@ def test_json_and_a_form_paint_the_same_and_our_client_speaks_json(server: Runni
 
 
 @pytest.mark.slow
-def test_pictures_and_masks_are_named_by_files_of_ones_own(server: RunningServer, client: OpenAI) -> None:
+def test_images_and_masks_are_referenced_by_uploaded_files(server: RunningServer, client: OpenAI) -> None:
     file, mask = file_of(picture()), holed()
     file_ids = [client.files.create(file=("a.png", data), purpose="vision").id for data in (file, mask)]
     by_file_id = {"images": [{"file_id": file_ids[0]}], "mask": {"file_id": file_ids[1]}}
@@ -183,7 +183,7 @@ def test_bad_input_is_one_sentence(server: RunningServer, body: dict[str, Any], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a\0.png", "n" * 4096], ids=["up", "root", "zero", "long"])
-def test_what_a_file_is_called_means_nothing(server: RunningServer, name: str) -> None:
+def test_file_names_have_no_effect(server: RunningServer, name: str) -> None:
     files = {"image": (name, file_of(picture(64, 64)))}
     answer = httpx.post(f"{server.url}/v1/images/edits", files=files, data={"prompt": "x", **FEW}, timeout=60)
     assert answer.status_code == 200, answer.text  # row 51 of the bad input
@@ -191,7 +191,7 @@ def test_what_a_file_is_called_means_nothing(server: RunningServer, name: str) -
 
 
 @pytest.mark.slow
-def test_bad_forms_are_refused_and_large_json_is_read_only_where_pictures_are_taken(server: RunningServer) -> None:
+def test_bad_forms_are_refused_and_large_json_is_read_only_by_image_routes(server: RunningServer) -> None:
     url = f"{server.url}/v1/images/edits"
     black = file_of(np.zeros((64, 64), np.uint8))
     files = {"image": ("a.png", file_of(picture(64, 64)))}

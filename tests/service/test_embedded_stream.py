@@ -29,7 +29,7 @@ def psnr_db(picture: NDArray[np.float64], reference: NDArray[np.float64]) -> flo
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m"])
-def test_each_preview_is_a_clearer_picture_of_what_is_completed(page_server: RunningServer, sampler: str) -> None:
+def test_each_preview_is_closer_to_the_completed_image(page_server: RunningServer, sampler: str) -> None:
     with OpenAI(base_url=f"{page_server.url}/v1", api_key="unused", max_retries=0) as client:
         stream = client.images.generate(
             prompt="a fox next to a cactus on the beach", stream=True, partial_images=3, size="128x128",

@@ -38,7 +38,7 @@ def test_both_formats_hold_the_same_numbers(client: OpenAI, server: RunningServe
     np.testing.assert_allclose(shorter, embedding.embedding[:8] / np.linalg.norm(embedding.embedding[:8]), rtol=1e-5)
 
 
-def test_a_vector_depends_on_nobody_who_asks_beside_it(client: OpenAI, server: RunningServer) -> None:
+def test_a_vector_does_not_depend_on_concurrent_requests(client: OpenAI, server: RunningServer) -> None:
     words = [f"a red fox {number}" for number in range(40)]
     alone = [client.embeddings.create(model="sd15", input=text).data[0].embedding for text in words[::8]]
     [picture] = files_of(server.client.post(GENERATIONS, json={"prompt": words[0], **HOW}))
@@ -80,7 +80,7 @@ def test_a_vector_depends_on_nobody_who_asks_beside_it(client: OpenAI, server: R
         ({"model": ""}, "model", "model_not_found"),
     ],
 )
-def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_invalid_input_is_reported(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
     body = {name: value for name, value in ({"input": "a"} | fields).items() if value is not ...}
     headers = {"Content-Type": "application/json"}
     response = text_server.client.post(EMBEDDINGS, content=json.dumps(body), headers=headers)
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, An
     assert (error["param"], error["code"]) == (param, code), error
 
 
-def test_our_own_client_embeds(text_server: RunningServer) -> None:
+def test_the_diffserve_client_embeds(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
         vectors = client.embed(["a red fox", "a dog"])
         assert (vectors.model, vectors.usage.prompt_tokens, len(vectors.vectors)) == ("sd15", 5, 2)

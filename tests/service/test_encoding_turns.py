@@ -18,7 +18,7 @@ def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
     return asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
+def test_a_small_image_goes_before_many_large_ones() -> None:
     async def story() -> list[str]:
         turns, order = EncodingQueue(1), list[str]()
 
@@ -33,7 +33,7 @@ def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
     assert order(story()) == ["large 0", "small", "large 1", "large 2"]
 
 
-def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_image_that_waited_long_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
@@ -54,7 +54,7 @@ def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.
     assert order(story()) == ["large", "small"]
 
 
-def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
+def test_a_cancelled_encoding_frees_its_place() -> None:
     async def story() -> list[str]:
         turns = EncodingQueue(2)
 

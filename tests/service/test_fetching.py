@@ -76,7 +76,7 @@ async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetche
         server.close()
 
 
-def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that_was_asked_for(
+def test_an_image_is_fetched_from_the_checked_address_with_the_requested_host_name(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
@@ -116,7 +116,7 @@ def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that
         ("/slow", "url_unreadable", "did not answer within 0.2 s"),
     ],
 )
-def test_an_answer_that_is_no_picture_is_refused(chain: Chain, path: str, code: str, message: str) -> None:
+def test_an_answer_that_is_not_an_image_is_refused(chain: Chain, path: str, code: str, message: str) -> None:
     async def story() -> None:
         async with picture_host(chain) as (fetcher, _):
             with pytest.raises(InvalidRequest, match=message) as refused:
@@ -126,7 +126,7 @@ def test_an_answer_that_is_no_picture_is_refused(chain: Chain, path: str, code: 
     asyncio.run(story())
 
 
-def test_whom_nobody_vouches_for_is_not_believed(chain: Chain, tmp_path: Path) -> None:
+def test_an_untrusted_certificate_is_refused(chain: Chain, tmp_path: Path) -> None:
     async def story() -> None:
         async with picture_host(chain) as (fetcher, received):
             other = make_chain(tmp_path, HOST, host=True).root
@@ -146,7 +146,7 @@ def test_whom_nobody_vouches_for_is_not_believed(chain: Chain, tmp_path: Path) -
     ],
     ids=str,
 )  # fmt: skip
-def test_a_host_at_a_private_address_is_sent_nothing(chain: Chain, addresses: list[str]) -> None:
+def test_a_host_at_a_private_address_is_never_contacted(chain: Chain, addresses: list[str]) -> None:
     async def story() -> None:
         async def connect(*_: Any, **__: Any) -> Any:
             raise AssertionError("a packet was sent")
@@ -169,7 +169,7 @@ def test_a_host_at_a_private_address_is_sent_nothing(chain: Chain, addresses: li
         f"https://{HOST}./", f"https://{HOST}:99999/", f"https://{HOST}/\r\nX: y", "file:///etc/passwd", "ftp://a/b",
     ],
 )  # fmt: skip
-def test_an_address_that_is_not_listed_is_not_even_looked_up(url: str) -> None:
+def test_an_unlisted_host_is_not_resolved(url: str) -> None:
     def resolve(*_: Any) -> list[str]:
         raise AssertionError("a name was looked up")
 
@@ -179,12 +179,12 @@ def test_an_address_that_is_not_listed_is_not_even_looked_up(url: str) -> None:
         assert (refused.value.code, refused.value.param) == ("url_not_allowed", "image")
 
 
-def test_public_addresses_are_told_from_others() -> None:
+def test_public_addresses_are_recognized() -> None:
     expected = {PUBLIC: True, "2606:4700::1111": True, "64:ff9b::5db8:d822": True, "192.168.1.1": False}
     assert {address: is_public(ipaddress.ip_address(address)) for address in expected} == expected
 
 
-def test_seventeen_addresses_are_too_many() -> None:
+def test_seventeen_urls_are_too_many() -> None:
     images = [{"image_url": f"https://{HOST}/{number}"} for number in range(16)]
     body = EditBody.model_validate({"prompt": "a", "images": images, "mask": f"https://{HOST}/mask"})
     with pytest.raises(InvalidRequest, match="17 pictures are given by their addresses"):
@@ -199,7 +199,7 @@ def test_seventeen_addresses_are_too_many() -> None:
         "data:image/png;base64,", "//evil.test/a.png",
     ],
 )  # fmt: skip
-def test_text_that_is_no_picture_is_refused_without_a_look_anywhere(text: str) -> None:
+def test_text_that_is_not_an_image_is_refused_without_a_lookup(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         decode_image(image_bytes(text, "init_images"), name="init_images")
     assert refused.value.param == "init_images"

@@ -28,9 +28,7 @@ def edit_of(*names: str, mask: str | None = None) -> EditBody:
     return EditBody.model_validate({"prompt": "a fox", "images": [{"file_id": name} for name in names], **masked})
 
 
-def test_files_of_ones_own_are_read_and_others_were_never_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_files_are_read_and_other_files_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(Database(tmp_path), 1 << 20)
     own_file, other_file, long = (
         files.add(owner, "vision", "a.png", BytesIO(data), max_bytes=1 << 20).id

@@ -199,7 +199,7 @@ def test_the_texts_of_a_request_are_all_of_its_text_fields() -> None:
 
 
 @pytest.mark.slow
-def test_every_post_route_is_known_to_paint_or_not_to_paint(described: dict[str, Any]) -> None:
+def test_every_post_route_is_classified_as_generating_or_not(described: dict[str, Any]) -> None:
     posts = {path for path, methods in described["paths"].items() if "post" in methods}
     assert posts - PAINTING.keys() <= NOT_PAINTING
     assert posts >= PAINTING.keys()
@@ -337,7 +337,7 @@ def test_every_text_of_the_command_line_is_judged(
 
 
 @pytest.mark.slow
-def test_negative_prompts_have_a_method_of_their_own_where_the_filter_has_one(folder: Path) -> None:
+def test_negative_prompts_use_their_own_filter_method_if_there_is_one(folder: Path) -> None:
     def allows(safety: Safety, field: str, text: str) -> bool:
         return not safety._is_blocked(SafetyQuestion(text, is_negative=field == "negative_prompt"))
 

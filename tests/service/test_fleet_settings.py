@@ -50,7 +50,7 @@ def stats(scale: int) -> EngineStats:
     )
 
 
-def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_has_its_device_for_all_models_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_cores", lambda: 7)
     each = settings_per_device(settings("cuda:0, cpu,cpu"))
     assert [(replica.model.device, replica.models[0].device) for replica in each] == [
@@ -79,7 +79,7 @@ def test_without_devices_there_is_one_engine_as_configured() -> None:
     ("devices", "message"),
     [(["cuda:0", "cuda:0"], "twice"), (["cuda", "cuda:0"], "twice"), (["tpu"], "'tpu'"), (["cpu", ""], "''")],
 )
-def test_devices_that_cannot_be_are_refused(devices: list[str], message: str) -> None:
+def test_invalid_devices_are_refused(devices: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--devices: devices has .*{message}"):
         load_settings(env={}, flags={"serve.devices": Flag("--devices", devices)})
 
@@ -93,7 +93,7 @@ def test_numbers_of_several_engines_are_added_up() -> None:
     assert (both.texts, merged([stats(4)])) == (None, stats(4))
 
 
-def test_of_an_engine_that_is_gone_the_counters_stay() -> None:
+def test_counters_of_a_lost_engine_are_retained() -> None:
     left = gone(stats(2))
     assert (left.num_live, left.images.num_running, left.images.num_lanes) == (0, 0, 0)
     assert (left.images.num_painted, left.images.busy_s, left.models[0].is_loaded) == (2, 2, False)

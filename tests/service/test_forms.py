@@ -19,12 +19,12 @@ from diffserve.service.images.edit_schemas import EditBody
     [("strength", "NaN"), ("guidance_scale", "Infinity"), ("guidance_scale", "-Infinity"), ("seed", "1e400"),
      ("n", "NaN"), ("variation_strength", "NaN"), ("loras", '[{"name": "gift", "scale": NaN}]')],
 )  # fmt: skip
-def test_what_is_no_number_in_json_is_none_in_a_form(name: str, text: str) -> None:
+def test_values_that_are_not_numbers_in_json_are_not_numbers_in_a_form(name: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name} is "):
         parse_fields(EditBody, {"prompt": "a fox", name: text})
 
 
-def test_numbers_lists_and_texts_are_what_json_has() -> None:
+def test_numbers_lists_and_texts_equal_those_in_json() -> None:
     body = parse_fields(EditBody, {"prompt": "NaN", "strength": "1e-1", "n": "2", "loras": '[{"name": "gift"}]'})
     assert (body.prompt, body.strength, body.n) == ("NaN", 0.1, 2)
     assert body.loras is not None
@@ -52,7 +52,7 @@ def read(body: bytes, step: int) -> MultipartForm:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_a_form_that_lost_its_end_is_refused_for_its_last_part_is_not_whole(step: int) -> None:
+def test_a_truncated_form_is_refused(step: int) -> None:
     for raw_form in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
         form = read(raw_form, step)
         assert form.fields == {"prompt": "a fox"}

@@ -206,7 +206,7 @@ def answers(port: int, data: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
 
 
-def test_no_mutation_of_a_request_is_a_mistake_of_the_server(page_server: RunningServer) -> None:
+def test_no_mutated_request_causes_a_server_error(page_server: RunningServer) -> None:
     start, port = page_server.errors.stat().st_size, page_server.port
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
         replies = list(clients.map(lambda number: answers(port, mutant(number)), range(NUM_MUTATIONS)))

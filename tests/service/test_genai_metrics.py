@@ -31,7 +31,7 @@ def points_of(*events: tuple[str, Any]) -> dict[str, list[tuple[dict[str, Any], 
     }
 
 
-def test_a_text_is_a_duration_a_first_token_and_its_tokens() -> None:
+def test_a_text_records_duration_time_to_first_token_and_token_counts() -> None:
     timings = TextTimings(queue_s=0.1, ttft_s=0.5, tpot_s=0.02, total_s=2.0)
     usage = TextUsage(prompt_tokens=7, output_tokens=5, cached_tokens=0)
     points = points_of(("text", TextFinished(request_id="a", results=(), usage=usage, timings=timings)))
@@ -51,7 +51,7 @@ def test_a_text_is_a_duration_a_first_token_and_its_tokens() -> None:
         (Cancelled(request_id="a"), "cancelled"),
     ],
 )
-def test_pictures_are_a_duration_with_how_it_ended(end: Any, error: str | None) -> None:
+def test_images_record_a_duration_and_the_outcome(end: Any, error: str | None) -> None:
     accepted = Accepted(request_id="a", seed=1, num_images=1, queue_position=0)
     [(attributes, count, _)] = points_of(("image", accepted), ("image", end))["gen_ai.server.request.duration"]
     assert (attributes["gen_ai.operation.name"], attributes["gen_ai.output.type"], count) == (
@@ -66,5 +66,5 @@ def test_pictures_are_a_duration_with_how_it_ended(end: Any, error: str | None) 
     "env",
     [{}, OPT_IN, PLACE, {**OPT_IN, **PLACE, "OTEL_METRICS_EXPORTER": "none"}, {**PLACE, "OTEL_SDK_DISABLED": "true"}],
 )
-def test_nothing_is_sent_unless_the_environment_asks_for_it(env: dict[str, str]) -> None:
+def test_nothing_is_sent_unless_the_environment_enables_it(env: dict[str, str]) -> None:
     assert GenAiMetrics.from_environment(env) is None

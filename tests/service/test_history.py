@@ -53,7 +53,7 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["euler", "euler_a", "dpmpp_2m"])
-def test_a_picture_is_remembered_painted_again_and_forgotten(server: RunningServer, sampler: str) -> None:
+def test_an_image_is_stored_regenerated_and_deleted(server: RunningServer, sampler: str) -> None:
     server.client.delete("/v1/history")
     fields = {"sampler": sampler, "guidance_scale": 3.0, "size": "72x64", "negative_prompt": "blurred"}
     fields |= {"variation_strength": 0.3} if sampler == "euler" else {}  # by a seed that is drawn, and told
@@ -85,7 +85,7 @@ def test_a_picture_is_remembered_painted_again_and_forgotten(server: RunningServ
 
 
 @pytest.mark.slow
-def test_edits_a1111_and_streams_are_remembered(server: RunningServer) -> None:
+def test_edits_a1111_and_streams_are_recorded(server: RunningServer) -> None:
     server.client.delete("/v1/history")
     [file] = files_of(server.paint(size="64x64"))
     start = base64.b64encode(file).decode()
@@ -104,7 +104,7 @@ def test_edits_a1111_and_streams_are_remembered(server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_history_is_its_keys_own_and_outlives_the_server_unless_it_is_not_wanted(
+def test_history_is_separate_per_key_survives_restarts_and_can_be_disabled(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     keys = Keys(Database(tmp_path / "data"))

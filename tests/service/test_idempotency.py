@@ -27,7 +27,7 @@ from tests.service.server import GENERATIONS, RunningServer, error_of, files_of,
 KEY = "Idempotency-Key"
 
 
-def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> None:
+def test_equal_requests_get_one_answer_and_different_ones_are_refused(tmp_path: Path) -> None:
     """Send requests concurrently, sequentially, and to an application that only shares the database file."""
     bodies: list[bytes] = []
     release = asyncio.Event()
@@ -90,7 +90,7 @@ def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> Non
     asyncio.run(ask_all())
 
 
-def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
+def test_answers_are_stored_for_a_day_within_limits(tmp_path: Path) -> None:
     from diffserve.store.replies import Reply, name_of
 
     now_s = 1e9
@@ -108,7 +108,7 @@ def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) -> None:
+def test_an_answer_that_cannot_be_stored_is_reported(tmp_path: Path, is_full: bool) -> None:
     """Check a full disk and an answer that is too long, also for a request that waits for the same answer."""
     database = Database(tmp_path)
     if is_full:
@@ -152,7 +152,7 @@ def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) ->
 
 
 @pytest.mark.slow
-def test_a_picture_comes_to_whoever_asks_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_repeated_request_gets_the_same_image(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Let the first client hang up, a second one wait for the same work, and a third one ask after a restart."""
     body: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 150, "size": "64x64"}
     headers = {KEY: "my order"}
@@ -193,7 +193,7 @@ def _hang_up(server: RunningServer, body: dict[str, Any], key: str) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_at_once_paint_one_picture(server: RunningServer) -> None:
+def test_fifty_concurrent_requests_generate_one_image(server: RunningServer) -> None:
     before = server.num_ended("finished")
     body = {"prompt": "a blue whale", "num_inference_steps": 5, "size": "64x64"}
     seeds: list[int] = []

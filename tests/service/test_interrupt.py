@@ -24,7 +24,7 @@ def interrupt_after_a_step(client: Client, num_images: int) -> list[CompletedIma
 
 
 @pytest.mark.slow
-def test_interrupted_stream_ends_with_the_unfinished_pictures(server: RunningServer) -> None:
+def test_interrupted_stream_ends_with_the_unfinished_images(server: RunningServer) -> None:
     with Client(server.url) as client:
         completed = interrupt_after_a_step(client, 2)
         assert len(completed) == 2
@@ -37,7 +37,7 @@ def test_interrupted_stream_ends_with_the_unfinished_pictures(server: RunningSer
 
 
 @pytest.mark.slow
-def test_interrupted_request_leaves_its_lanes(server: RunningServer) -> None:
+def test_interrupted_request_frees_its_slots(server: RunningServer) -> None:
     with Client(server.url) as client:
         num_finished = server.num_ended("finished")
         [completed] = interrupt_after_a_step(client, 1)

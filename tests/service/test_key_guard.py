@@ -104,7 +104,7 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
 
 
 @pytest.mark.parametrize("scope", ["none", "metrics", "admin"])
-def test_head_is_answered_as_get_without_the_body(house: House, scope: str) -> None:
+def test_head_equals_get_without_the_body(house: House, scope: str) -> None:
     house.ask()
     headers = {"Accept": "text/html"} | (bearer(house.texts[scope]) if scope != "none" else {})
     paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # which counts them
@@ -119,14 +119,14 @@ def test_head_is_answered_as_get_without_the_body(house: House, scope: str) -> N
     assert 405 not in {head.status_code for head in heads}
 
 
-def test_what_an_address_does_not_take_is_told_with_all_that_it_takes(house: House) -> None:
+def test_an_unsupported_method_lists_the_allowed_ones(house: House) -> None:
     admin, path = bearer(house.texts["admin"]), "/v1/responses/x"
     answers = house.ask(("PUT", "/v1/models", admin), ("PUT", path, admin), ("HEAD", "/v1/images/generations", admin))
     assert [answer.status_code for answer in answers] == [405, 405, 405]
     assert [answer.headers["allow"] for answer in answers] == ["GET, HEAD", "DELETE, GET, HEAD", "POST"]
 
 
-def test_no_websocket_passes_whatever_key_it_brings(house: House) -> None:
+def test_no_websocket_is_accepted_with_any_key(house: House) -> None:
     async def connect(path: str) -> list[Any]:
         config, sent = load_settings(env={}), list[Any]()
         page = Page(lambda *_: ())
@@ -153,7 +153,7 @@ def is_admins(path: str) -> bool:
     return path.startswith("/debug/") or path.rstrip("/").endswith(("/metrics", "/usage/keys"))
 
 
-def test_a_key_may_come_in_each_way_that_clients_send_one(house: House) -> None:
+def test_keys_are_accepted_in_every_form_that_clients_send(house: House) -> None:
     text = house.texts["generate"]
 
     def basic(credentials: str) -> dict[str, str]:
@@ -166,7 +166,7 @@ def test_a_key_may_come_in_each_way_that_clients_send_one(house: House) -> None:
     assert set(answers[-1].json()) == {"error", "detail", "body", "errors", "code"}, "in the words of who asks there"
 
 
-def test_revoked_keys_end_within_a_second_and_the_house_stays_closed(tmp_path: Path) -> None:
+def test_revoked_keys_end_within_a_second_and_authorization_stays_required(tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path))
     assert not KeyRing(Database(tmp_path)).is_closed
     ring = KeyRing(Database(tmp_path))
@@ -200,7 +200,7 @@ def test_sessions_end(tmp_path: Path) -> None:
     assert ring.key_of_session(session) is None
 
 
-def test_a_key_of_the_environment_opens_everything_and_must_be_long(
+def test_the_environment_key_has_every_scope_and_must_be_long(
     house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     [answer] = house.ask(("GET", "/debug/trace", bearer("0123456789abcdef")), own_key="0123456789abcdef")
@@ -213,13 +213,13 @@ def test_a_key_of_the_environment_opens_everything_and_must_be_long(
     check_open(config.serve, open_ring(open_database(config.serve)))
 
 
-def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_one_without_keys(tmp_path: Path) -> None:
+def test_an_unreadable_folder_does_not_disable_authorization(tmp_path: Path) -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / ("x" * 300))})
     with pytest.raises(ConfigError, match="xxx"):
         open_database(config.serve)
 
 
-def test_a_browser_comes_in_by_a_form_and_the_page_asks_for_itself(house: House) -> None:
+def test_a_browser_signs_in_by_a_form_and_the_page_authenticates_its_requests(house: House) -> None:
     text = house.texts["generate"]
 
     async def visit() -> None:
@@ -254,7 +254,7 @@ def test_a_browser_comes_in_by_a_form_and_the_page_asks_for_itself(house: House)
     asyncio.run(visit())
 
 
-def test_requests_of_a_key_are_limited_by_the_minute(tmp_path: Path) -> None:
+def test_requests_of_a_key_are_limited_per_minute(tmp_path: Path) -> None:
     now_s = 0.0
     _, key = Keys(Database(tmp_path)).add("app", ["generate"], 3)
     limits = RateLimits(lambda: now_s)
@@ -266,7 +266,7 @@ def test_requests_of_a_key_are_limited_by_the_minute(tmp_path: Path) -> None:
     assert limits.take(key)["x-ratelimit-reset-requests"] == "60.0s"
 
 
-def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) -> None:
+def test_limits_apply_through_the_page_and_separately_per_key(tmp_path: Path) -> None:
     house = House(tmp_path)
     text, key = house.keys.add("few", ["generate"], 2)
     token = _visitor.set("")
@@ -296,7 +296,7 @@ def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_server_asks_for_keys_that_are_made_while_it_runs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_server_requires_keys_created_while_it_runs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path) as server:
         server.wait_until_ready()
         assert server.paint().status_code == 200

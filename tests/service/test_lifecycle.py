@@ -42,7 +42,7 @@ def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield server
 
 
-def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(lasting: RunningServer) -> None:
+def test_a_lost_engine_is_503_at_once_and_returns_with_the_same_images(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     before = files_of(lasting.paint(seed=77))
     with ThreadPoolExecutor(2) as pool:
@@ -63,7 +63,7 @@ def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(last
     assert files_of(lasting.paint(seed=77)) == before
 
 
-def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: RunningServer) -> None:
+def test_a_hanging_engine_is_not_ready_until_it_continues(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     engine = lasting.engine
     engine.suspend()
@@ -76,7 +76,7 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: Running
     assert len(files_of(lasting.paint())) == 1
 
 
-def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(lasting: RunningServer) -> None:
+def test_a_full_queue_refuses_with_429_and_finishes_accepted_requests(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     with ThreadPoolExecutor(6) as pool:
         responses = list(pool.map(lambda seed: lasting.paint(seed=seed, num_steps=60), range(6)))
@@ -102,7 +102,7 @@ def test_the_engine_does_not_outlive_a_killed_server(lasting: RunningServer) -> 
     assert not engine.is_running()
 
 
-def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never_loaded_torch(
+def test_a_stopped_server_finishes_its_work_exits_with_0_and_never_loaded_torch(
     tiny_model: Model, tmp_path: Path
 ) -> None:
     config, script = FULL_PRECISION + "[serve]\ndebug = true\nshutdown_timeout_s = 300.0\n", tmp_path / "tell.py"
@@ -134,7 +134,7 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never
     assert not {"torch", "diffusers", "transformers", "pickle5"} & set(loaded_line.split())
 
 
-def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:
+def test_requests_unfinished_at_shutdown_get_503(tiny_model: Model, tmp_path: Path) -> None:
     config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 0.3\n"
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(2) as pool:
         server.wait_until_ready()
@@ -191,7 +191,7 @@ def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: 
         engine.wait(SOON_S)  # Python itself may be busy importing: then nobody reads the socket for a while
 
 
-def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
+def test_every_load_failure_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     for folder in ("unet", "vae", "text_encoder", "tokenizer", "scheduler"):
         (pickled / folder).mkdir(parents=True)
@@ -233,7 +233,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     )
 
 
-def test_a_second_signal_is_not_waited_on(tiny_model: Model, tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once(tiny_model: Model, tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
         server.wait_until_ready()
         thread = threading.Thread(target=lambda: server.paint(**LONG))  # type: ignore[arg-type]

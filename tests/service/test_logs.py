@@ -64,7 +64,7 @@ def send_raw(server: RunningServer, data: bytes, *, patience_s: float = 20.0) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_weight_that_cannot_be_is_told_to_the_client_and_not_to_the_log(server: RunningServer, stream: bool) -> None:
+def test_an_invalid_weight_is_reported_to_the_client_and_not_logged(server: RunningServer, stream: bool) -> None:
     log = Log(server)
     answer = server.paint(f"a ({SECRET}:999) fox", stream=stream)
     assert SECRET in answer.text
@@ -102,7 +102,7 @@ def test_a_broken_chunk_for_the_page_is_a_400_without_a_traceback(page_server: R
 
 
 @pytest.mark.slow
-def test_a_visitors_mistakes_are_no_errors(page_server: RunningServer) -> None:
+def test_mistakes_of_visitors_are_not_logged_as_errors(page_server: RunningServer) -> None:
     wait_for(lambda: page_server.status("/config") == 200, SOON_S, "the page")
     log, client = Log(page_server), page_server.client
     for data in ([SECRET], [SECRET] * 13, [{"path": f"/etc/{SECRET}", "meta": {"_type": "gradio.FileData"}}] * 13):
@@ -115,7 +115,7 @@ def test_a_visitors_mistakes_are_no_errors(page_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_every_line_of_a_server_is_json_and_none_holds_a_prompt(text_server: RunningServer) -> None:
+def test_every_log_line_is_json_without_prompts(text_server: RunningServer) -> None:
     log, client = Log(text_server), text_server.client
     hello = [{"role": "user", "content": SECRET}]
     bodies: dict[str, list[dict[str, Any]]] = {
@@ -155,7 +155,7 @@ def records_of(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [(record.levelname, vars(record).get("text") or vars(record).get("json_line")) for record in caplog.records]
 
 
-def test_what_an_engines_libraries_print_is_told_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_of_the_engines_libraries_is_logged_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
     program = f"""
 import os
 os.write(1, b"[W1234 context.cpp:1] cublas is slow\\n")
@@ -174,17 +174,17 @@ os.write(2, b'{{"ts": broken\\n' + b"x" * 400_000 + b"\\nlast words")
     assert all(len(text) <= 400 for _, text in records)
 
 
-def test_the_last_words_of_an_engine_that_crashes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_output_of_a_crashed_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     records = records_of("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", caplog)
     assert ("WARNING", "Fatal Python error: Segmentation fault") in records
 
 
 @pytest.mark.slow
-def test_what_the_engine_of_a_server_says_goes_through_its_log(server: RunningServer) -> None:
+def test_engine_output_goes_through_the_server_log(server: RunningServer) -> None:
     assert Path(f"/proc/{server.engine.pid}/fd/2").readlink() != Path(f"/proc/{server.process.pid}/fd/2").readlink()
 
 
-def test_refusals_within_the_application_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_within_the_application_are_not_logged_as_errors(caplog: pytest.LogCaptureFixture) -> None:
     from diffserve.service.http.middleware import BodyLimit, Outermost
 
     async def reads_it_all(scope: Any, receive: Any, send: Any) -> None:

@@ -25,7 +25,7 @@ from tests.service.server import error_of, files_of, running_server
 
 
 @pytest.mark.slow
-def test_a_picture_with_an_adapter_paints_itself_again_and_one_that_is_added_is_served(
+def test_an_image_with_a_lora_is_reproducible_and_an_added_lora_is_served(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = load_model(tiny_model("sd15"), dtype="float32", device="cpu")
@@ -60,7 +60,7 @@ def test_a_picture_with_an_adapter_paints_itself_again_and_one_that_is_added_is_
 
 
 @pytest.mark.slow
-def test_what_the_model_cannot_take_is_refused_in_one_sentence_and_a_neighbour_is_painted_as_ever(
+def test_an_unsuitable_lora_is_refused_without_affecting_other_requests(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, other = (load_model(tiny_model(kind), dtype="float32", device="cpu") for kind in ("sd15", "sdxl"))

@@ -120,7 +120,7 @@ def losses(server: RunningServer) -> dict[str, float]:
     return {kind: float(count) for kind, count in samples}
 
 
-def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_the_next_one_paints(
+def test_a_persistent_device_error_replaces_the_engine_with_503_for_its_requests(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("device", "device-side assert") as server, ThreadPoolExecutor(3) as pool:
@@ -134,7 +134,7 @@ def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_
     assert len(files_of(server.paint(num_steps=1))) == 1
 
 
-def test_one_failed_picture_costs_one_picture_and_a_device_that_fails_in_unknown_words_the_engine(
+def test_one_failed_image_fails_alone_and_an_unknown_device_error_replaces_the_engine(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("device", "a fault on purpose, and for good") as server:
@@ -147,14 +147,14 @@ def test_one_failed_picture_costs_one_picture_and_a_device_that_fails_in_unknown
         check_unavailable(server.paint(**LONG))
 
 
-def test_an_engine_that_hangs_inside_a_call_is_replaced_although_it_answers_pings(breaking: BreakingServer) -> None:
+def test_an_engine_hanging_in_a_call_is_replaced_although_it_answers_pings(breaking: BreakingServer) -> None:
     with breaking.losing("hang", "has taken") as server:
         breaking.break_next("")
         check_unavailable(server.paint(**LONG))
     assert len(files_of(server.paint())) == 1
 
 
-def test_while_the_engine_is_silent_work_is_refused_at_once_on_every_route_and_then_it_is_replaced(
+def test_a_silent_engine_is_replaced_and_every_route_refuses_work_meanwhile(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("silence", "no word for") as server, ThreadPoolExecutor(1) as pool:

@@ -116,7 +116,7 @@ def test_comment_without_settings_is_neither_a_prompt_nor_parameters(server: Run
 
 
 @pytest.mark.parametrize("text", ["\u72d0", "fox", "a", "\u00fc", "\U0001f98a", WIDE, LATIN])
-def test_short_texts_survive_the_encodings_that_are_written_most(text: str) -> None:
+def test_short_texts_survive_the_most_common_encodings(text: str) -> None:
     assert decode_user_comment(b"UNICODE\0" + text.encode("utf-16-be")) == text
     assert decode_user_comment(text.encode()) == text
 

@@ -126,7 +126,7 @@ def finished(*entropies: float) -> TextFinished:
     return TextFinished(request_id="a", results=results, usage=USAGE, timings=TIMINGS)
 
 
-def test_times_of_answers_go_into_histograms_by_kind() -> None:
+def test_answer_times_go_into_histograms_by_kind() -> None:
     metrics = Metrics()
     metrics.observe("text", finished(0.5, 1.5))
     metrics.observe("text", finished(0.1))
@@ -146,7 +146,7 @@ def test_times_of_answers_go_into_histograms_by_kind() -> None:
         (ImageFailed(request_id="img", image_index=0, code="insufficient_memory", message="x"), ""),
     ],
 )
-def test_what_was_not_finite_is_counted_by_where_that_was_seen(event: ipc.AnyEvent, stage: str) -> None:
+def test_nonfinite_values_are_counted_by_stage(event: ipc.AnyEvent, stage: str) -> None:
     metrics = Metrics()
     metrics.observe("image", event)
     values = {name: value for name, value in shown(metrics).items() if name.startswith("nonfinite_total")}
@@ -163,7 +163,7 @@ def test_an_answer_of_one_token_has_no_time_per_later_token() -> None:
     assert values["llm_time_per_output_token_seconds_count kind=text"] == 0
 
 
-def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
+def test_prompt_fallbacks_are_counted_by_reason() -> None:
     metrics = Metrics()
     taken = Rewrite(prompt="p", answer="p", mean_entropy=0.2)
     left = Rewrite(prompt="w", answer="?", mean_entropy=3.0, fallback="unsure", warning="the model was unsure.")
@@ -184,7 +184,7 @@ def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
         (Cancelled(request_id="a"), "cancelled"),
     ],
 )
-def test_every_end_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None:
+def test_every_outcome_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None:
     metrics = Metrics()
     metrics.observe("image", event)
     metrics.ended("image", "rejected")
@@ -193,7 +193,7 @@ def test_every_end_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None
     assert values["engine_requests_total kind=image outcome=rejected"] == 1
 
 
-def test_the_engines_snapshot_is_shown_whole() -> None:
+def test_the_engines_snapshot_is_exported_completely() -> None:
     values = shown(Metrics(), STATS)
     expected = {
         "up": 1,
@@ -237,7 +237,7 @@ def test_the_engines_snapshot_is_shown_whole() -> None:
     assert {name: values[name] for name in expected} == expected
 
 
-def test_an_engine_that_does_not_answer_is_down_and_shown_as_it_was() -> None:
+def test_an_unresponsive_engine_is_down_with_its_last_values() -> None:
     metrics = Metrics()
     assert shown(metrics)["up"] == 0
     assert "live_requests" not in shown(metrics)
@@ -246,7 +246,7 @@ def test_an_engine_that_does_not_answer_is_down_and_shown_as_it_was() -> None:
     assert (values["up"], values["live_requests"]) == (0, 5)
 
 
-def test_a_server_without_a_language_model_shows_nothing_of_texts() -> None:
+def test_a_server_without_a_language_model_has_no_text_metrics() -> None:
     values = shown(Metrics(), msgspec.structs.replace(STATS, texts=None, pages=None))
     assert not [name for name in values if name.startswith(("llm_tokens", "pages", "pool", "kv_cache"))]
     assert values["busy_seconds_total side=texts"] == 0.0
@@ -289,7 +289,7 @@ def test_every_answer_has_an_outcome(status: int, code: str, outcome: str, count
     assert why == ({counted} if counted else set())
 
 
-def test_nothing_that_a_client_says_becomes_a_label() -> None:
+def test_client_input_never_becomes_a_label() -> None:
     async def say() -> tuple[str, str]:
         config = load_settings(env={})
         engine = EngineClient(config)
@@ -319,7 +319,7 @@ def test_nothing_that_a_client_says_becomes_a_label() -> None:
     assert 'endpoint="/v1/images/generations/{request_id}/cancel"' in last
 
 
-def test_the_store_tells_its_commits_its_log_and_the_batches_that_are_not_over(tmp_path: Path) -> None:
+def test_the_store_exports_commits_log_size_and_open_batches(tmp_path: Path) -> None:
     now_s = 1000.0
     metrics, database = Metrics(), Database(tmp_path)
     batches = Batches(database, Files(database, 1 << 20), clock=lambda: now_s)
@@ -340,7 +340,7 @@ def test_the_store_tells_its_commits_its_log_and_the_batches_that_are_not_over(t
     assert [values[name] for name in over] == [0, 0, 0]
 
 
-def test_steps_that_led_to_no_picture_are_wasted_by_reason() -> None:
+def test_steps_without_an_image_are_counted_as_wasted_by_reason() -> None:
     def job(*steps: int) -> Job[Event]:
         new_job = Job[Event](GenerationRequest(prompt="a"), lambda _: None)
         for index, step in enumerate(steps):
@@ -359,7 +359,7 @@ def test_steps_that_led_to_no_picture_are_wasted_by_reason() -> None:
 
 
 @pytest.mark.slow
-def test_steps_for_a_client_that_hung_up_are_told_as_wasted(server: RunningServer) -> None:
+def test_steps_for_a_disconnected_client_are_counted_as_wasted(server: RunningServer) -> None:
     def wasted() -> float:
         match = re.search(r'steps_wasted_total{reason="cancelled"} (\S+)', server.client.get("/metrics").text)
         assert match is not None

@@ -15,7 +15,7 @@ from tests.service.server import SOON_S, error_of, files_of, running_server, wai
 pytestmark = pytest.mark.slow
 
 
-def test_a_server_paints_with_the_model_that_a_request_names(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_server_generates_with_the_requested_model(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no weights")
     config = (

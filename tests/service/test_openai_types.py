@@ -197,7 +197,7 @@ def test_models_have_the_fields_of_openais_type(text_server: RunningServer) -> N
         ("variations", {"image": PICTURE}, ImageEditStreamEvent),
     ],
 )
-def test_pictures_have_the_fields_of_openais_types(
+def test_images_have_the_fields_of_openais_types(
     text_server: RunningServer, path: str, body: dict[str, Any], kind: Any
 ) -> None:
     request = {"prompt": "a red fox", **HOW, "num_inference_steps": 6, **body}

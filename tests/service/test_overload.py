@@ -109,7 +109,7 @@ def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> 
             assert 1 <= int(answer.headers["retry-after"]) <= 60
 
 
-def test_a_refusal_does_not_wait_for_the_body_and_the_connection_goes_on(small_server: RunningServer) -> None:
+def test_a_refusal_does_not_wait_for_the_body_and_the_connection_stays_open(small_server: RunningServer) -> None:
     body = {"prompt": "a red fox " * 1000}
     with full_queue(small_server), sent(small_server, body, num_bytes=100) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 429")
@@ -118,14 +118,14 @@ def test_a_refusal_does_not_wait_for_the_body_and_the_connection_goes_on(small_s
         wait_for(lambda: b"HTTP/1.1 200" in connection.recv(1 << 16), SOON_S, "the next answer")
 
 
-def test_a_stream_is_refused_with_a_status_and_not_with_an_event(small_server: RunningServer) -> None:
+def test_a_stream_is_refused_with_a_status_instead_of_an_event(small_server: RunningServer) -> None:
     with full_queue(small_server):
         refused = small_server.paint("a blue boat", stream=True)
         assert refused.status_code == 429
         assert refused.headers["content-type"] == "application/json"
 
 
-def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(small_server: RunningServer) -> None:
+def test_a_client_that_fills_the_server_delays_another_by_at_most_one_turn(small_server: RunningServer) -> None:
     """Fill all slots and queue places of one client with long images; the second client is served first."""
     crowd, guest = ({"Authorization": f"Bearer {name}"} for name in ("crowd", "guest"))
     small = {"prompt": "a red fox", "num_inference_steps": 2}
@@ -140,7 +140,7 @@ def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(sm
         assert small_server.num_requests() >= MAX_WAITING // 2, "the crowd is still there"
 
 
-def test_those_who_wait_are_told_when_they_move_up(small_server: RunningServer) -> None:
+def test_queued_streams_get_their_new_position(small_server: RunningServer) -> None:
     streamed = {**LONG, "stream": True}
     with (
         stream(small_server, streamed) as running,
@@ -184,7 +184,7 @@ def test_an_experiment_waits_while_the_queue_is_full(
     assert (run.error, run.board.num_painted, num_waits) == (None, 4, 1)
 
 
-def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_over(small_server: RunningServer) -> None:
+def test_a_tenfold_burst_is_served_or_refused_quickly(small_server: RunningServer) -> None:
     """Request ten times the images that finish in the time of five; counts do not depend on the machine."""
     body = {"prompt": "a red fox", "num_inference_steps": 10, "sampler": "ddim"}
 

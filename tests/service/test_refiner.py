@@ -16,7 +16,7 @@ from tests.tiny_models import save_clip
 
 
 @pytest.mark.slow
-def test_a_picture_is_refined_and_the_best_of_several_are_delivered(
+def test_an_image_is_refined_and_the_best_of_several_is_delivered(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = "".join(

@@ -57,7 +57,7 @@ def data_url(file: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
-def test_urgency_reaches_texts_and_pictures() -> None:
+def test_urgency_reaches_texts_and_images() -> None:
     config = load_settings(env={}).serve
     body = ResponseBody(input="a fox", service_tier="flex", deadline_s=9.0, tools=[Tool(type="image_generation")])
     turns = read_turns(body.input, lambda _: None)
@@ -70,7 +70,7 @@ def test_urgency_reaches_texts_and_pictures() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_what_a_chat_says(text_client: OpenAI) -> None:
+def test_a_response_equals_a_chat_completion(text_client: OpenAI) -> None:
     answer = text_client.responses.create(**ASKED, instructions="be brief", metadata={"a": "b"})
     chat = text_client.chat.completions.create(
         model="talker",
@@ -90,7 +90,7 @@ def test_it_says_what_a_chat_says(text_client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_tells_it_in_openais_events(text_client: OpenAI, text_server: RunningServer) -> None:
+def test_a_stream_has_openai_events(text_client: OpenAI, text_server: RunningServer) -> None:
     events = events_of(text_server.client.post(RESPONSES, json={**ASKED, "stream": True}).text)
     assert [event["type"] for event in events] == MESSAGE
     assert [event["delta"] for event in events if "delta" in event] == list(SCRIPT["fox"])
@@ -111,7 +111,7 @@ def test_a_text_that_is_too_long_is_incomplete(text_server: RunningServer, is_st
 
 
 @pytest.mark.slow
-def test_logprobs_come_where_they_are_asked_for(text_client: OpenAI) -> None:
+def test_logprobs_are_returned_on_request(text_client: OpenAI) -> None:
     answer = text_client.responses.create(
         model="talker", input="either", temperature=0, top_logprobs=3, include=["message.output_text.logprobs"]
     )
@@ -121,7 +121,7 @@ def test_logprobs_come_where_they_are_asked_for(text_client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_by_its_id_and_by_its_items(text_client: OpenAI) -> None:
+def test_a_conversation_continues_by_its_id_and_by_its_items(text_client: OpenAI) -> None:
     first = text_client.responses.create(**ASKED)
     nonce = uuid.uuid4().hex
     answers = [
@@ -156,7 +156,7 @@ def test_a_conversation_goes_on_by_its_id_and_by_its_items(text_client: OpenAI) 
 
 
 @pytest.mark.slow
-def test_a_conversation_of_its_own_takes_up_what_is_said_and_painted_in_it(text_client: OpenAI) -> None:
+def test_a_conversation_object_records_texts_and_images(text_client: OpenAI) -> None:
     first_items: list[Any] = [{"role": "user", "content": "a fox"}, {"role": "assistant", "content": "yes"}]
     conversation = text_client.conversations.create(metadata={"for": "a test"}, items=first_items)
     assert text_client.conversations.retrieve(conversation.id) == conversation
@@ -203,7 +203,7 @@ def test_a_conversation_of_its_own_takes_up_what_is_said_and_painted_in_it(text_
 
 
 @pytest.mark.slow
-def test_what_is_kept_can_be_had_again_and_forgotten(text_client: OpenAI) -> None:
+def test_stored_responses_can_be_retrieved_and_deleted(text_client: OpenAI) -> None:
     response = text_client.responses.create(**ASKED)
     with text_client.responses.stream(**ASKED) as stream:
         streamed = stream.get_final_response()
@@ -225,9 +225,7 @@ def test_what_is_kept_can_be_had_again_and_forgotten(text_client: OpenAI) -> Non
 
 
 @pytest.mark.slow
-def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
-    client: OpenAI, server: RunningServer
-) -> None:
+def test_background_responses_finish_unattended_and_can_be_cancelled(client: OpenAI, server: RunningServer) -> None:
     waited = client.responses.create(**PAINTED)
     background = client.responses.create(**PAINTED, background=True)
     assert (background.status, background.background, background.output) == ("in_progress", True, [])
@@ -257,7 +255,7 @@ def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
 
 
 @pytest.mark.slow
-def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_again(
+def test_a_background_stream_continues_without_its_client_and_can_be_resumed(
     client: OpenAI, text_client: OpenAI, server: RunningServer
 ) -> None:
     def dumped(events: Any) -> list[Any]:
@@ -305,9 +303,7 @@ def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_a
 
 
 @pytest.mark.slow
-def test_who_asks_again_for_a_stream_in_the_background_follows_the_same_work(
-    client: OpenAI, server: RunningServer
-) -> None:
+def test_a_repeated_background_stream_follows_the_same_work(client: OpenAI, server: RunningServer) -> None:
     fields = PAINTED | {"tools": [TOOL | {"num_inference_steps": 300}], "extra_headers": {"Idempotency-Key": "lasting"}}
 
     def begin(**changed: Any) -> Any:
@@ -326,7 +322,7 @@ def test_who_asks_again_for_a_stream_in_the_background_follows_the_same_work(
     assert server.num_ended("cancelled") == num_cancelled
 
 
-def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
+def test_every_follower_receives_the_events_from_its_position() -> None:
     async def story() -> None:
         record = EventLog()
         record.add(b"data: 0\n\ndata: 1\n\n")
@@ -348,7 +344,7 @@ def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
     asyncio.run(story())
 
 
-def test_events_are_kept_within_the_bounds_of_responses() -> None:
+def test_events_are_stored_within_the_limits_of_responses() -> None:
     store = ResponseStore(max_bytes=100)
     store.put("a", StoredResponse("", b"x" * 40, ()))
     store.note_events("a", (b"y" * 30, b"z" * 30))
@@ -361,7 +357,7 @@ def test_events_are_kept_within_the_bounds_of_responses() -> None:
     assert not store.has("c", "")
 
 
-def test_what_is_still_being_made_is_forgotten_last() -> None:
+def test_unfinished_responses_are_evicted_last() -> None:
     store = ResponseStore(max_responses=3, max_bytes=100)
     store.put("made", StoredResponse("", b"x", (), work="work"))
     for name in "abc":
@@ -375,9 +371,7 @@ def test_what_is_still_being_made_is_forgotten_last() -> None:
 
 
 @pytest.mark.slow
-def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
-    client: OpenAI, server: RunningServer
-) -> None:
+def test_the_image_tool_gives_the_same_image_as_the_image_endpoint(client: OpenAI, server: RunningServer) -> None:
     [alone] = files_of(server.client.post(GENERATIONS, json={"prompt": "a red fox", **HOW}))
     for choice in ("auto", "required", {"type": "image_generation"}):
         answer = client.responses.create(**PAINTED, tool_choice=choice)
@@ -397,7 +391,7 @@ def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
 
 
 @pytest.mark.slow
-def test_pictures_are_streamed_with_parts_on_the_way(client: OpenAI) -> None:
+def test_images_are_streamed_with_partial_images(client: OpenAI) -> None:
     tool = TOOL | {"partial_images": 2, "output_format": "webp", "n": 2, "num_inference_steps": 6}
     call = "response.image_generation_call"
     events = list(client.responses.create(**PAINTED | {"tools": [tool]}, stream=True))
@@ -422,7 +416,7 @@ def test_pictures_are_streamed_with_parts_on_the_way(client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_in_the_conversation_is_where_painting_begins(client: OpenAI, server: RunningServer) -> None:
+def test_generation_starts_from_an_image_in_the_conversation(client: OpenAI, server: RunningServer) -> None:
     first = client.responses.create(**PAINTED)
     picture = first.output[0].result or ""
     body: dict[str, Any] = {"prompt": "in snow", "image": picture, **HOW}
@@ -472,7 +466,7 @@ def _half_mask() -> bytes:
 
 
 @pytest.mark.slow
-def test_with_a_language_model_the_choice_decides(text_client: OpenAI) -> None:
+def test_tool_choice_decides_if_there_is_a_language_model(text_client: OpenAI) -> None:
     answer = text_client.responses.create(**ASKED, tools=[TOOL], tool_choice="none")
     assert answer.output_text == FOX
     painted = text_client.responses.create(**ASKED, tools=[TOOL])
@@ -552,7 +546,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "code"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_invalid_input_is_reported(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
     body = {
         name: value
         for name, value in (ASKED | {"stream": param.startswith("tools")} | fields).items()
@@ -567,14 +561,14 @@ def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_server_without_a_language_model_says_how_to_get_one(server: RunningServer) -> None:
+def test_a_server_without_a_language_model_names_the_option(server: RunningServer) -> None:
     response = server.client.post(RESPONSES, json={"input": "a fox"})
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
     assert "[text] model" in error_of(response)["message"]
 
 
 @pytest.mark.slow
-def test_a_client_that_hangs_up_ends_the_painting_and_one_may_be_cancelled_by_its_id(server: RunningServer) -> None:
+def test_a_disconnect_ends_generation_and_responses_can_be_cancelled_by_id(server: RunningServer) -> None:
     long = PAINTED | {"stream": True, "tools": [TOOL | {"num_inference_steps": 900, "n": 8, "progress": True}]}
     with httpx.stream("POST", f"{server.url}{RESPONSES}", json=long, timeout=SOON_S) as stream:
         lines = stream.iter_lines()  # held, for whoever drops it hangs up
@@ -601,7 +595,7 @@ def keyed(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.slow
-def test_whose_key_it_is_not_finds_nothing(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+def test_responses_of_another_key_are_not_found(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
     _, (mine, other_client) = keyed
     text_response, painted = mine.responses.create(**ASKED), mine.responses.create(**PAINTED)
     assert mine.responses.retrieve(text_response.id).id == text_response.id
@@ -625,7 +619,7 @@ def test_whose_key_it_is_not_finds_nothing(keyed: tuple[RunningServer, list[Open
 
 
 @pytest.mark.slow
-def test_a_picture_that_is_lost_on_the_way_ends_in_response_failed(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+def test_an_image_lost_midway_ends_in_response_failed(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
     server, (client, _) = keyed
     events: list[Any] = []
 
@@ -647,7 +641,7 @@ def test_a_picture_that_is_lost_on_the_way_ends_in_response_failed(keyed: tuple[
 
 
 @pytest.mark.slow
-def test_our_own_client_responds(text_server: RunningServer) -> None:
+def test_the_diffserve_client_creates_responses(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
         first = client.respond("a fox", temperature=0, store=True)
         assert (first.text, first.pictures, first.status) == (FOX, [], "completed")
@@ -671,7 +665,7 @@ def test_our_own_client_responds(text_server: RunningServer) -> None:
     assert (answers.text, len(embedded.vectors)) == (FOX, 1)
 
 
-def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
+def test_stored_responses_are_bounded_and_separate_per_owner() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def put(name: str, num_chars: int, owner: str = "me") -> bool:
@@ -711,7 +705,7 @@ def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
     assert there("m")
 
 
-def test_the_items_of_an_input_are_told_by_the_page() -> None:
+def test_input_items_are_listed_in_pages() -> None:
     turns = (Turn("user", "a", ("data:,",)), Turn("assistant", "", ("AAAA",), "ig_1"), Turn("user", "b", id="msg_1"))
     items = items_of(turns, "0")
     assert [item["id"] for item in items] == ["in_000", "ig_1", "msg_1"]

@@ -65,7 +65,7 @@ def safety(name: str, model: str = "", timeout_s: float = 20.0) -> Safety:
     return checker
 
 
-def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder: Path) -> None:
+def test_a_crashed_or_hanging_filter_blocks_everything_and_is_restarted(folder: Path) -> None:
     checker = safety("plug:EverySecond", timeout_s=8.0)
     checker.check_texts({"prompt": "a fox"})
     with pytest.raises(ModerationBlocked):
@@ -83,7 +83,7 @@ def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder
 
 
 @pytest.mark.parametrize("side_px", [8, 2048], ids=["small", "larger than the socket's buffer"])
-def test_a_stopped_filter_is_given_up_after_five_seconds_and_replaced(folder: Path, side_px: int) -> None:
+def test_a_suspended_filter_is_replaced_after_five_seconds(folder: Path, side_px: int) -> None:
     judge = safety("plug:EverySecond", timeout_s=30.0)
     assert judge._process is not None
     os.kill(judge._process.pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_a_stopped_filter_is_given_up_after_five_seconds_and_replaced(folder: Pa
     judge.stop()
 
 
-def test_a_filter_that_is_stopped_for_a_moment_still_answers(folder: Path) -> None:
+def test_a_briefly_suspended_filter_still_answers(folder: Path) -> None:
     judge = safety("plug:EverySecond", timeout_s=30.0)
     assert judge._process is not None
     process = judge._process
@@ -114,12 +114,12 @@ def _question(side_px: int = 8) -> SafetyQuestion:
 
 
 @pytest.mark.parametrize("name", ["plug:Missing", "nowhere:Filter", "model", "os:getcwd"])
-def test_a_filter_that_cannot_be_used_keeps_the_server_from_starting(folder: Path, name: str) -> None:
+def test_an_unusable_filter_prevents_the_server_start(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"safety_filter '{name}' cannot be used"):
         safety(name, str(folder))
 
 
-def test_a_models_own_checker_is_asked_where_that_is_wanted(folder: Path) -> None:
+def test_the_models_safety_checker_is_used_if_configured(folder: Path) -> None:
     for threshold in (-2.0, 2.0):
         checker = safety("model", str(save_safety_checker(folder / str(threshold), threshold)))
         assert not checker.judges_prompts
@@ -137,7 +137,7 @@ def filtered(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Runn
         yield server
 
 
-def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) -> None:
+def test_every_api_withholds_blocked_images(filtered: RunningServer) -> None:
     [entry] = filtered.paint(n=2).json()["data"]
     assert entry["b64_json"]
     assert filtered.paint().status_code == 200
@@ -184,7 +184,7 @@ def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) ->
     assert (model["safety_filter"], model["provenance"]) == ("plug:EverySecond", ["xmp", "wm"])
 
 
-def test_the_command_line_withholds_what_the_filter_blocks(
+def test_the_command_line_withholds_blocked_images(
     folder: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "filtered.toml").write_text('[serve]\nsafety_filter = "plug:EverySecond"\n')

@@ -60,7 +60,7 @@ async def watched_for(seconds: float, program: str) -> Loss | None:
 
 
 @pytest.mark.parametrize(("program", "is_given_up"), [(COMPUTES, False), (WAITS, True)], ids=["computes", "waits"])
-def test_who_computes_is_waited_for(program: str, is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computing_engine_is_not_given_up(program: str, is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PING_EVERY_S", 0.3)
     monkeypatch.setattr(client, "LOADING_ANSWERS_S", PATIENCE_S)
     monkeypatch.setattr(connection, "LEAST_WORK_S", 0.01)

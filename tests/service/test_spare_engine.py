@@ -59,7 +59,7 @@ async def picture(client: EngineClient) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_replaced(
+def test_a_ready_spare_replaces_a_lost_engine_and_is_replaced_itself(
     tiny_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Start a spare earlier than in production.
@@ -102,7 +102,7 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
     asyncio.run(live())
 
 
-def test_how_long_a_model_takes_to_load_is_known_to_the_next_server(tmp_path: Path) -> None:
+def test_load_times_are_stored_for_the_next_server(tmp_path: Path) -> None:
     first, other = (load_settings(model=name, env=cached(tmp_path)) for name in ("embedded", "embedded-turbo"))
     assert LoadTimes(first).expected_s(spare=False) == USUAL_LOAD_S
     LoadTimes(first).learn(23.4, spare=False)
@@ -112,9 +112,7 @@ def test_how_long_a_model_takes_to_load_is_known_to_the_next_server(tmp_path: Pa
     assert LoadTimes(other).expected_s(spare=True) == USUAL_LOAD_S
 
 
-def test_who_comes_while_the_model_loads_is_told_when_it_should_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_during_a_load_get_the_expected_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(env=cached(tmp_path))
     LoadTimes(settings).learn(23.4, spare=False)
 

@@ -78,7 +78,7 @@ async def one_event_and_silence(stage: Stage) -> AsyncGenerator[bytes, None]:
     await asyncio.sleep(60.0)
 
 
-def test_events_are_sent_as_they_come_and_the_ending_last() -> None:
+def test_events_are_sent_immediately_and_the_ending_last() -> None:
     stage = play(two_events, ending=DONE, headers={"x-a": "b"})
     start, *chunks = stage.messages
     assert start["status"] == 200
@@ -94,7 +94,7 @@ def test_events_are_sent_as_they_come_and_the_ending_last() -> None:
     assert [chunk["more_body"] for chunk in chunks] == [True, True, False]
 
 
-def test_what_fails_before_the_first_event_is_no_stream_at_all() -> None:
+def test_a_failure_before_the_first_event_is_a_plain_error() -> None:
     async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
         if not stage.messages:
             raise InvalidRequest("no such thing", param="n")
@@ -108,7 +108,7 @@ def test_what_fails_before_the_first_event_is_no_stream_at_all() -> None:
     ("error", "code", "words"),
     [(QueueFull("too many"), "queue_full", "too many"), (RuntimeError("/secret"), "internal_error", "the server made")],
 )
-def test_what_fails_later_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
+def test_a_later_failure_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
     async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         await asyncio.sleep(0)
@@ -134,7 +134,7 @@ def test_comments_keep_a_silent_stream_alive() -> None:
     assert body.endswith(b"data: 2\n\n")
 
 
-def test_nobody_is_told_anything_after_hanging_up() -> None:
+def test_nothing_is_sent_after_a_disconnect() -> None:
     async def leave(stage: Stage, sending: Awaitable[None]) -> None:
         while len(stage.messages) < 2:
             await asyncio.sleep(0)
@@ -144,7 +144,7 @@ def test_nobody_is_told_anything_after_hanging_up() -> None:
     assert play(one_event_and_silence, leave, ending=DONE).body == b'data: {"a":1}\n\n'
 
 
-def test_who_is_cancelled_is_told_so_at_the_end() -> None:
+def test_a_cancelled_stream_ends_with_an_error_event() -> None:
     async def cancel(stage: Stage, sending: Awaitable[None]) -> None:
         while len(stage.messages) < 2:
             await asyncio.sleep(0)
@@ -156,7 +156,7 @@ def test_who_is_cancelled_is_told_so_at_the_end() -> None:
     assert stage.messages[-1]["more_body"] is False
 
 
-def test_a_client_that_reads_nothing_is_left_when_it_is_cancelled() -> None:
+def test_cancelling_a_client_that_reads_nothing_closes_its_connection() -> None:
     async def jam(stage: Stage, sending: Awaitable[None]) -> None:
         stage.blocked.clear()
         while not stage.messages:
@@ -170,12 +170,12 @@ def test_a_client_that_reads_nothing_is_left_when_it_is_cancelled() -> None:
     assert b"cancelled" in play(one_event_and_silence, jam).body
 
 
-def test_a_stream_without_an_end_is_given_up() -> None:
+def test_an_endless_stream_is_ended() -> None:
     body = play(one_event_and_silence, limit_s=0.05).body
     assert b'"code":"deadline_exceeded"' in body
 
 
-def test_an_interruption_before_the_first_event_is_an_ordinary_error() -> None:
+def test_an_interruption_before_the_first_event_is_a_plain_error() -> None:
     async def waits(stage: Stage) -> AsyncGenerator[bytes, None]:
         stage.interrupted.set_result(cancelled())
         await asyncio.sleep(60.0)
@@ -185,7 +185,7 @@ def test_an_interruption_before_the_first_event_is_an_ordinary_error() -> None:
         play(waits)
 
 
-def test_a_stream_that_is_quiet_for_long_begins_all_the_same() -> None:
+def test_a_quiet_stream_still_sends_its_head() -> None:
     async def late(stage: Stage) -> AsyncGenerator[bytes, None]:
         while not stage.messages:
             await asyncio.sleep(0.005)

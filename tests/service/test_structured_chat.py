@@ -44,7 +44,7 @@ class Scene(Closed):
 SCENE: Any = {"type": "json_schema", "json_schema": {"name": "scene", "schema": Scene.model_json_schema()}}
 
 
-def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: OpenAI) -> None:
+def test_openai_helper_parses_the_answer_without_affecting_other_requests(text_client: OpenAI) -> None:
     free = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
     for temperature, n in ((0.0, 1), (1.3, 3)):
         parsed = text_client.chat.completions.parse(
@@ -57,7 +57,7 @@ def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: Open
 
 
 @pytest.mark.parametrize("kind", [Plain, Loose, Tree])
-def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseModel]) -> None:
+def test_openai_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseModel]) -> None:
     for temperature in (0.0, 1.5):
         parsed = text_client.chat.completions.parse(
             model="talker", messages=says("a fox"), response_format=kind, temperature=temperature, seed=3
@@ -77,7 +77,7 @@ def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[Base
     assert isinstance(json.loads(any_object.choices[0].message.content or ""), dict)
 
 
-def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) -> None:
+def test_streams_logprobs_and_completions_follow_the_schema(text_client: OpenAI) -> None:
     with text_client.chat.completions.stream(
         model="talker", messages=says("a fox"), response_format=Scene, temperature=0, logprobs=True, top_logprobs=2
     ) as stream:
@@ -99,7 +99,9 @@ def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) 
     Scene.model_validate_json(text.choices[0].text)
 
 
-def test_what_is_cut_says_so_and_any_object_will_do(text_client: OpenAI, text_server: RunningServer) -> None:
+def test_truncated_answers_are_marked_and_json_object_accepts_any_object(
+    text_client: OpenAI, text_server: RunningServer
+) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         text_client.chat.completions.parse(
             model="talker", messages=says("a fox"), response_format=Scene, max_completion_tokens=5
@@ -116,7 +118,7 @@ def test_what_is_cut_says_so_and_any_object_will_do(text_client: OpenAI, text_se
     assert plain.text == "a red fox, deep snow, moonlight"
 
 
-def test_hostile_schemas_cost_nobody_anything(text_client: OpenAI, text_server: RunningServer) -> None:
+def test_hostile_schemas_do_not_delay_other_requests(text_client: OpenAI, text_server: RunningServer) -> None:
     stalls = text_server.num_stalls()
     wide = {"anyOf": [{"type": "array", "items": {"type": ["integer", "string"]}} for _ in range(300)]}
     for number in range(40):  # more than are kept

@@ -34,7 +34,7 @@ PACKAGE = Path(diffserve.service.__file__).parent
 SHARED_POOLS = {"to_thread", "run_in_threadpool", "iterate_in_threadpool", "FileResponse", "StaticFiles"}
 
 
-def test_no_code_of_the_service_uses_a_pool_that_it_shares_with_others() -> None:
+def test_the_service_uses_no_shared_thread_pool() -> None:
     uses = []
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -136,7 +136,7 @@ def test_a_full_pool_of_batches_delays_no_listing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["newlines", "lines"])
-def test_batches_that_are_checked_leave_other_routes_quick(server: RunningServer, content: str) -> None:
+def test_checking_large_batches_does_not_delay_other_routes(server: RunningServer, content: str) -> None:
     """Send eight large batches at once: 40 MB of newlines, or 40,000 lines with an invalid last one."""
     lines = [line(f"fox-{number}") for number in range(40_000)]
     data = b"\n" * 40_000_000 if content == "newlines" else b"\n".join([*lines, lines[0]])

@@ -48,7 +48,7 @@ def spans_of(*headers: dict[str, str], path: str = "/v1/models") -> list[Any]:
     return list(exporter.get_finished_spans())
 
 
-def test_a_request_is_a_span_of_its_route_and_a_good_parent_is_gone_on_with() -> None:
+def test_a_request_is_a_span_of_its_route_with_a_valid_parent_continued() -> None:
     wrong = (
         "",
         "x",
@@ -81,7 +81,7 @@ def test_a_request_is_a_span_of_its_route_and_a_good_parent_is_gone_on_with() ->
         {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "otlp"},
     ],
 )
-def test_nothing_is_traced_unless_the_environment_asks_for_it(env: dict[str, str]) -> None:
+def test_nothing_is_traced_unless_the_environment_enables_it(env: dict[str, str]) -> None:
     assert Traces.from_environment(env) is None
 
 
@@ -113,7 +113,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
 
 
 @pytest.mark.slow
-def test_a_collector_gets_the_stages_of_a_picture(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_collector_gets_the_stages_of_an_image(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with collector() as (url, spans):
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
         with running_server(tiny_model("sd15"), tmp_path, env=env) as server:

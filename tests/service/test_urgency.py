@@ -43,7 +43,7 @@ CONFIG = load_settings(env={}).serve
         ({"service_tier": "flex", "priority": "interactive"}, "interactive", CONFIG.request_timeout_s),
     ],
 )
-def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
+def test_image_chat_and_rewrite_bodies_have_priority_and_deadline(
     fields: dict[str, object], priority: str, deadline_s: float
 ) -> None:
     image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
@@ -68,16 +68,14 @@ def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
     ("fields", "param"),
     [({"priority": "urgent"}, "priority"), ({"deadline_s": 0}, "deadline_s"), ({"deadline_s": "2"}, "deadline_s")],
 )
-def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+def test_an_invalid_priority_or_deadline_is_refused_by_name(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize(("least_s", "header"), [(1.0, "Retry-After"), (5.0, "x-should-retry")])
-def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_back(
-    least_s: float, header: str
-) -> None:
+def test_an_unreachable_deadline_reports_the_expected_time_and_retry_after(least_s: float, header: str) -> None:
     """Follow the error from the engine's process to the HTTP answer and the client's exception."""
     error = DeadlineUnreachable.of(2.0, 6.5, least_s)
     report = ipc.Rejected(
@@ -103,7 +101,7 @@ def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_
     assert (back.predicted_s, back.retry_after_s) == (6.5, error.retry_after_s)
 
 
-def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interactive_work() -> None:
+def test_batch_work_does_not_use_the_queue_places_of_interactive_work() -> None:
     clock = itertools.count().__next__
     backlog = Backlog("image", 16, 10.0, Metrics(), clock)
     entries = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
@@ -121,7 +119,7 @@ def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interacti
         assert (backlog.wait_s("one", "batch") or 0.0) > 0.0
 
 
-def test_texts_that_would_be_vectors_too_late_are_refused_with_the_time_that_they_would_take() -> None:
+def test_embeddings_past_their_deadline_are_refused_with_the_expected_time() -> None:
     now_s = 0.0
     backlog = Backlog("embedding", 16, 100.0, Metrics(), lambda: now_s)
     backlog.check_deadline(1000.0, 0.1)  # nobody knows yet
@@ -139,7 +137,7 @@ def test_texts_that_would_be_vectors_too_late_are_refused_with_the_time_that_the
             backlog.check_deadline(8.0, 3.0)
 
 
-def test_a_polled_job_tells_the_time_until_its_last_picture_and_its_second_pass() -> None:
+def test_a_polled_job_reports_the_time_until_its_last_image_and_its_second_pass() -> None:
     asyncio.run(_poll())
 
 

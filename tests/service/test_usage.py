@@ -19,7 +19,7 @@ NAMES = {"app": "generate", "other": "generate", "admin": "admin"}
 WIDE = {**os.environ, "COLUMNS": "200"}
 
 
-def test_usage_is_told_by_key_and_day(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_usage_is_reported_by_key_and_day(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     data = tmp_path / "data"
     keys = Keys(Database(data))
     headers = {name: {"Authorization": f"Bearer {keys.add(name, [scope])[0]}"} for name, scope in NAMES.items()}

@@ -28,7 +28,7 @@ def kind_of(server: RunningServer, file: bytes) -> tuple[str, str]:
     return report.xmp.digital_source_type.rpartition("/")[2], report.watermark.kind if report.watermark else ""
 
 
-def test_what_leaves_by_any_door_says_so_in_file_and_pixels(server: RunningServer) -> None:
+def test_images_of_every_api_are_marked_in_file_and_pixels(server: RunningServer) -> None:
     generated = "trainedAlgorithmicMedia", "generated"
     composite = "compositeWithTrainedAlgorithmicMedia", "composite"
     answer = server.paint(size="128x128")
@@ -59,7 +59,7 @@ def test_what_leaves_by_any_door_says_so_in_file_and_pixels(server: RunningServe
     assert kind_of(server, files_of(edited)[0]) == composite
 
 
-def test_a_transparent_picture_is_its_own_mask_and_what_is_kept_bears_no_mark(server: RunningServer) -> None:
+def test_a_transparent_image_is_its_own_mask_and_unchanged_pixels_have_no_watermark(server: RunningServer) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 4), dtype=np.uint8)
     pixels[..., 3] = 255
     pixels[:, :64, 3] = 0
@@ -76,7 +76,7 @@ def test_a_transparent_picture_is_its_own_mask_and_what_is_kept_bears_no_mark(se
     assert kind_of(server, edited)[1] == "composite"
 
 
-def test_what_is_no_picture_and_who_may_not_leave_the_mark_out_are_told_so(server: RunningServer) -> None:
+def test_invalid_files_and_forbidden_unmarked_requests_are_reported(server: RunningServer) -> None:
     def refusal(**body: object) -> tuple[int, str, str]:
         answer = server.client.post("/v1/provenance/verify", json=body)
         return answer.status_code, error_of(answer)["code"], error_of(answer)["param"]

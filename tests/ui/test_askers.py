@@ -30,12 +30,12 @@ def asker_of(*forwarded: str) -> Asker | None:
     return asker_in(copy_context().run(tell).get(HEADER))
 
 
-def test_every_line_that_proxies_wrote_is_told_and_the_nearest_last() -> None:
+def test_every_forwarded_line_is_passed_on_with_the_nearest_last() -> None:
     assert asker_of("1.2.3.4", "5.6.7.8") == Asker("1.2.3.4,5.6.7.8,10.0.0.1", "abc")
     assert asker_of() == Asker(",10.0.0.1", "abc")
 
 
-def test_of_many_addresses_the_nearest_are_told() -> None:
+def test_only_the_nearest_of_many_addresses_are_passed_on() -> None:
     asker = asker_of(*["1.2.3.4"] * 1000)
     assert asker is not None
     assert asker.addresses.endswith("1.2.3.4,10.0.0.1")

@@ -97,7 +97,7 @@ def tell(running: RunningServer, story: Callable[[Page], Awaitable[None]]) -> No
 
 
 @pytest.mark.parametrize(("fields", "message"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
-def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_is(
+def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
     server: RunningServer, fields: dict[str, str], message: str
 ) -> None:
     async def story(page: Page) -> None:
@@ -122,7 +122,7 @@ def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_i
     tell(server, story)
 
 
-def test_what_came_to_nothing_is_still_said_when_the_other_one_is_painted(server: RunningServer) -> None:
+def test_a_failure_is_still_shown_when_the_other_request_is_done(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask()
         await page.look(painting)
@@ -136,7 +136,7 @@ def test_what_came_to_nothing_is_still_said_when_the_other_one_is_painted(server
     tell(server, story)
 
 
-def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(server: RunningServer) -> None:
+def test_buttons_refer_only_to_the_complete_image_that_is_shown(server: RunningServer) -> None:
     def can_be_used(page: Page) -> set[bool]:
         return {page.shown[name]["interactive"] for name in BUTTONS}
 
@@ -159,7 +159,7 @@ def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(s
     tell(server, story)
 
 
-def test_stop_keeps_the_unfinished_picture(server: RunningServer) -> None:
+def test_stop_shows_the_unfinished_image(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: re.search(rf"step [1-9]\d* of {LONG}", page.caption))
@@ -178,7 +178,7 @@ def test_stop_keeps_the_unfinished_picture(server: RunningServer) -> None:
     tell(server, story)
 
 
-def test_second_stop_does_not_wait_for_the_unfinished_picture(server: RunningServer) -> None:
+def test_second_stop_does_not_wait_for_the_unfinished_image(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: page.shown.get("picture"))
@@ -192,7 +192,7 @@ def test_second_stop_does_not_wait_for_the_unfinished_picture(server: RunningSer
     tell(server, story)
 
 
-def test_only_what_changed_is_sent_but_a_new_picture_brings_along_what_speaks_of_it() -> None:
+def test_only_changes_are_sent_but_a_new_image_brings_its_texts_and_buttons() -> None:
     screen = Screen()
 
     def sent(**values: Any) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
     tell(server, story)
 
 
-def test_a_batch_shows_all_its_pictures_until_one_is_chosen(server: RunningServer) -> None:
+def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         await page.rest(page.ask(count=3))
         together = page.shown["batch"]

@@ -74,13 +74,13 @@ def page(shared_page: Client, page_server: RunningServer) -> Client:
     return shared_page
 
 
-def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
+def test_only_these_endpoints_are_named(page: Client) -> None:
     api: Any = page.view_api(print_info=False, return_format="dict")
     assert set(api["named_endpoints"]) == ENDPOINTS
     assert api["unnamed_endpoints"] == {}
 
 
-def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client, page_server: RunningServer) -> None:
+def test_endpoint_types_and_names_match_their_values(page: Client, page_server: RunningServer) -> None:
     endpoints: Any = page.view_api(print_info=False, return_format="dict")["named_endpoints"]
     for name, endpoint in endpoints.items():
         labels = [value["label"] for value in (*endpoint["parameters"], *endpoint["returns"])]
@@ -100,9 +100,7 @@ def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client
     assert "'ddim'" in sampler["python_type"]["type"]
 
 
-def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
-    page: Client, page_server: RunningServer
-) -> None:
+def test_generate_shows_previews_and_ends_with_the_servers_file(page: Client, page_server: RunningServer) -> None:
     started_s = time.monotonic()
     moments = [Painted(*moment) for moment in page.submit(FOX, steps="30", seed="5", api_name="/generate")]
     assert len(moments) <= (time.monotonic() - started_s) / UPDATE_EVERY_S + 2  # the first and the last are extra
@@ -124,7 +122,7 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     [{"sampler": "ddim", "guidance": "2.5"}, {"sampler": "euler_a", "eta": "0", "guidance": "2.123456789"}],
     ids=["ddim", "euler_a"],
 )
-def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, fields: dict[str, str]) -> None:
+def test_a_file_is_read_into_settings_that_reproduce_it(page: Client, fields: dict[str, str]) -> None:
     first = Painted(*page.predict(
         "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **fields, api_name="/generate"
     ))  # fmt: skip
@@ -140,7 +138,7 @@ def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, fields: 
     assert again.parameters == first.parameters
 
 
-def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> None:
+def test_suggest_streams_words_and_shows_the_changes(page: Client) -> None:
     moments = list(page.submit("pls draw me 2 doggos chillin on teh beach", api_name="/suggest"))
     written = [suggestion for suggestion, _ in moments]
     assert written[-1] == "two dogs on the beach"
@@ -150,7 +148,7 @@ def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> Non
     assert re.search(r"<ins>.*dogs", moments[-1][1])
 
 
-def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with(page: Client) -> None:
+def test_auto_shows_the_revised_prompt_and_the_caption_shows_the_settings(page: Client) -> None:
     fields = {
         "rewrite_mode": "Auto",
         "steps": "4",
@@ -174,14 +172,14 @@ def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with
         ({"prompt": FOX, "size": "big"}, "big"),
     ],
 )
-def test_a_wrong_value_is_a_sentence_with_the_way_out(page: Client, fields: dict[str, str], sentence: str) -> None:
+def test_an_invalid_value_is_a_message_with_the_fix(page: Client, fields: dict[str, str], sentence: str) -> None:
     painted = Painted(*page.predict(**fields, api_name="/generate"))
     assert 'role="alert"' in painted.caption
     assert sentence in painted.caption
     assert not isinstance(painted.picture, str)
 
 
-def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> None:
+def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> None:
     fields = {
         "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
         "has_converged": False,
@@ -204,7 +202,7 @@ def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> N
     [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
      ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
 )  # fmt: skip
-def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
+def test_an_experiment_that_cannot_run_reports_the_reason(page: Client, fields: dict[str, Any], sentence: str) -> None:
     values = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
     for answer in (
         page.predict(**values, api_name="/experiment_estimate"),
@@ -224,7 +222,7 @@ def test_numbers_may_be_sent_as_numbers(page: Client, page_server: RunningServer
 
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
-def test_a_script_that_gives_up_frees_the_lane(page_server: RunningServer, tmp_path: Path, way: str) -> None:
+def test_a_script_that_disconnects_frees_the_slot(page_server: RunningServer, tmp_path: Path, way: str) -> None:
     page = client_of(page_server, tmp_path)
     job = page.submit(FOX, steps="1000", api_name="/generate")
     page_server.wait_for_requests(1)
@@ -236,7 +234,7 @@ def test_a_script_that_gives_up_frees_the_lane(page_server: RunningServer, tmp_p
     page.close()
 
 
-def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(
+def test_one_visitor_with_many_images_does_not_block_others(
     page: Client, page_server: RunningServer, tmp_path: Path
 ) -> None:
     other = client_of(page_server, tmp_path)

@@ -44,7 +44,7 @@ def refuse(board: Board, cell: Cell) -> None:
     board.handle(RefusedImage(PlannedImage(cell, 0, 0), "no"))
 
 
-def test_a_square_shows_its_preview_until_its_picture_is_there(board_of: MakeBoard) -> None:
+def test_a_cell_shows_its_preview_until_its_image_is_finished(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     cell = board.plan.cells[0]
     square = board.squares[cell]
@@ -57,7 +57,7 @@ def test_a_square_shows_its_preview_until_its_picture_is_there(board_of: MakeBoa
     assert (square.look, square.is_shown_whole) == (board.file_of(cell, (0, 0)), True)
 
 
-def test_every_change_is_news(board_of: MakeBoard) -> None:
+def test_every_change_is_notified(board_of: MakeBoard) -> None:
     board = board_of()
     image = next(board.plan.images())
     changes: list[Callable[[], None]] = [
@@ -72,7 +72,7 @@ def test_every_change_is_news(board_of: MakeBoard) -> None:
         assert board.version == number
 
 
-def test_rows_that_are_done_count_unfinished_pictures_by_their_share(board_of: MakeBoard) -> None:
+def test_finished_rows_include_the_share_of_unfinished_images(board_of: MakeBoard) -> None:
     board = board_of(has_converged=False)
     few, many = Cell("ddpm", 4, 3.0), Cell("ddim", 8, 3.0)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_rows_that_are_done_count_unfinished_pictures_by_their_share(board_of: M
     assert board.rows_done == 8 + 16, "nothing more will be done for a refused cell"
 
 
-def test_only_places_that_every_begun_cell_has_are_compared(board_of: MakeBoard) -> None:
+def test_only_images_that_every_started_cell_has_are_compared(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3)
     first, second, *_ = board.plan.cells
     for seed in (0, 1, 2):
@@ -98,7 +98,7 @@ def test_only_places_that_every_begun_cell_has_are_compared(board_of: MakeBoard)
     assert (exact.value, rows[first].num_images) == (1.0, 1), "the two others are not paired"
 
 
-def test_a_converged_picture_that_is_missing_costs_its_own_place_alone(board_of: MakeBoard) -> None:
+def test_a_missing_converged_image_excludes_only_its_own_comparison(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3)
     for image in board.plan.images():
         is_lost, is_reference = image.seed_index == 1, image.cell.is_reference
@@ -112,7 +112,7 @@ def test_a_converged_picture_that_is_missing_costs_its_own_place_alone(board_of:
     )
 
 
-def test_a_cell_that_was_given_up_narrows_no_other(board_of: MakeBoard) -> None:
+def test_a_failed_cell_does_not_narrow_the_comparison(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3, has_converged=False)
     lost_cell, *remaining = board.plan.cells
     paint(board, PlannedImage(lost_cell, 0, 2))
@@ -125,7 +125,7 @@ def test_a_cell_that_was_given_up_narrows_no_other(board_of: MakeBoard) -> None:
     assert {summary.cell for summary in board.summaries(GUESS)} == set(remaining)
 
 
-def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measured(board_of: MakeBoard) -> None:
+def test_seconds_are_evaluations_times_an_estimated_or_measured_time(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board)
     (guessed, *_) = board.summaries(GUESS)
@@ -136,7 +136,7 @@ def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measur
     assert measured.step_ms.value == pytest.approx(1000 * 0.02 * 8 / 4)
 
 
-def test_few_prompts_have_no_interval_and_many_have(board_of: MakeBoard) -> None:
+def test_only_many_prompts_have_a_confidence_interval(board_of: MakeBoard) -> None:
     def exact(num_prompts: int, num_seeds: int) -> tuple[float | None, float | None]:
         board = board_of(num_prompts, num_seeds)
         paint_all(board, is_exact=True)
@@ -150,7 +150,7 @@ def test_few_prompts_have_no_interval_and_many_have(board_of: MakeBoard) -> None
     assert exact(1, 6) == (0.5, 1.0), "the seeds of an only prompt"
 
 
-def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell(board_of: MakeBoard) -> None:
+def test_a_measure_missing_for_an_image_is_missing_for_its_cell(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     first, second, *_ = board.plan.cells
     for cell in (first, second):
@@ -159,7 +159,7 @@ def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell(board_of: Make
     assert [(summary.num_images, summary.measures) for summary in board.summaries(GUESS)] == [(2, {}), (2, {})]
 
 
-def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from(board_of: MakeBoard) -> None:
+def test_the_table_has_a_row_for_each_cell_and_the_source_of_its_seconds(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
     rows = list(csv.DictReader(io.StringIO(table_of(board.summaries(GUESS)))))
@@ -173,7 +173,7 @@ def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from
 
 
 @pytest.mark.slow
-def test_the_picture_holds_grid_and_curves(board_of: MakeBoard) -> None:
+def test_the_overview_image_has_the_grid_and_the_curves(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
     sheet = decode_image(sheet_of(board.summaries(GUESS), board))

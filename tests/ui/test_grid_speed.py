@@ -21,7 +21,7 @@ from ui.experiment.speed import (
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_steps_that_are_told_at_once_share_their_time() -> None:
+def test_steps_reported_together_share_their_time() -> None:
     assert each_step_s([StepTime(10.0, 1), StepTime(10.2, 3), StepTime(10.5, 4)]) == pytest.approx((0.1, 0.1, 0.3))
 
 
@@ -35,7 +35,7 @@ def test_a_pause_of_the_machine_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(at_once: int) -> None:
+def test_time_per_image_does_not_depend_on_the_batch_of_reports(at_once: int) -> None:
     """Time four images of four steps with ``at_once`` per call of half a second.
 
     The text takes a second before them, and the files two seconds after them.
@@ -50,12 +50,12 @@ def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(
     assert timing.rest_s == pytest.approx(3.0 / 4, rel=0.02)
 
 
-def test_pictures_that_are_over_at_once_are_timed_too() -> None:
+def test_images_that_finish_together_are_timed_too() -> None:
     times = tuple(StepTime(1.0, 1, index) for index in range(4))
     assert timing_together(WatchedRequest(0.0, times, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
 
 
-def test_the_speed_of_a_server_that_is_away_is_an_error_that_says_so() -> None:
+def test_the_speed_of_an_unreachable_server_is_an_error() -> None:
     async def ask() -> None:
         async with AsyncClient(NOBODY) as client:
             await SpeedProbe().speed(client)

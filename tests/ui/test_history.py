@@ -28,7 +28,7 @@ def entry(**changes: Any) -> HistoryEntry:
     return HistoryEntry(**entry_fields | {"restore": None} | changes)
 
 
-def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is_away_is_a_sentence() -> None:
+def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message() -> None:
     async def story() -> None:
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         history, request = HistoryHandlers(server, visitors), Request()
@@ -47,7 +47,7 @@ def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is
     asyncio.run(story())
 
 
-def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(tmp_path: Any) -> None:
+def test_a_selection_survives_a_repeated_search(tmp_path: Any) -> None:
     before, same, other = Looking("fox"), Looking("fox"), Looking("owl")
     before.found, before.selected, before.is_asking = [(entry(), tmp_path)], 0, True
     for looking in (same, other):
@@ -59,7 +59,7 @@ def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(t
     assert (gone.selected, gone.is_asking) == (None, False)
 
 
-def test_what_others_wrote_is_text_and_deleting_asks_first(tmp_path: Any) -> None:
+def test_stored_texts_are_escaped_and_deletion_is_confirmed(tmp_path: Any) -> None:
     looking = Looking("fox")
     assert "No image has all" in looking.draw()[0]
     looking.found, looking.selected, looking.is_asking = [(entry(), tmp_path)], 0, True

@@ -48,7 +48,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
+def test_images_that_fail_for_one_reason_report_it_once() -> None:
     full = Failure(code="out_of_memory", message="the device is out of memory.")
     broken = Failure(code="internal", message="something broke.")
 
@@ -69,7 +69,7 @@ def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
 
 
 @pytest.mark.slow
-def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
+def test_stored_files_equal_the_servers_files(text_server: RunningServer) -> None:
     plain = files_of(text_server.paint("a red fox", num_steps=4, seed=3, n=2))
 
     async def story(server: Server) -> None:
@@ -88,7 +88,7 @@ def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServer) -> None:
+def test_a_rewritten_request_shows_the_revised_prompt(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order("fox", rewrites=True, prompt_rewriter="auto"))
         await painting.wait()
@@ -101,7 +101,7 @@ def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServe
 
 
 @pytest.mark.slow
-def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningServer) -> None:
+def test_stop_frees_only_the_slot_of_its_visitor(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitors = Visitors()
         mine = visitors.of("mine").paint(server, order(num_inference_steps=LONG))
@@ -121,7 +121,7 @@ def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningSe
 
 
 @pytest.mark.slow
-def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: RunningServer) -> None:
+def test_a_refusal_is_shown_and_holds_nothing(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitor = Visitor()
         painting = visitor.paint(server, order(sampler="<b>nope</b>"))
@@ -134,7 +134,7 @@ def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: Running
     tell(text_server.url, story)
 
 
-def test_a_server_that_is_away_is_a_sentence() -> None:
+def test_an_unreachable_server_is_a_message() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
         await painting.wait()
@@ -143,7 +143,7 @@ def test_a_server_that_is_away_is_a_sentence() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_until_it_begins_its_place_is_said() -> None:
+def test_the_queue_position_is_shown_until_the_start() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
         texts = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
@@ -156,7 +156,7 @@ def test_until_it_begins_its_place_is_said() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_several_pictures_are_told_as_one_work() -> None:
+def test_several_images_have_one_progress() -> None:
     async def story(server: Server) -> None:
         several, best = (Painting(server, fields, lambda _: None) for fields in (order(n=3), order(best_of=4)))
         for painting in (several, best):
@@ -177,7 +177,7 @@ def test_several_pictures_are_told_as_one_work() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_who_may_ask_no_more_is_told_whose_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_limit_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, key = RateLimits(), Key(id="k", name="", digest=b"", scopes=(), created_s=0.0, requests_per_minute=1)
 
     async def story(server: Server) -> None:
@@ -193,7 +193,7 @@ def test_who_may_ask_no_more_is_told_whose_limit_it_is(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningServer) -> None:
+def test_requests_to_a_full_server_are_retried(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         greedy, patient = Visitor(), Visitor()
         long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
@@ -229,7 +229,7 @@ def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServ
     tell(text_server.url, story)
 
 
-def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
+def test_requests_without_a_session_share_nothing() -> None:
     async def story() -> None:
         visitors = Visitors()
         assert visitors.of(None) is not visitors.of(None)
@@ -239,7 +239,7 @@ def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
     asyncio.run(story())
 
 
-def test_news_wake_whoever_waits_for_them_even_when_they_came_before() -> None:
+def test_news_wake_waiters_even_if_they_came_earlier() -> None:
     async def story() -> None:
         visitor = Visitor()
         news = visitor.news

@@ -30,12 +30,12 @@ def test_an_edit_shows_what_changed(suggestion: str | None) -> None:
 
 
 @pytest.mark.parametrize("suggestion", [None, "", difference_html(WISH, "a <small> red fox")])
-def test_an_edit_that_is_taken_back_leaves_no_marks(suggestion: str | None) -> None:
+def test_a_reverted_edit_leaves_no_marks(suggestion: str | None) -> None:
     shown, accept = compare(WISH, WISH, suggestion)
     assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
 
 
-def test_what_is_warning_of_a_wish_that_is_a_good_prompt_stays() -> None:
+def test_a_warning_about_a_wish_that_is_a_good_prompt_stays() -> None:
     shown, _ = compare(WISH, WISH, SAID)
     assert shown == gr.skip()
 
@@ -45,7 +45,7 @@ def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
     assert (shown, accept["visible"]) == ("", False)
 
 
-def test_the_way_of_a_suggestion_into_a_picture_is_said_beside_the_choice() -> None:
+def test_the_rewriter_choice_describes_how_a_suggestion_is_used() -> None:
     panel, note = choose("Suggest")
     assert panel["visible"]
     assert "uses the prompt above" in note
@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_is_neither_compared_nor_accepted() -> None:
             event()
 
 
-def test_a_wish_that_is_too_long_is_refused_and_not_remembered() -> None:
+def test_a_too_long_wish_is_refused_and_not_stored() -> None:
     async def suggest() -> list[tuple[Any, ...]]:
         events = Rewriting(None, None)  # type: ignore[arg-type]
         return [shown async for shown in events.suggest(TOO_LONG, Request())]  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize(("wish", "message"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
-def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, message: str) -> None:
+def test_without_a_suggestion_nothing_can_be_accepted(wish: str, message: str) -> None:
     async def last() -> tuple[object, ...]:
         events = Rewriting(Refusing(), None)  # type: ignore[arg-type]
         return [moment async for moment in events.suggest(wish, Request())][-1]  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, messag
     assert can_accept == can_revert == gr.update(visible=False)
 
 
-def test_what_was_accepted_cannot_be_accepted_again() -> None:
+def test_an_accepted_suggestion_cannot_be_accepted_again() -> None:
     prompt, can_accept, can_revert = accept("a cat", WISH)
     assert (prompt, can_accept["visible"], can_revert["visible"]) == ("a cat", False, True)
     assert accept("a cat", "a cat")[0] == "a cat"

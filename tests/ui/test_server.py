@@ -34,12 +34,12 @@ def test_the_loaded_models_are_found_among_the_aliases() -> None:
     assert (models.image_id, models.image, models.language_id, models.language) == ("painter", MODEL, "writer", WRITER)
 
 
-def test_a_language_model_that_cannot_rewrite_is_none() -> None:
+def test_a_language_model_that_cannot_rewrite_is_not_offered() -> None:
     models = models_of([model("painter", image=MODEL), model("writer", language=DEAF)])
     assert (models.language_id, models.language) == (None, None)
 
 
-def test_a_server_of_an_older_version_is_asked_to_be_updated() -> None:
+def test_an_older_server_causes_a_request_to_update_it() -> None:
     with pytest.raises(DiffserveError, match="update it"):
         models_of([model("painter"), model("dall-e-3")])
 
@@ -53,13 +53,13 @@ def test_a_server_of_an_older_version_is_asked_to_be_updated() -> None:
         (ValueError("internals"), "its log says more"),
     ],
 )
-def test_an_error_is_a_sentence_with_the_way_out(error: Exception, message: str) -> None:
+def test_an_error_is_a_message_with_the_fix(error: Exception, message: str) -> None:
     assert message in sentence(error)
     assert "internals" not in sentence(error)
 
 
 @pytest.mark.slow
-def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
+def test_a_real_server_is_queried_once(text_server: RunningServer) -> None:
     async def story() -> None:
         server = Server(text_server.url)
         assert await server.client.is_ready()
@@ -71,7 +71,7 @@ def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
     asyncio.run(story())
 
 
-def test_where_nobody_answers_the_address_is_named() -> None:
+def test_without_an_answer_the_address_is_reported() -> None:
     async def story() -> None:
         server = Server("http://127.0.0.1:9")
         with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:9;") as caught:
@@ -91,5 +91,5 @@ def test_where_nobody_answers_the_address_is_named() -> None:
         ("the metadata is lost", "The metadata is lost."),
     ],
 )
-def test_fields_are_called_as_the_page_calls_them(message: str, expected: str) -> None:
+def test_errors_use_the_field_labels_of_the_page(message: str, expected: str) -> None:
     assert sentence(InvalidRequest(message)) == expected

@@ -33,7 +33,7 @@ def small_page() -> tuple[gr.Blocks, gr.Textbox, gr.Radio]:
     return page, box, choice
 
 
-def test_a_session_describes_no_component_and_knows_them_all(described: list[int]) -> None:
+def test_a_session_describes_no_component_and_has_all(described: list[int]) -> None:
     keep_sessions_lean()
     page, box, choice = _within_a_loop(small_page)
     described.clear()
@@ -47,7 +47,7 @@ def test_a_session_describes_no_component_and_knows_them_all(described: list[int
     assert page.get_config_file()["components"][0]["props"]["value"] == "a"
 
 
-def test_it_is_done_once() -> None:
+def test_components_are_described_once() -> None:
     keep_sessions_lean()
     lean = SessionState.__init__
     keep_sessions_lean()

@@ -53,7 +53,7 @@ async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]
     visitors.leave(session)
 
 
-def test_the_buttons_are_told_anew_each_time_and_all_else_once() -> None:
+def test_buttons_are_sent_with_every_update_and_other_parts_once() -> None:
     screen = Screen()
     parts = {"caption": "a", "generate": {"visible": "hidden"}, "stop": {"visible": True}}
     updates = [
@@ -63,7 +63,7 @@ def test_the_buttons_are_told_anew_each_time_and_all_else_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServer) -> None:
+def test_a_reloaded_tab_restores_its_request_and_its_images(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=NEVER_S)
         before = visitors.arrive("before", TOKEN)
@@ -84,7 +84,7 @@ def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServe
 
 
 @pytest.mark.slow
-def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server: RunningServer) -> None:
+def test_a_closed_tab_cancels_only_its_own_request(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=GRACE_S)
         mine, other_visitor = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
@@ -105,7 +105,7 @@ def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server
 
 
 @pytest.mark.slow
-def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningServer) -> None:
+def test_a_disconnected_script_is_cancelled_at_once(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitor = Visitors(grace_s=NEVER_S).of("script")
         painting = visitor.paint(page, order(num_inference_steps=LONG))
@@ -120,7 +120,7 @@ def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningS
 
 
 @pytest.mark.parametrize("token", [None, "", "0", "g" * 32, "0" * 33, "../" + "0" * 29])
-def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -> None:
+def test_only_an_unguessable_token_restores_a_visitor(token: str | None) -> None:
     async def story() -> None:
         visitors = Visitors()
         mine = visitors.arrive("mine", TOKEN)
@@ -131,7 +131,7 @@ def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -
     asyncio.run(story())
 
 
-def test_a_token_finds_nothing_with_another_key() -> None:
+def test_a_token_restores_nothing_with_another_key() -> None:
     async def story() -> None:
         visitors = Visitors()
         mine = visitors.arrive("mine", TOKEN, "key-1")
@@ -141,7 +141,7 @@ def test_a_token_finds_nothing_with_another_key() -> None:
     asyncio.run(story())
 
 
-def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
+def test_visitors_without_content_are_removed_first() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)
         visitor = visitors.arrive("one", TOKEN)
@@ -159,7 +159,7 @@ def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
     asyncio.run(story())
 
 
-def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
+def test_a_removed_visitor_is_recreated_for_its_tab() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)
         visitors.arrive("mine", TOKEN)
@@ -173,7 +173,7 @@ def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_anew(server: RunningServer) -> None:
+def test_images_of_present_visitors_survive_a_restart(server: RunningServer) -> None:
     files = PageFiles()
 
     async def story(page: Server) -> None:
