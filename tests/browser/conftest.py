@@ -19,7 +19,7 @@ from tests.service.server import RunningServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
-ARGUMENTS += ["--process-per-site"]  # the page's scripts are read and compiled once, and not for every visit
+ARGUMENTS += ["--process-per-site"]  # scripts of the page are compiled once instead of per visit
 WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 

@@ -53,7 +53,7 @@ def test_a_reload_restores_prompt_settings_gallery_and_the_running_job(
 
     here.press("stop")
     here.until_rested()
-    expect(here.gallery()).to_have_count(3)  # and the penguin as far as it was painted
+    expect(here.gallery()).to_have_count(3)  # with the unfinished penguin
     here.page.get_by_role("tab", name="Experiment").click()
     here.write("exp-steps", "3, 4")
     here.page.reload()
@@ -82,7 +82,7 @@ def expect_both_lost(there: Visit, cable: Cable) -> None:
     """Check that lost work is reported in its tab and can be started again after the restart."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
     there.expect_text("exp-status", "lost with the server; press Run")
-    cable.pull_out()  # or a server that is too busy to answer for a moment
+    cable.pull_out()  # like a server that is briefly too busy to answer
     there.expect_text("exp-status", "connection lost")
     cable.plug_in()
     there.expect_text("exp-status", "lost with the server; press Run")
@@ -119,7 +119,7 @@ def test_a_server_that_dies_midway_is_reported_at_once_and_the_next_one_continue
         here.expect_caption("connection lost")
         screenshot(here, "gone")
         late = "document.querySelector('#caption [role=alert]').outerHTML = '<p role=status>step 9 of 1000</p>'"
-        here.page.evaluate(late)  # as gradio does with what it had received before
+        here.page.evaluate(late)  # as Gradio does with earlier messages
         here.expect_caption("connection lost")
         here.press("lost-stop")
         here.expect_caption("stopped")

@@ -60,7 +60,7 @@ def test_the_gallery_fills_while_other_images_are_generated(visit: Visitor, scre
     here.until_rested()
     grown = [size for size, _ in groupby(moment["gallery"] for moment in here.recorded_states())]
     assert grown == sorted(grown)
-    expect(here.gallery()).to_have_count(4)  # and the castle as far as it was painted
+    expect(here.gallery()).to_have_count(4)  # with the unfinished castle
 
 
 def test_a_file_restores_its_settings_and_reproduces_its_pixels(

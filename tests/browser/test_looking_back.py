@@ -21,7 +21,7 @@ def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Scr
         expect(here.gallery()).to_have_count(number)
         here.until_rested()
 
-    there = visit()  # another tab, which painted nothing
+    there = visit()  # another tab without images
     there.page.get_by_role("tab", name="History").click()
     grid = there.part("history-grid").locator(".thumbnail-item")
     expect(grid.first).to_be_visible()
@@ -51,8 +51,8 @@ def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Scr
     grid.first.click()
     there.press("history-restore")
     there.expect_caption("settings loaded from the image")
-    expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that began from noise
-    there.page.wait_for_function("() => !diffserve.isEdit()")  # and nor does the next
+    expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that one started from noise
+    there.page.wait_for_function("() => !diffserve.isEdit()")  # and so does the next one
     there.page.get_by_role("tab", name="History").click()
     grid.first.click()
     there.press("history-delete")

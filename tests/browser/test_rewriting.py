@@ -56,7 +56,7 @@ def test_a_suggestion_can_be_taken_back(visit: Visitor) -> None:
     expect(here.field("suggestion")).to_have_value(MEANT)
     here.press("accept")
     expect(here.field("prompt")).to_have_value(MEANT)
-    expect(here.part("accept")).to_be_hidden()  # it leaves a moment later than the text comes, and all below moves
+    expect(here.part("accept")).to_be_hidden()  # it disappears after the text arrives, which moves everything below
     here.press("revert")
     expect(here.field("prompt")).to_have_value(WISH)
 

@@ -40,7 +40,7 @@ def test_stop_frees_the_slots_shows_unfinished_images_and_generation_works_again
 
 
 def test_a_page_that_is_closed_or_left_midway_frees_its_slot(visit: Visitor, page_server: RunningServer) -> None:
-    cancelled = page_server.num_ended("cancelled")  # what finishes may be the probes of an estimate
+    cancelled = page_server.num_ended("cancelled")  # finished requests may be the probes of an estimate
     closed, left = visit(locale="en-US"), visit(locale="en-US")
     start(closed, LONG, seed=1)
     start(left, LONG, seed=2)
@@ -57,7 +57,7 @@ def test_one_visitor_stops_and_the_other_finishes(
     finished = page_server.num_ended("finished")
     leaving, staying = visit(), visit()
     start(staying, 200, seed=2)
-    start(leaving, LONG, seed=1, count=4)  # the last to begin, or it may be done before it is stopped
+    start(leaving, LONG, seed=1, count=4)  # started last, else it may finish before the stop
     leaving.expect_caption("% done")
     leaving.press("stop")
     leaving.until_rested()
@@ -70,7 +70,7 @@ def test_one_visitor_stops_and_the_other_finishes(
 
 def test_repeated_requests_of_one_visitor_queue_in_the_engine(visit: Visitor, page_server: RunningServer) -> None:
     here = visit()
-    start(here, 400)  # of a thousand steps each, on a slow machine, the third would be more than one's share of time
+    start(here, 400)  # with 1000 steps the third would exceed a client's share on a slow machine
     for num_more in (1, 2):
         here.field("prompt").press("Enter")
         here.expect_caption(rf"{num_more} more queued")

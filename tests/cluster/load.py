@@ -34,7 +34,7 @@ class Load:
             while not self._is_over.is_set():
                 body = self._body | {"prompt": f"a fox, {number}", "stream": number % 2 == 1}
                 reply = client.post(self._url, json=body)
-                if reply.status_code == 429:  # on a slow machine there may be no room: it is said, and nothing lost
+                if reply.status_code == 429:  # the queue may be full on a slow machine
                     time.sleep(0.2)
                     continue
                 pictures.append(picture_in(reply))

@@ -15,7 +15,7 @@ METHODS: Final = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",  # the GCS
     "/ray.rpc.NodeManagerService/GetNodeStats",  # a raylet
     "/ray.rpc.ObjectManagerService/Pull",
-    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",  # a worker, and the front, which is one of Ray's drivers
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",  # a worker, and the front, which is a Ray driver
     "/ray.rpc.ReporterService/GetTraceback",  # the agent of a node
     "/ray.serve.ASGIService/HandleRequest",  # a replica of Ray Serve
 )
@@ -68,7 +68,7 @@ def listening(processes: Iterable[psutil.Process]) -> list[Port]:
     """Return all ports on which ``processes`` listen."""
     ports = []
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+        with suppress(psutil.NoSuchProcess):  # zombie processes are included
             ports += [
                 Port(process, process.name(), each.laddr.ip, each.laddr.port)
                 for each in process.net_connections("tcp")

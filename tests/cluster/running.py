@@ -90,7 +90,7 @@ class Cluster:
     def process_of(self, name: str) -> psutil.Process:
         """Return the process of a replica."""
         for process in self.processes:
-            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+            with suppress(psutil.NoSuchProcess):  # zombie processes are included
                 if process.name().startswith("ray::ServeRep") and name in " ".join(process.cmdline()):
                     return process
         raise AssertionError(f"no process is {name}")
@@ -153,9 +153,7 @@ def check_hang_up(server: RunningServer, *, is_streamed: bool) -> None:
             server.client.post(GENERATIONS, json=LARGE, timeout=1.0)
     server.wait_until_idle()
     after = unet_calls(server)
-    replica = max(
-        set(after) - known_replicas, key=after.__getitem__
-    )  # a replica that has just begun has tried one step itself
+    replica = max(set(after) - known_replicas, key=after.__getitem__)  # a new replica has run one test step itself
     assert step <= after[replica] < STEPS / 2, f"it had begun, and far from all of it was done: {after}"
     assert server.num_ended("cancelled") == num_cancelled + 1
     assert unet_calls(server) == after, "and nothing more is"

@@ -80,7 +80,7 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     http = {"host": "127.0.0.1", "port": port}
     file = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
     (folder / "app.yaml").write_text(yaml.safe_dump(file))
-    rays = tempfile.mkdtemp(prefix="diffserve-ray-")  # a path of sockets is short
+    rays = tempfile.mkdtemp(prefix="diffserve-ray-")  # socket paths have a short length limit
     env = {
         **os.environ,
         **FIXED,
@@ -94,7 +94,7 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         "DIFFSERVE_API_KEY": KEY,
         "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"),
         "DIFFSERVE_SERVE_DEBUG": "true",
-        "DIFFSERVE_ENGINE_COMPILE": "warm",  # as the server has it that answers are compared with
+        "DIFFSERVE_ENGINE_COMPILE": "warm",  # same as the server for comparison
         "DIFFSERVE_SERVE_SPARE_ENGINE": "false",
     }
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "app.yaml"]

@@ -1,6 +1,6 @@
 """Redeployment of a cluster under load: every request is answered.
 
-This file runs last of those that share a cluster, so that the earlier settings need not be restored.
+This file runs as the last one with the shared cluster, so that the earlier settings need not be restored.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def test_settings_change_replica_by_replica_under_load_without_losses(cluster: C
         assert cluster.num_ready == 2
     assert not process_ids & {cluster.process_of(replica["name"]).pid for replica in cluster.state}
     assert len(cluster.log_events("replica redeployed")) == 2
-    for _ in range(4):  # both replicas paint some of them
+    for _ in range(4):  # both replicas generate some of them
         assert cluster.server.client.post("/v1/images/generations", json=SIMILAR).status_code == 200

@@ -84,7 +84,7 @@ def test_replicas_count_their_requests() -> None:
             painting = asyncio.create_task(fleet.paint())
             await fleet.until(lambda: any(replica.inside for replica in fleet.replicas.values()))
             assert await fleet.engines.num_requests() == 1
-            fleet.replicas["replica-1"].num_strangers = 5  # which this front has sent nobody
+            fleet.replicas["replica-1"].num_strangers = 5  # requests of another front
             assert await fleet.engines.num_requests() == 6
             await fleet.until(lambda: sum(seat.reported_requests for seat in fleet.engines.replicas) == 1)
             painting.cancel()
@@ -97,7 +97,7 @@ def test_replicas_count_their_requests() -> None:
 def test_a_replica_lost_during_a_query_is_omitted_and_without_replicas_the_query_fails() -> None:
     async def work() -> None:
         async with up(1, 2, 1) as fleet:
-            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # that it is up is not true any more
+            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # stale state: the replica is lost
 
             async def lose_question(question: bytes) -> bytes:
                 raise RuntimeError("gone")

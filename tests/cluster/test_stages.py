@@ -59,7 +59,7 @@ def test_a_killed_stage_is_awaited_and_finished_work_is_retained(
 
 
 def test_images_finished_together_are_decoded_in_turn(apart: Cluster) -> None:
-    body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # there may wait three
+    body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # the queue limit is three
     assert len(apart.server.client.post(GENERATIONS, json=body, timeout=3 * SOON_S).json()["data"]) == 8
 
 

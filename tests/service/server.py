@@ -20,9 +20,9 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 280.0  # a machine that is busy with something else takes minutes to import torch
+START_S = 280.0  # importing torch takes minutes on a busy machine
 STOP_S = 120.0
-SOON_S = 60.0  # what happens within a moment, unless the machine is busy
+SOON_S = 60.0  # limit for short operations, with reserve for a busy machine
 URL = re.compile(r"listening on (http://\S+),")
 T = TypeVar("T")
 GENERATIONS = "/v1/images/generations"
@@ -36,7 +36,7 @@ class RunningServer:
         self.output = output
         self.errors = errors
         self.url = wait_for(self._find_url, START_S, "the server's address")
-        limits = httpx.Limits(max_keepalive_connections=0)  # a machine that sleeps wakes up to stale connections
+        limits = httpx.Limits(max_keepalive_connections=0)  # connections are stale after a suspend
         self.client = httpx.Client(base_url=self.url, timeout=300.0, trust_env=False, limits=limits)
 
     @property
@@ -48,7 +48,7 @@ class RunningServer:
         """Process ids of the server's engines: the active one and a spare one."""
         unexpected = set()
         for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+            with suppress(psutil.NoSuchProcess):  # zombie processes are included
                 if "diffserve.engine.process" in child.cmdline():
                     unexpected.add(child.pid)
         return unexpected
@@ -156,8 +156,8 @@ def running_server(
                 "DIFFSERVE_SERVE_DATA_DIR": str(workspace / "data"),
                 "DIFFSERVE_SERVE_PAGE": str(page).lower(),
                 "DIFFSERVE_SERVE_DEBUG": "true",
-                "DIFFSERVE_ENGINE_COMPILE": "warm",  # no test but those of the build waits for a compiler
-                "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process, which most tests have no use for
+                "DIFFSERVE_ENGINE_COMPILE": "warm",  # only tests of the build wait for a compiler
+                "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process that most tests do not need
                 **(env or {}),
             },
         )

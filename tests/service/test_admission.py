@@ -96,7 +96,7 @@ def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
     door.learn(rows_per_s=10.0)
     assert door.backlog.cost_limit == pytest.approx(600.0)
     door.enter("a", cost=599.0)
-    door.enter("a", cost=1e6)  # let in whole, however large, and keeps no small one out
+    door.enter("a", cost=1e6)  # accepted at any size, and blocks no small request
     door.enter("a", cost=2.0)
     error = door.refusal("a")
     assert "at most 60 s may wait" in error.message

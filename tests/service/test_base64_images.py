@@ -20,7 +20,7 @@ from tests.service.test_filtered_texts import Leaf, leaves
 
 FILES = [encode_image(Picture.from_array(picture(128, 64)), infotext="a fox\nSteps: 1, Sampler: Euler, Seed: 1" + end)
          for end in ("", " ", "  ")]  # fmt: skip
-FILE = next(file for file in FILES if len(file) % 3)  # so that its base64 ends in padding
+FILE = next(file for file in FILES if len(file) % 3)  # its base64 ends in padding
 PLAIN = base64.b64encode(FILE).decode()
 MASK = base64.b64encode(holed()).decode()
 PROMPT = {"prompt": "a red fox"}

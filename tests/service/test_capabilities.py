@@ -94,7 +94,7 @@ def test_a_server_refuses_exactly_the_unsupported_fields(server: RunningServer) 
     (model, *_) = server.client.get("/v1/models").json()["data"]
     for name, value in VALUES.items():
         answer = server.paint(**{name: value})
-        param = "switch_at" if name == "refiner" else name  # which it is short for
+        param = "switch_at" if name == "refiner" else name  # "refiner" alone stands for "switch_at"
         is_refused = answer.status_code == 400 and error_of(answer)["param"].startswith(param)
         assert is_refused == (name in model["capabilities"]["image"]["refused_fields"]), (name, answer.text[:300])
 

@@ -61,7 +61,7 @@ def test_a_shared_prefix_is_computed_once(text_client: OpenAI) -> None:
         cached.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens))
     (before, _), (after, num_tokens) = cached
     assert before is not None
-    assert before <= 16  # a template's own first words may have been said by others
+    assert before <= 16  # other chats may have cached the start of the template
     assert after == num_tokens // 16 * 16  # whole pages
 
 
@@ -108,7 +108,7 @@ def test_logprobs_are_those_of_the_model(text_client: OpenAI, is_stream: bool) -
     )
     choices = [chunk.choices[0] for chunk in answer] if isinstance(answer, openai.Stream) else [answer.choices[0]]
     content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
-    [token] = content  # the end is no part of the text
+    [token] = content  # the end token is not part of the text
     assert (token.token, token.bytes) == ("a boat", list(b"a boat"))
     assert token.logprob == pytest.approx(math.log(LIKELIEST), abs=1e-3)  # the last norm is not quite exact
     assert token.top_logprobs[0].token == "a boat"
@@ -200,7 +200,7 @@ def test_harmless_fields_are_accepted_and_unknown_ones_reported(text_server: Run
 def test_a_disconnect_ends_the_text_at_once(text_server: RunningServer) -> None:
     body = {"messages": says("a fox"), "stream": True, "min_tokens": 1900, "max_tokens": 1900, "n": 16}
     with httpx.stream("POST", f"{text_server.url}{CHAT}", json=body, timeout=SOON_S) as stream:
-        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        lines = stream.iter_lines()  # a dropped iterator would close the connection
         heard = next(lines)
         assert heard.startswith("data: "), heard
         assert '"error"' not in heard, heard

@@ -85,14 +85,14 @@ async def at_the_page(url: str, upload: Path, file: bytes) -> None:
     page = Page(server)
     try:
         fields = {"control": "edges", "control_scale": "0.8", "control_steps": "0-0.5", "preprocessor": "canny"}
-        await page.rest(page.ask(**fields))
+        await page.finish(page.ask(**fields))
         assert "has no picture to go by" in page.caption
         upload.write_bytes(b"no picture")
         assert 'role="alert"' in (await page.choose_control(upload))[1]
         upload.write_bytes(file)
         assert (await page.choose_control(upload))[0] == "edges.png, 128x128"
         assert not upload.exists()
-        await page.rest(page.ask(**fields, size="64x64"))
+        await page.finish(page.ask(**fields, size="64x64"))
         [picture] = page.visitors.of(Request.session_hash).pictures
         assert "Module: canny, Model: edges, Weight: 0.8" in picture.infotext
         assert "Resize Mode: Just Resize" in picture.infotext

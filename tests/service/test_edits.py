@@ -59,7 +59,7 @@ def test_openai_client_edits_one_or_two_images_and_keeps_unmasked_pixels(client:
     )  # fmt: skip
     assert answer.data is not None
     assert len(answer.data) == 2
-    assert answer.size == "128x64"  # its own
+    assert answer.size == "128x64"  # the size of the image
     for entry in answer.data:
         after = pixels_of(entry.b64_json)
         assert np.array_equal(after[:, 64:], before[:, 64:])
@@ -79,7 +79,7 @@ def test_openai_client_edits_one_or_two_images_and_keeps_unmasked_pixels(client:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's word on variations
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI deprecates variations
 def test_openai_client_streams_an_edit_and_requests_variations(client: OpenAI) -> None:
     stream = client.images.edit(
         image=("a.png", file_of(picture())), prompt="a red fox", stream=True, partial_images=1,

@@ -38,7 +38,7 @@ def test_each_preview_is_closer_to_the_completed_image(page_server: RunningServe
         events: list[Any] = [event for event in stream if str(event.type) != "image_generation.progress"]
     names = [event.type.removeprefix("image_generation.") for event in events]
     assert names == ["partial_image"] * 3 + ["completed"]
-    side_px = int(events[0].size.partition("x")[0])  # a preview is small: the picture is made as small
+    side_px = int(events[0].size.partition("x")[0])  # the image is scaled down to the preview size
     *previews, picture = [pixels_of(event, side_px) for event in events]
     clearness = [psnr_db(preview, picture) for preview in previews]
     assert all(earlier < later for earlier, later in pairwise(clearness)), clearness

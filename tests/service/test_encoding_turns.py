@@ -14,34 +14,34 @@ from diffserve.service.images.encoding_queue import AHEAD_S_PER_MPX, EncodingQue
 LARGE = 4_000_000
 
 
-def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
+def run(story: Coroutine[Any, Any, list[str]]) -> list[str]:
     return asyncio.run(asyncio.wait_for(story, 20))
 
 
 def test_a_small_image_goes_before_many_large_ones() -> None:
     async def story() -> list[str]:
-        turns, order = EncodingQueue(1), list[str]()
+        turns, started = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                order.append(name)
+                started.append(name)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(encode(f"large {number}", LARGE) for number in range(3)), encode("small", 100))
-        return order
+        return started
 
-    assert order(story()) == ["large 0", "small", "large 1", "large 2"]
+    assert run(story()) == ["large 0", "small", "large 1", "large 2"]
 
 
 def test_a_large_image_that_waited_long_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
-        turns, order = EncodingQueue(1), list[str]()
+        turns, started = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                order.append(name)
+                started.append(name)
 
         async with turns.slot(0):
             large = asyncio.create_task(encode("large", LARGE))
@@ -49,9 +49,9 @@ def test_a_large_image_that_waited_long_is_not_overtaken(monkeypatch: pytest.Mon
             small = asyncio.create_task(encode("small", 100))
             await asyncio.sleep(0)
         await asyncio.gather(large, small)
-        return order
+        return started
 
-    assert order(story()) == ["large", "small"]
+    assert run(story()) == ["large", "small"]
 
 
 def test_a_cancelled_encoding_frees_its_place() -> None:
@@ -64,7 +64,7 @@ def test_a_cancelled_encoding_frees_its_place() -> None:
 
         tasks = [asyncio.create_task(encode()) for _ in range(5)]
         await asyncio.sleep(0)
-        tasks[0].cancel()  # whoever is let in now is cancelled in the same moment
+        tasks[0].cancel()  # the task that gets the place is cancelled at the same moment
         tasks[4].cancel()
         await asyncio.sleep(0)
         tasks[2].cancel()
@@ -74,4 +74,4 @@ def test_a_cancelled_encoding_frees_its_place() -> None:
         async with turns.slot(0), turns.slot(0):
             return ["both"]
 
-    assert order(story()) == ["both"]
+    assert run(story()) == ["both"]

@@ -66,7 +66,7 @@ async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetche
         return await asyncio.open_connection("127.0.0.1", port, **options)
 
     def fetcher(*addresses: str, trusted: Path | None = None, **options: Any) -> Fetcher:
-        answers = iter([list(addresses or [PUBLIC]), ["127.0.0.1"]])  # whoever asks twice is told otherwise
+        answers = iter([list(addresses or [PUBLIC]), ["127.0.0.1"]])  # a second lookup gets another answer
         context = ssl.create_default_context(cafile=trusted or chain.root)
         return Fetcher([HOST], resolve=lambda *_: next(answers), connect=connect, context=context, **options)
 

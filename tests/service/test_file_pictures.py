@@ -54,7 +54,11 @@ def test_own_files_are_read_and_other_files_are_not_found(tmp_path: Path, monkey
         (edit_of(own_file, other_file), "file_not_found", "images[1].file_id"),
         (edit_of("../../etc/passwd"), "file_not_found", "images[0].file_id"),
         (edit_of(long), "image_too_large", "images[0].file_id"),
-        (edit_of(own_file, own_file, mask=own_file), "image_too_large", "mask.file_id"),  # together they are longer
+        (
+            edit_of(own_file, own_file, mask=own_file),
+            "image_too_large",
+            "mask.file_id",
+        ),  # together they exceed the limit
     ):
         with pytest.raises(InvalidRequest) as caught:
             asyncio.run(file_images.fill(REQUEST, refused))

@@ -52,7 +52,12 @@ def test_a_killed_engine_affects_neither_the_other_engine_nor_requests_without_s
     pair: RunningServer,
 ) -> None:
     assert "2 engines: cpu, " in pair.output.read_text()
-    parallel = {"prompt": "a boat", "seed": 5, **STEPS, "num_steps": NUM_STEPS + 100}  # more than is left of the stream
+    parallel = {
+        "prompt": "a boat",
+        "seed": 5,
+        **STEPS,
+        "num_steps": NUM_STEPS + 100,
+    }  # longer than the rest of the stream
     moved = {"prompt": "an owl", "seed": 6, **STEPS}
     pids = {line["member"]: line["engine_pid"] for line in events(pair, "engine ready")}
     with ThreadPoolExecutor(3) as pool:

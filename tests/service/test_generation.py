@@ -176,7 +176,7 @@ def test_one_step_of_every_sampler_gives_an_image(server: RunningServer, sampler
     response = server.paint(num_steps=1, sampler=sampler)
     (file,) = files_of(response)
     assert response.json()["sampler"] == sampler
-    assert len(set(Image.open(BytesIO(file)).convert("L").tobytes())) > 1  # not of one colour
+    assert len(set(Image.open(BytesIO(file)).convert("L").tobytes())) > 1  # more than one color
 
 
 def test_openapi_lists_every_field(server: RunningServer) -> None:

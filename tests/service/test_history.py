@@ -56,7 +56,7 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
 def test_an_image_is_stored_regenerated_and_deleted(server: RunningServer, sampler: str) -> None:
     server.client.delete("/v1/history")
     fields = {"sampler": sampler, "guidance_scale": 3.0, "size": "72x64", "negative_prompt": "blurred"}
-    fields |= {"variation_strength": 0.3} if sampler == "euler" else {}  # by a seed that is drawn, and told
+    fields |= {"variation_strength": 0.3} if sampler == "euler" else {}  # with a random seed, which is reported
     answer = server.paint("a red fox & <b>", num_steps=3, seed=7, response_format="url", **fields)
     [file], [entry] = files_of(answer), answer.json()["data"]
     assert server.paint("a blue whale").status_code == 200

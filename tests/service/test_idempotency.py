@@ -153,7 +153,7 @@ def test_an_answer_that_cannot_be_stored_is_reported(tmp_path: Path, is_full: bo
 
 @pytest.mark.slow
 def test_a_repeated_request_gets_the_same_image(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Let the first client hang up, a second one wait for the same work, and a third one ask after a restart."""
+    """Disconnect the first client, let a second one wait for the same work, and a third one ask after a restart."""
     body: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 150, "size": "64x64"}
     headers = {KEY: "my order"}
     with running_server(tiny_model("sd15"), tmp_path) as server:

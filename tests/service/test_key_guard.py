@@ -107,7 +107,7 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
 def test_head_equals_get_without_the_body(house: House, scope: str) -> None:
     house.ask()
     headers = {"Accept": "text/html"} | (bearer(house.texts[scope]) if scope != "none" else {})
-    paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # which counts them
+    paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # counts the requests
     assert len(paths) > 50
     heads = house.ask(*(("HEAD", path, headers) for path in paths))
     gets = house.ask(*(("GET", path, headers) for path in paths))

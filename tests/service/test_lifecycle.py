@@ -188,7 +188,7 @@ def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: 
         engine = wait_for(lambda: server.engine, SOON_S, "the engine's process")
         server.process.kill()
         server.process.wait(SOON_S)
-        engine.wait(SOON_S)  # Python itself may be busy importing: then nobody reads the socket for a while
+        engine.wait(SOON_S)  # Python may be importing, during which the socket is not read
 
 
 def test_every_load_failure_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:

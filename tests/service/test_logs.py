@@ -96,7 +96,7 @@ def test_a_broken_chunk_for_the_page_is_a_400_without_a_traceback(page_server: R
     kind = "multipart/form-data; boundary=x" if path == "/upload" else "application/json"
     data = broken_chunk(f"{PAGE}{path}", kind, b'5\r\n{"proXXXX\r\n')
     assert send_raw(page_server, data).startswith(b"HTTP/1.1 400 ")
-    time.sleep(0.5)  # the page's requests are quiet: there is no line to wait for
+    time.sleep(0.5)  # requests of the page are not logged, so there is no line to wait for
     log.assert_nobody_blames_the_server()
     assert [record for record in log.records() if "traceback" in record] == []
 

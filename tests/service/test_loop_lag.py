@@ -165,7 +165,7 @@ def test_a_hundred_readers_do_not_block_the_loop(page_server: RunningServer, pat
 def test_a_hundred_visitors_do_not_block_the_loop(page_server: RunningServer, path: str) -> None:
     calls = [{"method": "GET", "url": path.format(f"reader{i}")} for i in range(NUM_READERS)]
     assert set(asyncio.run(read_at_once(page_server, calls, 2.0))) <= {None, 200}
-    time.sleep(2.0)  # that they left is noticed a moment later
+    time.sleep(2.0)  # the server notices the disconnects a moment later
 
 
 @pytest.mark.slow

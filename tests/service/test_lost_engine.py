@@ -52,7 +52,7 @@ async def start_with_faults(*arguments):
 
 connection.EngineConnection.start = start_with_faults
 own = {"DIFFSERVE_SERVE_PORT": "0", "DIFFSERVE_SERVE_DATA_DIR": os.environ["DIFFSERVE_SERVE_DATA_DIR"]}
-own["DIFFSERVE_ENGINE_COMPILE"] = "warm"  # packages would be left in the cache folder that all tests share
+own["DIFFSERVE_ENGINE_COMPILE"] = "warm"  # avoids packages in the cache folder that all tests share
 serve(load_settings(model=sys.argv[2], config=sys.argv[6], env=own))
 """
 """A server that is sooner told, and each of whose engines begins with the faults that are written in a file by then."""

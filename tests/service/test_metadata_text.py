@@ -86,7 +86,7 @@ def test_user_comment_is_read_in_every_encoding(server: RunningServer, encoding:
     comment, text = COMMENTS[encoding]
     for byte_order in "<>":
         assert info_of(server, with_comment(comment, kind, byte_order)) == text
-    for tag_type in (1, 2):  # BYTE and ASCII, where 7, UNDEFINED, is specified
+    for tag_type in (1, 2):  # BYTE and ASCII; the specification requires 7, UNDEFINED
         if tag_type == 1 or b"\0" not in comment:
             assert info_of(server, with_comment(comment, kind, tag_type=tag_type)) == text
 

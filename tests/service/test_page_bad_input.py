@@ -243,7 +243,7 @@ def test_errors_of_the_page_are_logged(page_server: RunningServer) -> None:
     answer = page_server.client.post(f"{API}/queue/join", content=b"{", headers=JSON)
     request_id = answer.headers["x-request-id"]
 
-    def lines() -> list[str]:  # the answer may be here before its line
+    def lines() -> list[str]:  # the answer may arrive before its log line
         return [line for line in page_server.errors.read_text().split("\n")[:-1] if request_id in line]
 
     (line,) = wait_for(lines, 30.0, "the line in the log")

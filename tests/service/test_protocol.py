@@ -98,7 +98,7 @@ class Caller:
         await self.reader.readexactly(int(length.partition(b":")[2]))
         return head
 
-    async def rest(self) -> bytes:
+    async def read_all(self) -> bytes:
         """Return everything until the server closes the connection."""
         try:
             return await self.reader.read()
@@ -115,7 +115,7 @@ class Caller:
             await asyncio.sleep(0.05)
 
     async def is_closed(self) -> bool:
-        return await self.rest() == b""
+        return await self.read_all() == b""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_ambiguous_http_is_refused(data: bytes, caplog: pytest.LogCaptureFixture
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         await caller.say(data + ALIVE)
-        answer = await caller.rest()
+        answer = await caller.read_all()
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert answer.count(b"HTTP/1.1 ") == 1
         assert b'"error":{"message"' in answer
@@ -291,7 +291,7 @@ def test_a_new_connection_gets_503_if_all_others_are_busy() -> None:
             caller = await Caller.at(port)
             await caller.say(ALIVE.replace(b"livez", b"slow"))
         await asyncio.sleep(0.2)
-        answer = await (await Caller.at(port)).rest()
+        answer = await (await Caller.at(port)).read_all()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"server_full"' in answer
         caller.writer.close()

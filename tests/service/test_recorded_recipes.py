@@ -183,7 +183,7 @@ def test_a_random_recipe_is_reproducible_everywhere(
     picture = pixels_of(file)
     repeated = client.post(GENERATIONS, json={"infotext": text})
     assert pixels_of(files_of(repeated)[0]) == picture, f"API: {text}"
-    unused = "the negative prompt has no meaning without guidance, and was not used."  # so it is not recorded
+    unused = "the negative prompt has no meaning without guidance, and was not used."  # therefore not recorded
     assert repeated.json()["warnings"] == [warning for warning in first.json()["warnings"] if warning != unused]
     a1111 = client.post("/sdapi/v1/txt2img", json={"infotext": text}).json()
     assert pixels_of(base64.b64decode(a1111["images"][0])) == picture, f"A1111: {text}"

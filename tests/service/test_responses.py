@@ -571,7 +571,7 @@ def test_a_server_without_a_language_model_names_the_option(server: RunningServe
 def test_a_disconnect_ends_generation_and_responses_can_be_cancelled_by_id(server: RunningServer) -> None:
     long = PAINTED | {"stream": True, "tools": [TOOL | {"num_inference_steps": 900, "n": 8, "progress": True}]}
     with httpx.stream("POST", f"{server.url}{RESPONSES}", json=long, timeout=SOON_S) as stream:
-        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        lines = stream.iter_lines()  # a dropped iterator would close the connection
         assert next(lines) == "event: response.created"
         wait_for(server.num_requests, SOON_S, "the picture in the engine")
     wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellation")

@@ -78,7 +78,7 @@ def test_several_prompts_are_sampled_reproducibly(text_server: RunningServer) ->
         return [entry["revised_prompt"] for entry in data]
 
     assert drawn(5) == drawn(5)
-    assert drawn(5)[0] == drawn(6)[0] == "an apple"  # the likeliest comes first
+    assert drawn(5)[0] == drawn(6)[0] == "an apple"  # sorted by likelihood
     assert drawn(5)[2] == drawn(6)[1]
     assert len(set(drawn(5))) > 1
 

@@ -158,7 +158,7 @@ def test_every_api_withholds_blocked_images(filtered: RunningServer) -> None:
     first_answer = filtered.paint(stream=True)
     assert '"type":"image_generation_user_error"' in first_answer.text
     assert "b64_json" not in first_answer.text
-    for count in (2, 1, 1):  # the last but one passes
+    for count in (2, 1, 1):  # the second to last passes
         tool = {"type": "image_generation", "num_inference_steps": 2, "n": count}
         answer = filtered.client.post("/v1/responses", json={"input": "a fox", "tools": [tool], "stream": True})
         last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: {")][-1][6:])

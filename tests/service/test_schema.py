@@ -57,6 +57,6 @@ def test_no_request_causes_a_server_error(text_server: RunningServer, is_good: b
             num_answered += 1
             case.validate_response(answer, checks=CHECKS)
 
-        with suppress(Unsatisfiable):  # nothing that may not be sent can be sent there
+        with suppress(Unsatisfiable):  # no invalid request exists for this operation
             ask()
     assert num_answered > 50

@@ -91,7 +91,7 @@ ROUTES: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_with_images_refuses_a_file_of_many_scans_at_once(page_server: RunningServer, route: str) -> None:
     path, options = ROUTES[route](URL)
-    page_server.client.post("/v1/provenance/verify", json={"image": GOOD})  # the decoder is warm
+    page_server.client.post("/v1/provenance/verify", json={"image": GOOD})  # warms up the decoder
     started_s = time.monotonic()
     answer = page_server.client.post(path, **options)
     assert answer.status_code == 400, answer.text[:500]

@@ -67,7 +67,10 @@ def test_openai_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseM
             model="talker", input="a fox", text_format=kind, temperature=temperature, max_output_tokens=400
         )
         assert isinstance(answer.output_parsed, kind)
-    of_object: Any = {"type": "json_object", "schema": kind.model_json_schema()}  # as instructor's JSON_SCHEMA asks
+    of_object: Any = {
+        "type": "json_object",
+        "schema": kind.model_json_schema(),
+    }  # the format of instructor's JSON_SCHEMA mode
     chat = text_client.chat.completions.create(model="talker", messages=says("a fox"), response_format=of_object)
     kind.model_validate_json(chat.choices[0].message.content or "")
     any_object = text_client.chat.completions.create(
@@ -121,7 +124,7 @@ def test_truncated_answers_are_marked_and_json_object_accepts_any_object(
 def test_hostile_schemas_do_not_delay_other_requests(text_client: OpenAI, text_server: RunningServer) -> None:
     stalls = text_server.num_stalls()
     wide = {"anyOf": [{"type": "array", "items": {"type": ["integer", "string"]}} for _ in range(300)]}
-    for number in range(40):  # more than are kept
+    for number in range(40):  # more than the cache holds
         wide["title"] = str(number)  # type: ignore[assignment]
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wide}}
         text_client.chat.completions.create(

@@ -122,10 +122,10 @@ def test_batch_work_does_not_use_the_queue_places_of_interactive_work() -> None:
 def test_embeddings_past_their_deadline_are_refused_with_the_expected_time() -> None:
     now_s = 0.0
     backlog = Backlog("embedding", 16, 100.0, Metrics(), lambda: now_s)
-    backlog.check_deadline(1000.0, 0.1)  # nobody knows yet
+    backlog.check_deadline(1000.0, 0.1)  # the pace is not known yet
     with backlog.entered("one", 40.0, priority="batch"), backlog.entered("two", 4.0) as ticket:
         now_s = 2.0
-        backlog.pace.did(4.0)  # two a second
+        backlog.pace.did(4.0)  # two per second
         ticket.advance(0, 0.0)
         backlog.check_deadline(8.0, 6.5)
         with pytest.raises(DeadlineUnreachable, match=r"done in about 6\.0 s; try again") as caught:

@@ -75,7 +75,7 @@ class Page:
             while not is_so():
                 await self.look(request)
 
-    async def rest(self, request: AsyncIterator[Sequence[Any]]) -> None:
+    async def finish(self, request: AsyncIterator[Sequence[Any]]) -> None:
         """Apply all remaining updates of ``request``."""
         async with asyncio.timeout(SOON_S):
             try:
@@ -104,7 +104,7 @@ def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: "step " in page.caption)
         assert message not in page.caption
-        await page.rest(page.ask(**fields))
+        await page.finish(page.ask(**fields))
         assert 'role="alert"' in page.caption
         assert message in page.caption
         await page.until(painting, lambda: re.search(rf"step \d+ of {LONG}", page.caption))
@@ -114,8 +114,8 @@ def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
         await page.until(painting, lambda: "1 more queued" in page.caption)
         assert message not in page.caption
         page.stop()
-        await page.rest(painting)
-        await page.rest(another)
+        await page.finish(painting)
+        await page.finish(another)
         assert "Stopped" in page.caption
         assert OLDER not in page.caption
 
@@ -126,11 +126,11 @@ def test_a_failure_is_still_shown_when_the_other_request_is_done(server: Running
     async def story(page: Page) -> None:
         painting = page.ask()
         await page.look(painting)
-        await page.rest(page.ask(prompt=""))
-        await page.rest(painting)
+        await page.finish(page.ask(prompt=""))
+        await page.finish(painting)
         assert "Generated in" in page.caption
         assert "prompt is empty" in page.caption
-        await page.rest(page.ask())
+        await page.finish(page.ask())
         assert "prompt is empty" not in page.caption
 
     tell(server, story)
@@ -141,7 +141,7 @@ def test_buttons_refer_only_to_the_complete_image_that_is_shown(server: RunningS
         return {page.shown[name]["interactive"] for name in BUTTONS}
 
     async def story(page: Page) -> None:
-        await page.rest(page.ask())
+        await page.finish(page.ask())
         fields_of_image = {name: page.shown[name] for name in OF_PICTURE}
         assert "Seed: 3" in fields_of_image["parameters"]
         assert can_be_used(page) == {True}
@@ -150,7 +150,7 @@ def test_buttons_refer_only_to_the_complete_image_that_is_shown(server: RunningS
         assert can_be_used(page) == {False}
         assert (page.shown["painted_from"], page.shown["parameters"]) == ("", "")
         page.stop()
-        await page.rest(painting)
+        await page.finish(painting)
         assert "Stopped" in page.caption
         assert "Seed: 4" in page.shown["parameters"]
         assert can_be_used(page) == {True}
@@ -165,7 +165,7 @@ def test_stop_shows_the_unfinished_image(server: RunningServer) -> None:
         await page.until(painting, lambda: re.search(rf"step [1-9]\d* of {LONG}", page.caption))
         page.stop()
         await page.until(painting, lambda: STOPPING in page.caption or "Stopped" in page.caption)
-        await page.rest(painting)
+        await page.finish(painting)
         [steps] = re.findall(rf"Stopped at step (\d+) of {LONG}. It is not finished.", page.caption)
         assert 0 < int(steps) < int(LONG)
         assert f"Interrupted after: {steps}," in page.shown["parameters"]
@@ -184,7 +184,7 @@ def test_second_stop_does_not_wait_for_the_unfinished_image(server: RunningServe
         await page.until(painting, lambda: page.shown.get("picture"))
         page.stop()
         page.stop()
-        await page.rest(painting)
+        await page.finish(painting)
         assert "Stopped at step" in page.caption
         assert page.shown["picture"] is None
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
@@ -220,13 +220,13 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
         await page.until(request, lambda: EARLY in page.caption)
         assert page.shown["stop"]["visible"] is True
         is_loaded.set()
-        await page.rest(request)
+        await page.finish(request)
         assert "Generated in" in page.caption
         given_up = page.ask(sampler="nope")
         is_loaded.clear()
         await page.until(given_up, lambda: EARLY in page.caption)
         page.stop()
-        await page.rest(given_up)
+        await page.finish(given_up)
         assert "Stopped" in page.caption
         assert OLDER in page.caption
 
@@ -235,7 +235,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
 
 def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer) -> None:
     async def story(page: Page) -> None:
-        await page.rest(page.ask(count=3))
+        await page.finish(page.ask(count=3))
         together = page.shown["batch"]
         assert together["visible"]
         assert [caption for _, caption in together["value"]] == ["seed 3", "seed 4", "seed 5"]
@@ -245,7 +245,7 @@ def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer)
         await page.choose(1)
         assert not page.shown["batch"]["visible"]
         assert "Seed: 4" in page.shown["parameters"]
-        await page.rest(page.ask())
+        await page.finish(page.ask())
         assert not page.shown["batch"]["visible"]
 
     tell(server, story)

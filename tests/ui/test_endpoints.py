@@ -129,7 +129,7 @@ def test_a_file_is_read_into_settings_that_reproduce_it(page: Client, fields: di
     read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
     api: Any = page.view_api(print_info=False, return_format="dict")
     names = [parameter["parameter_name"] for parameter in api["named_endpoints"]["/generate"]["parameters"]]
-    settings = dict(zip(names[:-1], read, strict=False))  # the last is what the browser marks
+    settings = dict(zip(names[:-1], read, strict=False))  # the last one holds the marks of the browser
     assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
     assert (settings["guidance"], settings["eta"]) == (fields["guidance"], fields.get("eta"))
     again = Painted(*page.predict(**settings, api_name="/generate"))

@@ -202,7 +202,7 @@ def test_requests_to_a_full_server_are_retried(text_server: RunningServer) -> No
             assert len(greedy.paintings) < 200
             long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
             await asyncio.sleep(0.1)
-        painting = patient.paint(server, order(n=10))  # where ten find no room, one may
+        painting = patient.paint(server, order(n=10))  # one image may fit where ten do not
         await until(lambda: bool(painting.shut_out))
         assert progress_text(painting).endswith(f"; {SHUT_OUT}")
         greedy.stop()
