@@ -30,7 +30,7 @@ from diffserve.service.responses.response_plan import FROM_ELSEWHERE
 from diffserve.service.safety import Safety
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import ROOT, START_S, RunningServer, running_server, wait_for
-from tests.service.test_batches import begin, send, told, until_over
+from tests.service.test_batches import begin, lines_of, send, until_over
 from tests.service.test_edits import file_of, in_base64, picture
 
 FOX: Final = "a red fox"
@@ -239,7 +239,7 @@ def test_every_text_field_of_a_batch_line_is_judged(filtered: RunningServer, des
         for path, lines in by_path.items():
             if "sdapi" not in path:
                 batch = until_over(client, begin(client, send(client, *lines), path))
-                failed = told(client, batch.error_file_id)
+                failed = lines_of(client, batch.error_file_id)
                 codes = {line["response"]["body"]["error"]["code"] for line in failed.values()}
                 assert (len(failed), codes) == (len(lines), {"moderation_blocked"}), path
 
