@@ -41,7 +41,7 @@ class House:
         self.folder = folder
         self.routes: list[tuple[str, str]] = []
 
-    def ask(self, *requests: tuple[str, str, dict[str, str]], own_key: str = "") -> list[httpx.Response]:
+    def ask(self, *requests: tuple[str, str, dict[str, str]], environment_key: str = "") -> list[httpx.Response]:
         """Return the answers to (method, path, headers)."""
 
         async def all_of_them() -> list[httpx.Response]:
@@ -50,7 +50,7 @@ class House:
             page.route.open_for(PATHS)
             database = Database(self.folder)
             app = create_app(
-                EngineClient(config), config.serve, Gate(), page=page.route, ring=KeyRing(database, own_key),
+                EngineClient(config), config.serve, Gate(), page=page.route, ring=KeyRing(database, environment_key),
                 pictures=ImageStore(self.folder / "pictures", max_bytes=1), database=database,
             )  # fmt: skip
             for route in app.routes:
@@ -203,7 +203,7 @@ def test_sessions_end(tmp_path: Path) -> None:
 def test_the_environment_key_has_every_scope_and_must_be_long(
     house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    [answer] = house.ask(("GET", "/debug/trace", bearer("0123456789abcdef")), own_key="0123456789abcdef")
+    [answer] = house.ask(("GET", "/debug/trace", bearer("0123456789abcdef")), environment_key="0123456789abcdef")
     assert answer.status_code == 503
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "new"), "DIFFSERVE_SERVE_HOST": "0.0.0.0"})
     monkeypatch.setenv("DIFFSERVE_API_KEY", "short")

@@ -65,9 +65,9 @@ async def served(max_connections: int) -> AsyncIterator[int]:
         try:
             yield listener.getsockname()[1]
         finally:
-            for caller in Caller.made:
+            for caller in Caller.callers:
                 caller.writer.close()
-            Caller.made.clear()
+            Caller.callers.clear()
             server.should_exit = server.force_exit = True
             await serving
 
@@ -84,7 +84,7 @@ class Caller:
     @classmethod
     async def at(cls, port: int) -> Caller:
         caller = cls(*await asyncio.open_connection("127.0.0.1", port))
-        cls.made.append(caller)
+        cls.callers.append(caller)
         return caller
 
     async def say(self, data: bytes) -> None:
