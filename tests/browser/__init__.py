@@ -1,1 +1,1 @@
-"""Scenes in a real browser, which is the fixtures' package: it is closed when the last scene is over."""
+"""Browser tests; the browser is a package fixture that closes after the last test."""

@@ -1,4 +1,4 @@
-"""A cable to a server that can be pulled out and put back, for what a page says when its server is gone."""
+"""A TCP proxy that can be interrupted, for tests of a page whose server is unreachable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_BYTES = 65536
 
 
 class Cable:
-    """Forwards TCP connections on ``url`` to ``target_port`` of this machine (it may change) while it is plugged in."""
+    """A proxy from ``url`` to ``target_port`` of this machine, which may change, while it is plugged in."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -30,7 +30,7 @@ class Cable:
         return f"http://{HOST}:{self._port}"
 
     def plug_in(self) -> None:
-        """Take connections, on the same port as before."""
+        """Accept connections, on the same port as before."""
         self._do(self._listen())
 
     def pull_out(self) -> None:
@@ -38,7 +38,7 @@ class Cable:
         self._do(self._hang_up())
 
     def close(self) -> None:
-        """Pull it out for good."""
+        """Disconnect permanently."""
         self.pull_out()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -72,7 +72,7 @@ class Cable:
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Everything from ``source``, until one side has hung up; then the other side hears of it."""
+    """Forward everything from ``source`` until one side disconnects, then disconnect the other side."""
     try:
         while chunk := await source.read(CHUNK_BYTES):
             target.write(chunk)
@@ -85,7 +85,7 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 @contextmanager
 def cable_to(target_port: int) -> Iterator[Cable]:
-    """A cable that is plugged in, and gone afterwards."""
+    """Yield a plugged-in cable, and close it afterwards."""
     cable = Cable(target_port)
     try:
         yield cable

@@ -1,5 +1,6 @@
-"""A real browser for the page: Debian's Chromium, driven by Playwright. ``TEST_CHROMIUM`` names another one,
-``TEST_SCREENSHOTS`` a folder that keeps what every scene looked like.
+"""A real browser for the page: Debian's Chromium, driven by Playwright.
+
+``TEST_CHROMIUM`` selects another browser. ``TEST_SCREENSHOTS`` is a folder for a screenshot of every scene.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from tests.service.server import RunningServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
-ARGUMENTS += ["--process-per-site"]  # the page's scripts are read and compiled once, and not for every visit
+ARGUMENTS += ["--process-per-site"]  # scripts of the page are compiled once instead of per visit
 WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Chromium, for the scenes of this folder: while Playwright runs, nothing else in this thread may use asyncio."""
+    """Start Chromium for this folder; while Playwright runs, nothing else in this thread may use asyncio."""
     executable = os.environ.get("TEST_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if executable is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed, and TEST_CHROMIUM names no other")
@@ -36,8 +37,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[BrowserContext]:
-    """Where all scenes happen, in turns. Its first tab keeps the process, with all scripts that were ever
-    compiled; visits that want a browser of another kind have a profile of their own.
+    """Return the browser context that all tests share in turn.
+
+    Its first tab keeps the process alive with all compiled scripts. Visits with other browser options get a separate
+    context.
     """
     context = browser.new_context(viewport=WINDOW, accept_downloads=True)
     context.new_page().goto(f"{shared_page_server.url}/livez")
@@ -47,9 +50,9 @@ def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[Bro
 
 @pytest.fixture
 def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer) -> Iterator[Visitor]:
-    """Opens the page, as many times as wanted; afterwards nothing has left this machine and no script has failed."""
+    """Yield a function that opens the page; afterwards check for external requests and script errors."""
     visits: list[Visit] = []
-    own: list[BrowserContext] = []
+    contexts: list[BrowserContext] = []
     first = profile.pages[0]
     first.evaluate("localStorage.clear()")
     profile.clear_cookies()
@@ -57,15 +60,15 @@ def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer)
 
     def open_page(url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit:
         if context:
-            own.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
-        within = own[-1] if context else profile
+            contexts.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
+        within = contexts[-1] if context else profile
         within.set_default_timeout(PATIENCE_S * 1000)
         visits.append(Visit(within.new_page()))
         visits[-1].open(url or page_server.url, is_ready=is_ready)
         return visits[-1]
 
     yield open_page
-    for each in own:
+    for each in contexts:
         each.close()
     for page in profile.pages:
         if page is not first:
@@ -76,7 +79,7 @@ def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer)
 
 @pytest.fixture
 def screenshot() -> Screenshot:
-    """``screenshot(visit, name)``: the whole page as NAME.png in TEST_SCREENSHOTS, where that is given."""
+    """Return ``screenshot(visit, name)``, which saves the full page as NAME.png in TEST_SCREENSHOTS, if that is set."""
     folder = os.environ.get("TEST_SCREENSHOTS")
 
     def take(visit: Visit, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A page that is reloaded, or whose server was started anew, has all that it had."""
+"""The page keeps its state across reloads and server restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.server import SOON_S, START_S, RunningServer, running_server,
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
+def test_a_reload_restores_prompt_settings_gallery_and_the_running_job(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit()
@@ -53,7 +53,7 @@ def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
 
     here.press("stop")
     here.until_rested()
-    expect(here.gallery()).to_have_count(3)  # and the penguin as far as it was painted
+    expect(here.gallery()).to_have_count(3)  # with the unfinished penguin
     here.page.get_by_role("tab", name="Experiment").click()
     here.write("exp-steps", "3, 4")
     here.page.reload()
@@ -66,7 +66,7 @@ def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
 
 
 def start_both(there: Visit) -> None:
-    """Paint in both tabs, the experiment the one that is open."""
+    """Start generation in both tabs, and the experiment in the current one."""
     there.set_advanced(steps=1000, seed=7)
     there.write("prompt", "an owl")
     there.press("generate")
@@ -79,10 +79,10 @@ def start_both(there: Visit) -> None:
 
 
 def expect_both_lost(there: Visit, cable: Cable) -> None:
-    """The server is back: what was lost is said where it was painted, and everything can be done again."""
+    """Check that lost work is reported in its tab and can be started again after the restart."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
     there.expect_text("exp-status", "lost with the server; press Run")
-    cable.pull_out()  # or a server that is too busy to answer for a moment
+    cable.pull_out()  # like a server that is briefly too busy to answer
     there.expect_text("exp-status", "connection lost")
     cable.plug_in()
     there.expect_text("exp-status", "lost with the server; press Run")
@@ -98,7 +98,7 @@ def expect_both_lost(there: Visit, cable: Cable) -> None:
     there.expect_caption("4 steps, .* seed 7")
 
 
-def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_on(
+def test_a_server_that_dies_midway_is_reported_at_once_and_the_next_one_continues(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     with running_server(Path("embedded"), tmp_path / "first", page=True) as first, cable_to(first.port) as cable:
@@ -119,7 +119,7 @@ def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_o
         here.expect_caption("connection lost")
         screenshot(here, "gone")
         late = "document.querySelector('#caption [role=alert]').outerHTML = '<p role=status>step 9 of 1000</p>'"
-        here.page.evaluate(late)  # as gradio does with what it had received before
+        here.page.evaluate(late)  # as Gradio does with earlier messages
         here.expect_caption("connection lost")
         here.press("lost-stop")
         here.expect_caption("stopped")

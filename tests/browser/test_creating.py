@@ -1,4 +1,4 @@
-"""Somebody paints: previews, the gallery, the file, and the way back from a file to the same picture."""
+"""Image generation in the browser: previews, the gallery, the file, and a repeat from the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 FOX = "a fox next to a cactus on the beach"
 
 
-def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot) -> None:
+def test_previews_are_shown_while_an_image_is_generated(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=40)
     here.field("prompt").fill(FOX)
@@ -31,17 +31,17 @@ def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot
     here.until_rested()
     expect(here.gallery()).to_have_count(1)
     screenshot(here, "create-painted")
-    while_painting = [moment for moment in here.seen() if moment["stop"]]
+    while_painting = [moment for moment in here.recorded_states() if moment["stop"]]
     pictures = [src for src, _ in groupby(moment["picture"] for moment in while_painting) if src]
     assert len(pictures) >= 2, "no preview was seen before the picture"
     counted = [re.search(r"step (\d+) of 40", moment["caption"], re.IGNORECASE) for moment in while_painting]
-    steps = [int(found[1]) for found in counted if found]
+    steps = [int(match[1]) for match in counted if match]
     assert len(set(steps)) >= 3
     assert steps == sorted(steps)
     assert any(re.search(r"\d+ s(econds)? left", moment["caption"]) for moment in while_painting)
 
 
-def test_the_gallery_fills_while_others_are_still_painted(visit: Visitor, screenshot: Screenshot) -> None:
+def test_the_gallery_fills_while_other_images_are_generated(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=1000)
     here.write("prompt", "a castle at night")
@@ -58,12 +58,12 @@ def test_the_gallery_fills_while_others_are_still_painted(visit: Visitor, screen
         expect(here.part("gallery")).to_contain_text(f"seed {seed}")
     here.press("stop")
     here.until_rested()
-    grown = [size for size, _ in groupby(moment["gallery"] for moment in here.seen())]
+    grown = [size for size, _ in groupby(moment["gallery"] for moment in here.recorded_states())]
     assert grown == sorted(grown)
-    expect(here.gallery()).to_have_count(4)  # and the castle as far as it was painted
+    expect(here.gallery()).to_have_count(4)  # with the unfinished castle
 
 
-def test_a_file_brings_back_its_settings_and_the_same_pixels(
+def test_a_file_restores_its_settings_and_reproduces_its_pixels(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -73,9 +73,9 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     first = here.save("download", tmp_path)
     text = read_infotext(first.read_bytes())
     assert text is not None
-    told = parse_infotext(text)
-    assert (told.prompt, told.negative_prompt) == (FOX, "night")
-    assert (told.fields["Steps"], told.fields["CFG scale"]) == ("6", "2.5")
+    parsed = parse_infotext(text)
+    assert (parsed.prompt, parsed.negative_prompt) == (FOX, "night")
+    assert (parsed.fields["Steps"], parsed.fields["CFG scale"]) == ("6", "2.5")
 
     there = visit()
     there.upload("read-parameters", first)
@@ -84,7 +84,7 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     expect(there.field("steps")).to_have_value("6")
     expect(there.field("guidance")).to_have_value("2.5")
     expect(there.field("negative-prompt")).to_have_value("night")
-    expect(there.field("seed")).to_have_value(told.fields["Seed"])
+    expect(there.field("seed")).to_have_value(parsed.fields["Seed"])
     screenshot(there, "create-read")
     there.paint()
     second = there.save("download", tmp_path / "again")
@@ -93,7 +93,7 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
     assert read_infotext(second.read_bytes()) == text
 
 
-def test_a_seed_is_shown_after_the_run_and_can_be_kept_or_thrown_away(
+def test_a_seed_is_shown_after_the_run_and_can_be_fixed_or_cleared(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -124,7 +124,7 @@ def test_a_seed_is_shown_after_the_run_and_can_be_kept_or_thrown_away(
     expect(here.field("seed")).not_to_have_value(seed)
 
 
-def test_an_example_is_one_click_from_being_painted(visit: Visitor) -> None:
+def test_an_example_is_generated_with_one_click(visit: Visitor) -> None:
     here = visit()
     example = here.part("examples").get_by_role("button").first
     text = example.inner_text().strip()

@@ -1,6 +1,4 @@
-"""Somebody edits: a part is marked, with the pointer or by keyboard, and only that is painted anew; and axe, which
-looks for what shuts people out, finds nothing.
-"""
+"""Editing in the browser: only the part marked by pointer or keyboard changes, and axe finds no barrier."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def expect_no_barrier(here: Visit) -> None:
-    """Axe finds nothing."""
-    found = Axe().run(here.page).response["violations"]
-    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    """Check that axe finds no accessibility violation."""
+    violations = Axe().run(here.page).response["violations"]
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == []
 
 
 def mark(here: Visit, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Draw a line with the brush, between shares of width and height."""
+    """Draw a line with the brush between shares of width and height."""
     canvas = here.part("start-picture").locator("canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -38,7 +36,7 @@ def mark(here: Visit, start: tuple[float, float], end: tuple[float, float]) -> N
     here.page.mouse.up()
 
 
-def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
+def test_only_the_marked_part_is_regenerated_and_a_reload_restores_the_marks(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -53,10 +51,10 @@ def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
     here.expect_text("marked", "no mask")
     mark(here, (0.25, 0.75), (0.75, 0.75))
     here.expect_text("marked", r"\d+ % of the image is regenerated")
-    told = here.part("marked").inner_text()
+    status = here.part("marked").inner_text()
     screenshot(here, "edit-marked")
     here.page.reload()
-    here.expect_text("marked", told)
+    here.expect_text("marked", status)
     here.write("prompt", "a cactus on the beach")
     here.press("generate")
     expect(here.gallery()).to_have_count(2)
@@ -70,7 +68,7 @@ def test_only_what_is_marked_is_painted_anew_and_a_reload_keeps_the_marks(
     screenshot(here, "edit-painted")
 
 
-def test_a_picture_of_ones_own_is_marked_by_keyboard_on_a_phone_in_the_dark(
+def test_an_uploaded_image_is_marked_by_keyboard_on_a_phone_in_dark_mode(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit(viewport=PHONE, has_touch=True, is_mobile=True, color_scheme="dark")

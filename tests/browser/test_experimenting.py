@@ -1,4 +1,4 @@
-"""An experiment on the page: what it will take, a grid that fills, curves, files, and an end before its time."""
+"""An experiment in the browser: its estimate, a growing grid, curves, files, and an early stop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_cells_fill_a_grid_and_become_curves_and_files(visit: Visitor, screensho
     assert sheet.width_px > 300
 
 
-def test_a_stopped_experiment_keeps_what_it_painted_and_frees_the_rest(
+def test_a_stopped_experiment_retains_finished_images_and_frees_its_slots(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit()

@@ -1,4 +1,4 @@
-"""Keys, drops and clicks: what hands try by themselves works."""
+"""Keys, drops and clicks that users try spontaneously."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILLS = """() => {
 }"""
 
 
-def test_keys_full_screen_and_a_dropped_picture(
+def test_shortcuts_full_screen_and_a_dropped_image_work(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     here = visit()
@@ -77,9 +77,7 @@ def test_keys_full_screen_and_a_dropped_picture(
     expect(here.part("aspect").locator("label.selected")).to_contain_text("Landscape")
 
 
-def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
-    visit: Visitor, screenshot: Screenshot
-) -> None:
+def test_known_words_have_buttons_and_unknown_words_are_listed(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     expect(here.part("suggest")).to_be_visible()
@@ -105,14 +103,14 @@ def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
         things.get_by_role("button", name=name, exact=True).click()
     expect(here.field("prompt")).to_have_value("a fox and a cactus in the snow")
     screenshot(here, "palette")
-    for typed, name, said in (
+    for typed, name, message in (
         ("two", "cherries", "two bunches of cherries"),
         ("a fox and three", "owl", "a fox and three owls"),
         ("Two in the snow", "cactus", "Two cactuses in the snow"),
     ):
         here.field("prompt").fill(typed)
         things.get_by_role("button", name=name, exact=True).click()
-        expect(here.field("prompt")).to_have_value(said)
+        expect(here.field("prompt")).to_have_value(message)
     here.set_advanced(steps=4, seed=7)
     here.write("count", 3)
     here.press("generate")

@@ -1,4 +1,4 @@
-"""What was painted is found again in the tab History: searched for, taken up again, edited, deleted."""
+"""The History tab in the browser: images are searched, reused, edited and deleted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.browser.visit import Screenshot, Visitor
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
+def test_an_image_is_searched_reused_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.set_advanced(steps=4, seed=77, negative_prompt="night")
     for number, prompt in enumerate(("a zebra in the snow", "a zebra on the beach"), 1):
@@ -21,7 +21,7 @@ def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, sc
         expect(here.gallery()).to_have_count(number)
         here.until_rested()
 
-    there = visit()  # another tab, which painted nothing
+    there = visit()  # another tab without images
     there.page.get_by_role("tab", name="History").click()
     grid = there.part("history-grid").locator(".thumbnail-item")
     expect(grid.first).to_be_visible()
@@ -51,8 +51,8 @@ def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, sc
     grid.first.click()
     there.press("history-restore")
     there.expect_caption("settings loaded from the image")
-    expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that began from noise
-    there.page.wait_for_function("() => !diffserve.isEdit()")  # and nor does the next
+    expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that one started from noise
+    there.page.wait_for_function("() => !diffserve.isEdit()")  # and so does the next one
     there.page.get_by_role("tab", name="History").click()
     grid.first.click()
     there.press("history-delete")

@@ -1,4 +1,4 @@
-"""A server that is away, or lost in mid-paint: the page stays, says so in a sentence, and paints when it is back."""
+"""The page without a server or with one lost midway: it stays, shows a message, and resumes afterwards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 @pytest.fixture
 def cable(page_server: RunningServer) -> Iterator[Cable]:
-    """Between the page and the shared server."""
+    """Yield the cable between the page and the shared server."""
     with cable_to(page_server.port) as cable:
         yield cable
 
 
 @pytest.fixture
 def page_url(cable: Cable, tmp_path: Path) -> Iterator[str]:
-    """The page in a process of its own at the end of the cable, ``python -m ui --server URL``: its address."""
+    """Run ``python -m ui --server URL`` behind the cable and yield its address."""
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ui", "--server", cable.url, "--port", str(port)]
@@ -53,7 +53,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_a_server_lost_in_mid_paint_is_a_sentence_and_the_page_paints_when_it_is_back(
+def test_a_server_lost_midway_is_a_message_and_generation_works_after_its_return(
     visit: Visitor, page_url: str, cable: Cable, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit(page_url)

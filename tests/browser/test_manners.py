@@ -1,4 +1,4 @@
-"""Text from visitors stays text; the page fits a phone and a keyboard, in the light and in the dark."""
+"""Escaping of visitors' text, and the page on phones, by keyboard, and in light and dark mode."""
 
 from __future__ import annotations
 
@@ -62,28 +62,29 @@ def assert_inert(here: Visit) -> None:
 
 
 def assert_fits(here: Visit) -> None:
-    """Nothing is wider than the window."""
+    """Check that nothing is wider than the window."""
     wide = here.page.evaluate("""() => [document.documentElement.scrollWidth, window.innerWidth]""")
     assert wide[0] <= wide[1], f"the page is {wide[0]} px wide in a window of {wide[1]} px"
 
 
-def contrast(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    """Of two colours, as WCAG reckons it: 1 to 21."""
+def contrast(first: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    """Return the WCAG contrast ratio of two colors, 1 to 21."""
 
     def luminance(color: NDArray[np.uint8]) -> float:
         share = color / 255.0
         linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
         return float(linear @ (0.2126, 0.7152, 0.0722))
 
-    darker, lighter = sorted((luminance(one), luminance(other)))
+    darker, lighter = sorted((luminance(first), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def tab_to(here: Visit, name: str, most: int = 60) -> None:
-    """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus, in the light
-    and in the dark.
+def tab_to(here: Visit, name: str, max_presses: int = 60) -> None:
+    """Press Tab until the focus is within ``name``.
+
+    Every control on the way must show its focus, in light and dark mode.
     """
-    for _ in range(most):
+    for _ in range(max_presses):
         here.page.keyboard.press("Tab")
         for scheme in SCHEMES:
             here.page.emulate_media(color_scheme=scheme)
@@ -92,10 +93,10 @@ def tab_to(here: Visit, name: str, most: int = 60) -> None:
                 assert focus["visible"], f"no sign of the focus in the {scheme} on {focus['html']}"
         if name in focus["part"]:
             return
-    raise AssertionError(f"{name} was not reached with {most} presses of Tab")
+    raise AssertionError(f"{name} was not reached with {max_presses} presses of Tab")
 
 
-def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+def test_text_of_visitors_is_escaped(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.set_advanced(steps=4, negative_prompt=NASTY)
@@ -103,7 +104,9 @@ def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) 
     here.press("suggest")
     expect(here.field("suggestion")).not_to_have_value("")
     expect(here.field("suggestion")).to_be_editable()
-    assert any(moment["isBeingSuggested"] for moment in here.seen()), "what is being written could be typed into"
+    assert any(moment["isBeingSuggested"] for moment in here.recorded_states()), (
+        "what is being written could be typed into"
+    )
     here.field("suggestion").press_sequentially(" and an owl")
     expect(here.field("suggestion")).to_have_value(re.compile(" and an owl$"))
     expect(here.part("difference")).to_contain_text("**stars**")
@@ -117,7 +120,7 @@ def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) 
     assert_inert(here)
 
 
-def test_what_visitors_write_into_an_experiment_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+def test_text_of_visitors_in_an_experiment_is_escaped(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.page.get_by_role("tab", name="Experiment").click()
     here.pick("exp-samplers", "DDIM")
@@ -152,7 +155,9 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
     screenshot(here, "phone-experiment")
 
 
-def test_sliders_stand_out_and_arrows_are_whole_on_a_narrow_phone(visit: Visitor, screenshot: Screenshot) -> None:
+def test_sliders_have_contrast_and_arrows_are_complete_on_a_narrow_phone(
+    visit: Visitor, screenshot: Screenshot
+) -> None:
     here = visit(viewport=NARROW, has_touch=True, is_mobile=True)
     assert here.page.evaluate(ARROWS_CUT_OFF) == []
     here.write("count", 4)
@@ -165,13 +170,13 @@ def test_sliders_stand_out_and_arrows_are_whole_on_a_narrow_phone(visit: Visitor
         middle, width = pixels[len(pixels) // 2], pixels.shape[1]
         parts = {"filled": 0.1, "thumb": 3 / 9, "rail": 0.8}
         ground = pixels[0, width // 2]
-        found = {name: contrast(middle[round(share * width)], ground) for name, share in parts.items()}
-        assert min(found.values()) >= 3.0, f"WCAG asks for 3 to 1 in the {scheme}: {found}"
+        contrasts = {name: contrast(middle[round(share * width)], ground) for name, share in parts.items()}
+        assert min(contrasts.values()) >= 3.0, f"WCAG asks for 3 to 1 in the {scheme}: {contrasts}"
         edge = middle[round(3 / 9 * width) - 40 : round(3 / 9 * width) + 40]
         assert (edge == ground).all(axis=1).any(), "a gap around the thumb"
 
 
-def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:
+def test_an_image_can_be_generated_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.page.set_viewport_size(PHONE)
     tab_to(here, "prompt")

@@ -1,4 +1,4 @@
-"""A server with several models, and then with keys: somebody chooses, comes in, and goes."""
+"""A server with several models, later with keys: selection, sign-in and sign-out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_models(folder: Path) -> Iterator[RunningServer]:
         yield server
 
 
-def test_another_model_is_chosen_and_paints_as_it_does_best(
+def test_another_model_is_selected_and_uses_its_defaults(
     visit: Visitor, screenshot: Screenshot, two_models: RunningServer
 ) -> None:
     here = visit(two_models.url)
@@ -53,10 +53,10 @@ def test_another_model_is_chosen_and_paints_as_it_does_best(
     expect(here.part("quality")).to_contain_text("Standard, 4 steps")
 
 
-def test_who_has_a_key_comes_in_and_goes(
+def test_visitors_sign_in_with_a_key_and_sign_out(
     visit: Visitor, screenshot: Screenshot, two_models: RunningServer, folder: Path
 ) -> None:
-    """The last of this file: the server asks for keys from then on."""
+    """Run last in this file, because the server requires keys from here on."""
     text, _ = Keys(Database(folder / "data")).add("painter", ["generate"])
     wait_for(lambda: two_models.status("/config") != 200, START_S, "keys are asked for")
     here = visit()

@@ -1,4 +1,4 @@
-"""Wishes become prompts: suggested, edited and painted; or by themselves, and told."""
+"""Prompt rewriting in the browser: suggested and edited, or automatic and reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt_in(path: Path) -> str:
     return parse_infotext(text).prompt
 
 
-def test_a_suggestion_is_edited_and_painted(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+def test_a_suggestion_is_edited_and_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     here.choose("rewrite-mode", "Suggest")
     here.write("prompt", WISH)
@@ -56,12 +56,12 @@ def test_a_suggestion_can_be_taken_back(visit: Visitor) -> None:
     expect(here.field("suggestion")).to_have_value(MEANT)
     here.press("accept")
     expect(here.field("prompt")).to_have_value(MEANT)
-    expect(here.part("accept")).to_be_hidden()  # it leaves a moment later than the text comes, and all below moves
+    expect(here.part("accept")).to_be_hidden()  # it disappears after the text arrives, which moves everything below
     here.press("revert")
     expect(here.field("prompt")).to_have_value(WISH)
 
 
-def test_auto_says_what_was_really_painted_from(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+def test_auto_shows_the_prompt_that_was_used(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
     here = visit()
     here.choose("rewrite-mode", "Auto")
     here.set_advanced(steps=10)

@@ -1,4 +1,4 @@
-"""Whoever stops or leaves frees the lanes, and nobody else's."""
+"""Stopping or closing the page frees the slots of that visitor only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def start(here: Visit, num_steps: int, *, seed: int = 1, count: int = 1) -> None
     here.until_painting()
 
 
-def test_stop_frees_the_lanes_keeps_the_unfinished_pictures_and_the_page_paints_again(
+def test_stop_frees_the_slots_shows_unfinished_images_and_generation_works_again(
     visit: Visitor, page_server: RunningServer, screenshot: Screenshot
 ) -> None:
     here = visit()
@@ -39,8 +39,8 @@ def test_stop_frees_the_lanes_keeps_the_unfinished_pictures_and_the_page_paints_
     expect(here.gallery()).to_have_count(3)
 
 
-def test_a_page_that_is_closed_or_left_frees_its_lane_half_way(visit: Visitor, page_server: RunningServer) -> None:
-    cancelled = page_server.num_ended("cancelled")  # what finishes may be the probes of an estimate
+def test_a_page_that_is_closed_or_left_midway_frees_its_slot(visit: Visitor, page_server: RunningServer) -> None:
+    cancelled = page_server.num_ended("cancelled")  # finished requests may be the probes of an estimate
     closed, left = visit(locale="en-US"), visit(locale="en-US")
     start(closed, LONG, seed=1)
     start(left, LONG, seed=2)
@@ -51,11 +51,13 @@ def test_a_page_that_is_closed_or_left_frees_its_lane_half_way(visit: Visitor, p
     wait_for(lambda: page_server.num_ended("cancelled") == cancelled + 2, SOON_S, "the count of those given up")
 
 
-def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningServer, screenshot: Screenshot) -> None:
+def test_one_visitor_stops_and_the_other_finishes(
+    visit: Visitor, page_server: RunningServer, screenshot: Screenshot
+) -> None:
     finished = page_server.num_ended("finished")
     leaving, staying = visit(), visit()
     start(staying, 200, seed=2)
-    start(leaving, LONG, seed=1, count=4)  # the last to begin, or it may be done before it is stopped
+    start(leaving, LONG, seed=1, count=4)  # started last, else it may finish before the stop
     leaving.expect_caption("% done")
     leaving.press("stop")
     leaving.until_rested()
@@ -66,11 +68,9 @@ def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningSe
     wait_for(lambda: page_server.num_ended("finished") > finished, SOON_S, "the count of those finished")
 
 
-def test_what_one_visitor_asks_for_again_and_again_queues_in_the_engine(
-    visit: Visitor, page_server: RunningServer
-) -> None:
+def test_repeated_requests_of_one_visitor_queue_in_the_engine(visit: Visitor, page_server: RunningServer) -> None:
     here = visit()
-    start(here, 400)  # of a thousand steps each, on a slow machine, the third would be more than one's share of time
+    start(here, 400)  # with 1000 steps the third would exceed a client's share on a slow machine
     for num_more in (1, 2):
         here.field("prompt").press("Enter")
         here.expect_caption(rf"{num_more} more queued")

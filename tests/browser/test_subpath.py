@@ -1,4 +1,4 @@
-"""The page below a path of another web server: nginx, as Debian ships it, in front of a real server."""
+"""The page below a path of another web server: Debian's nginx in front of a real server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_nginx(folder: Path, port: int, upstream: int, headers: str) -> Iterator[None]:
-    """Nginx at ``port``, which serves ``upstream`` below ``/sd/``."""
+    """Run nginx at ``port`` with ``upstream`` below ``/sd/``."""
     folder.mkdir()
     config = folder / "nginx.conf"
     config.write_text(NGINX.format(folder=folder, port=port, upstream=upstream, headers=headers))
@@ -79,7 +79,7 @@ def _is_listening(port: int) -> bool:
     ],
     ids=["public-url", "forwarded-prefix"],
 )
-def test_the_page_works_below_a_path_and_asks_for_nothing_outside_it(
+def test_the_page_works_below_a_path_and_requests_nothing_outside_it(
     browser: Browser, tmp_path: Path, config: str, headers: str
 ) -> None:
     port = free_port()

@@ -1,4 +1,4 @@
-"""One visit to the page in a real browser, in the words of the page: its elements go by their ``elem_id``."""
+"""Page object for browser tests; elements are found by their ``elem_id``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ new MutationObserver(look).observe(document, all);
 
 
 class Visit:
-    """A page that is open in a browser, and what it did: hosts it asked, errors it raised."""
+    """An open page in a browser, with the hosts that it requested and its errors."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -50,14 +50,14 @@ class Visit:
         page.add_init_script(WATCH)
 
     def open(self, url: str, *, is_ready: bool = True) -> None:
-        """Go there and wait until the page has said what it paints with, where it ``is_ready``, and can be used."""
+        """Open the page and wait until it is usable, with its models listed if ``is_ready``."""
         self.page.goto(url)
         if not is_ready:
             return expect(self.field("prompt")).to_be_editable()
         self.expect_ready()
 
     def expect_ready(self) -> None:
-        """The page has said what it paints with, and can be used."""
+        """Check that the page lists its models and is usable."""
         expect(self.part("about")).to_contain_text(re.compile(r"\w+ on \w+"))
         expect(self.part("quality")).to_contain_text("steps")
         expect(self.field("prompt")).to_be_editable()
@@ -67,14 +67,15 @@ class Visit:
         return self.page.locator(f"#{name}")
 
     def field(self, name: str) -> Locator:
-        """Where ``name`` is typed into."""
+        """Return the text input of ``name``."""
         part = self.part(name)
         inside = part.locator("textarea, input:not([type=range]):not([type=file])")
         return inside.or_(self.page.locator(f"textarea#{name}, input#{name}")).first
 
     def write(self, name: str, text: str | int | float) -> None:
-        """Type into a field, the last of it key by key, and leave it, as somebody who moves on does. What is written
-        while gradio is still putting the field in its place may be lost: then again.
+        """Type into a field, the last part key by key, and leave the field.
+
+        Text that is typed while Gradio still mounts the field may be lost, so the input is repeated then.
         """
         field, text = self.field(name), str(text)
         for _ in range(3):
@@ -85,12 +86,12 @@ class Visit:
                 break
 
     def choose(self, name: str, choice: str) -> None:
-        """Take one of a group of radio buttons: the one whose label begins so."""
+        """Select the radio button whose label begins with this text."""
         label = re.compile(rf"^\s*{re.escape(choice)}", re.IGNORECASE)
         self.part(name).locator("label:has(input)").filter(has_text=label).locator("input").check()
 
     def pick(self, name: str, *choices: str) -> None:
-        """Have exactly ``choices`` in a field that takes several, each typed and taken with Enter."""
+        """Select exactly ``choices`` in a multiselect, each typed and confirmed with Enter."""
         field, taken = self.field(name), self.part(name).locator(".token")
         field.click()
         while (num_taken := taken.count()) > 0:
@@ -106,26 +107,26 @@ class Visit:
         self.part(name).click()
 
     def open_advanced(self) -> None:
-        """Unfold the Advanced part, where it is closed."""
+        """Open the Advanced section if it is closed."""
         if not self.field("steps").is_visible():
             self.part("advanced").get_by_role("button").first.click()
         expect(self.field("steps")).to_be_visible()
 
     def set_advanced(self, **fields: str | float) -> None:
-        """Fill in fields of the Advanced part; underscores stand for the dashes of their names."""
+        """Fill in fields of the Advanced section; underscores stand for the dashes of their names."""
         self.open_advanced()
         for name, value in fields.items():
             self.write(name.replace("_", "-"), value)
 
     def upload(self, name: str, file: Path) -> None:
-        """Hand ``file`` to the button ``name``, in the browser's own dialog."""
+        """Upload ``file`` with the button ``name``, through the browser's file dialog."""
         with self.page.expect_file_chooser() as choosing:
             self.press(name)
         choosing.value.set_files(file)
 
     def paint(self) -> None:
-        """Press Generate and wait for the end of what comes of it: the caption told of it and has no bar any more."""
-        num_seen = len(self.seen())
+        """Press Generate and wait until the caption reports the result without a progress bar."""
+        num_seen = len(self.recorded_states())
         self.press("generate")
         self.until(
             """from => window.seen.slice(from).some(each => each.caption !== window.seen[from - 1].caption)
@@ -148,11 +149,11 @@ class Visit:
         self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_S * 1000)
 
     def until_painting(self) -> None:
-        """Wait until the caption counts steps, or tells how much of several pictures is painted."""
+        """Wait until the caption counts steps or the share of several images."""
         self.expect_caption(r"step [1-9]|[1-9]\d* % done")
 
     def until_rested(self) -> None:
-        """Wait until Generate is back."""
+        """Wait until Generate is visible again."""
         expect(self.part("stop")).to_be_hidden()
         expect(self.part("generate")).to_be_visible()
         expect(self.part("generate")).to_be_enabled()
@@ -160,9 +161,10 @@ class Visit:
     def gallery(self) -> Locator:
         return self.part("gallery").locator(".thumbnail-item img, .grid-wrap img")
 
-    def seen(self) -> list[dict[str, Any]]:
-        """What was shown, in order: picture, caption, size of the gallery, whether a suggestion could not be edited,
-        whether Stop stood there.
+    def recorded_states(self) -> list[dict[str, Any]]:
+        """Return the recorded states of the page in order.
+
+        Each has the image, the caption, the gallery size, and whether a suggestion was read-only and Stop visible.
         """
         shown: list[dict[str, Any]] = self.page.evaluate("window.seen")
         return shown
@@ -173,14 +175,14 @@ class Visit:
         return waiting.value
 
     def save(self, name: str, folder: Path) -> Path:
-        """What the button ``name`` downloads, under the name that it came with."""
+        """Return the download of the button ``name`` under its suggested name."""
         download = self.download(name)
         path = folder / download.suggested_filename
         download.save_as(path)
         return path
 
     def strangers(self) -> set[str]:
-        """Hosts other than this machine that were asked for anything."""
+        """Hosts other than this machine that received requests."""
         return {host for host in self.hosts if host not in ("127.0.0.1", "localhost")}
 
     def _refuse(self, dialog: Dialog) -> None:
@@ -197,6 +199,6 @@ Screenshot = Callable[[Visit, str], None]
 
 
 class Visitor(Protocol):
-    """``visit(url)``: somebody opens the page in a new tab; with ``context``, in a browser of that kind."""
+    """A function that opens the page in a new tab, or with ``context`` in another browser context."""
 
     def __call__(self, url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit: ...

@@ -1,4 +1,4 @@
-"""A cluster that is up, for all tests that only talk to it or put it back, and a local server beside."""
+"""A running cluster for tests that use it or restore its state, and a local server for comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.server import SOON_S, RunningServer, running_server
 
 @pytest.fixture(scope="session")
 def shared_cluster(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One for all tests here; when it has ended, nothing that it started is left."""
+    """Run one cluster for all tests here, and check that no process of it is left at the end."""
     pytest.importorskip("ray", reason="the extra cluster is not installed")
     with running_cluster(tiny_model("sd15"), tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
@@ -34,14 +34,14 @@ def shared_cluster(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.T
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
-    """Two replicas, ready and idle."""
+    """Return the shared cluster with two ready and idle replicas."""
     shared_cluster.settle()
     return shared_cluster
 
 
 @pytest.fixture(scope="session")
 def local(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A local server of the same model with the same settings."""
+    """Run a local server of the same model with the same settings."""
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("local"), config=CONFIG) as server:
         server.wait_until_ready()
         yield server

@@ -1,4 +1,4 @@
-"""Clients that paint while something happens to the cluster; each must get every picture, and the same every time."""
+"""Clients that generate images while a cluster changes; each must get every image, always the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 4 * SOON_S
 
 
 class Load:
-    """Clients that paint, one picture after the other."""
+    """Clients that generate images one after the other."""
 
     def __init__(self, url: str, num_clients: int, num_steps: int, pool: ThreadPoolExecutor) -> None:
         self.num_done = 0
@@ -34,7 +34,7 @@ class Load:
             while not self._is_over.is_set():
                 body = self._body | {"prompt": f"a fox, {number}", "stream": number % 2 == 1}
                 reply = client.post(self._url, json=body)
-                if reply.status_code == 429:  # on a slow machine there may be no room: it is said, and nothing lost
+                if reply.status_code == 429:  # the queue may be full on a slow machine
                     time.sleep(0.2)
                     continue
                 pictures.append(picture_in(reply))
@@ -42,13 +42,13 @@ class Load:
         return pictures
 
     def end(self) -> list[list[str]]:
-        """What each client got. AssertionError where one was refused, or its picture lost."""
+        """Stop the clients and return what each got; raise AssertionError if a request was refused or lost."""
         self._is_over.set()
         return [client.result() for client in self._clients]
 
 
 def picture_in(reply: httpx.Response) -> str:
-    """The picture that is told, whole or at the end of a stream."""
+    """Return the image in an answer, complete or at the end of a stream."""
     assert reply.status_code == 200, reply.text[:500]
     if not reply.headers["content-type"].startswith("text/event-stream"):
         return str(reply.json()["data"][0]["b64_json"])
@@ -60,11 +60,11 @@ def picture_in(reply: httpx.Response) -> str:
 
 @contextmanager
 def load(cluster: Cluster, num_clients: int, num_steps: int) -> Iterator[Load]:
-    """Clients at work; afterwards each had one picture at least, and the same every time."""
+    """Run clients during the block, and check that each got at least one image and always the same."""
     with ThreadPoolExecutor(num_clients) as pool:
         clients = Load(cluster.server.url + GENERATIONS, num_clients, num_steps, pool)
         try:
             yield clients
         finally:
-            told = clients.end()
-    assert all(len(each) >= 1 and len(set(each)) == 1 for each in told)
+            results = clients.end()
+    assert all(len(each) >= 1 and len(set(each)) == 1 for each in results)

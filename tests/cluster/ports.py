@@ -1,4 +1,4 @@
-"""Who is listened to at the ports of Ray's processes: a client of Ray's own protocols, with a token and without."""
+"""Check of the ports of Ray's processes with a client of Ray's own protocols, with and without a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHODS: Final = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",  # the GCS
     "/ray.rpc.NodeManagerService/GetNodeStats",  # a raylet
     "/ray.rpc.ObjectManagerService/Pull",
-    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",  # a worker, and the front, which is one of Ray's drivers
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",  # a worker, and the front, which is a Ray driver
     "/ray.rpc.ReporterService/GetTraceback",  # the agent of a node
     "/ray.serve.ASGIService/HandleRequest",  # a replica of Ray Serve
 )
@@ -25,7 +25,7 @@ PATIENCE_S: Final = 20.0
 
 
 class Port:
-    """A port of a process that listens."""
+    """A port on which a process listens."""
 
     def __init__(self, process: psutil.Process, name: str, host: str, number: int) -> None:
         self.process = process
@@ -37,24 +37,24 @@ class Port:
         return f"{self.name} at {self.host}:{self.number}"
 
     def calls(self, token: str | None) -> set[str]:
-        """What becomes of calls of gRPC with ``token``; empty where no method is known here."""
+        """Return the status codes of gRPC calls with ``token``; empty if no method is known here."""
         grpc: Any = pytest.importorskip("grpc")
         metadata = None if token is None else [("authorization", f"Bearer {token}")]
-        told = set()
+        names = set()
         with grpc.insecure_channel(f"127.0.0.1:{self.number}") as channel:
             for method in METHODS:
                 call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
                 try:
                     call(b"", timeout=PATIENCE_S, metadata=metadata)
-                    told.add("OK")
+                    names.add("OK")
                 except grpc.RpcError as error:
-                    told.add(error.code().name)
+                    names.add(error.code().name)
                     if error.code().name == "UNAVAILABLE":
                         break  # it does not speak gRPC
-        return told - {"UNIMPLEMENTED", "UNAVAILABLE"}
+        return names - {"UNIMPLEMENTED", "UNAVAILABLE"}
 
     def page(self, token: str | None) -> tuple[int, bytes]:
-        """What is answered over HTTP with ``token``."""
+        """Return the HTTP answer to a request with ``token``."""
         connection = http.client.HTTPConnection("127.0.0.1", self.number, timeout=PATIENCE_S)
         try:
             connection.request("GET", "/", headers={} if token is None else {"Authorization": f"Bearer {token}"})
@@ -65,27 +65,28 @@ class Port:
 
 
 def listening(processes: Iterable[psutil.Process]) -> list[Port]:
-    """All ports that ``processes`` listen at."""
-    found = []
-    for one in processes:
-        with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
-            found += [
-                Port(one, one.name(), each.laddr.ip, each.laddr.port)
-                for each in one.net_connections("tcp")
+    """Return all ports on which ``processes`` listen."""
+    ports = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # zombie processes are included
+            ports += [
+                Port(process, process.name(), each.laddr.ip, each.laddr.port)
+                for each in process.net_connections("tcp")
                 if each.status == psutil.CONN_LISTEN
             ]
-    return found
+    return ports
 
 
 def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
     """Return how many of ``ports`` speak gRPC ("grpc") and HTTP ("http").
 
-    Raises AssertionError where one answers without the token, or is of neither kind.
+    Raises:
+        AssertionError: If a port answers without the token, or speaks neither protocol.
     """
     kinds = {"grpc": 0, "http": 0}
     for port in ports:
-        if known := port.calls(token):
-            assert "UNAUTHENTICATED" not in known, port
+        if calls := port.calls(token):
+            assert "UNAUTHENTICATED" not in calls, port
             assert port.calls(None) == port.calls(WRONG) == {"UNAUTHENTICATED"}, port
             kinds["grpc"] += 1
             continue

@@ -1,4 +1,4 @@
-"""Replicas of nothing, as a front calls them: they take a moment to start and to paint, and are killed, without Ray."""
+"""Simulated replicas without Ray: they need a moment to start and to generate, and can be killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ BROKEN = "nowhere"
 
 
 class PretendReplica:
-    """One that may be there.
+    """A simulated replica.
 
-    settings  it is made with
-    inside    ids of the requests that it paints; ``painted``: of those that it has painted, with the seed
-    is_held   whether somebody reads ``live``
-    is_silent whether work says nothing, not even that it is lost
+    Attributes:
+        settings: Settings that the replica uses.
+        inside: Ids of the requests in progress.
+        painted: Ids of the finished requests, with their seeds.
+        is_held: Whether a reader of ``live`` is connected.
+        is_silent: Whether work produces no events, not even an error.
     """
 
     def __init__(self, settings: Settings, *, start_s: float = 0.0, paint_s: float = 0.0) -> None:
@@ -38,24 +40,24 @@ class PretendReplica:
         self._dies = asyncio.Event()
 
     def kill(self) -> None:
-        """Everything that reads of it is told so; it starts anew when it is held again."""
+        """Fail all readers; the replica starts again when it is connected again."""
         self._dies.set()
         self._dies = asyncio.Event()
 
     async def renew(self, settings: Settings) -> None:
-        """Be made with ``settings`` from now on."""
+        """Use ``settings`` from now on."""
         assert not self.is_held
         assert not self.inside
         self.settings = settings
 
     async def stream(self, method: str, *arguments: bytes) -> AsyncGenerator[bytes, None]:
-        """``live`` or ``work``."""
+        """Open the stream ``live`` or ``work``."""
         async with contextlib.aclosing(self._live() if method == "live" else self._work(*arguments)) as frames:
             async for frame in frames:
                 yield frame
 
     async def ask(self, question: bytes) -> bytes:
-        """Of its books, numbers and calls."""
+        """Answer a query about queue, numbers or calls."""
         (body,) = ipc.bodies(question)
         match ipc.decode_command(body):
             case ipc.Ping(number=number):
@@ -107,7 +109,7 @@ class PretendReplica:
             self.inside.discard(request_id)
 
     async def _moment(self, seconds: float, dies: asyncio.Event) -> None:
-        """RuntimeError where it is killed meanwhile."""
+        """Wait; raise RuntimeError if the replica is killed meanwhile."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(dies.wait(), seconds or 0.001)
             raise RuntimeError("killed")

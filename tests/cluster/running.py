@@ -1,4 +1,4 @@
-"""``diffserve cluster up`` in a process of its own, and what tests ask of it; answers without what time decides."""
+"""Test helper that runs ``diffserve cluster up`` in a process; comparison of answers without times and ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = ("timings", "history_id", "created", "id")
 
 
 class Cluster:
-    """A cluster that is up: its front, and the folder that it keeps its things in."""
+    """A running cluster: its front process and its folder."""
 
     def __init__(self, server: RunningServer, workspace: Path) -> None:
         self.server = server
@@ -33,28 +33,28 @@ class Cluster:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All that ``up`` started."""
+        """Processes that ``up`` started."""
         started: list[psutil.Process] = psutil.Process(self.server.process.pid).children(recursive=True)
         return started
 
     @property
     def state(self) -> list[dict[str, Any]]:
-        """What it tells of its replicas."""
-        told = json.loads((self.folder / "cluster.json").read_text())
-        replicas: list[dict[str, Any]] = told["replicas"]
+        """Reported state of the replicas."""
+        config = json.loads((self.folder / "cluster.json").read_text())
+        replicas: list[dict[str, Any]] = config["replicas"]
         return replicas
 
     @property
     def num_ready(self) -> int:
-        return sum(one["state"] == "ready" for one in self.state)
+        return sum(replica["state"] == "ready" for replica in self.state)
 
     @property
     def states(self) -> list[str]:
-        """How its replicas stand, in the order of these words."""
-        return sorted(one["state"] for one in self.state)
+        """States of the replicas, sorted by name."""
+        return sorted(replica["state"] for replica in self.state)
 
     def write(self, cluster: str = TWO, config: str = CONFIG) -> bool:
-        """Have its files say this; whether that is new."""
+        """Write the configuration files, and return whether they changed."""
         files = {self._workspace / "cluster.toml": cluster, self._workspace / "server" / "serve.toml": config}
         is_new = any(path.read_text() != text for path, text in files.items())
         for path, text in files.items():
@@ -62,39 +62,43 @@ class Cluster:
         return is_new
 
     def settle(self) -> None:
-        """Two replicas with the usual settings, both ready and with nothing to do."""
+        """Restore two replicas with the usual settings, both ready and idle."""
         if self.write():
             StateFile(self.folder).redeploy()
         wait_for(lambda: self.num_ready == 2, 3 * SOON_S, "two replicas")
         self.server.wait_until_idle()
 
-    def told(self, event: str) -> list[dict[str, Any]]:
-        """What its log tells of ``event``."""
+    def log_events(self, event: str) -> list[dict[str, Any]]:
+        """Return the log records of ``event``."""
         lines = [json.loads(line) for line in self.server.errors.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
-    def wait_until_told_idle(self) -> None:
-        """Until its state, which lags by a second, tells of no request in a replica."""
-        wait_for(lambda: not any(one["num_requests"] for one in self.state), SOON_S, "replicas without requests")
+    def wait_until_reported_idle(self) -> None:
+        """Wait until the reported state, which lags by a second, shows no request in a replica."""
+        wait_for(
+            lambda: not any(replica["num_requests"] for replica in self.state), SOON_S, "replicas without requests"
+        )
 
     def holder(self) -> dict[str, Any]:
-        """The replica in which requests are, by its own books, as soon as there is one."""
+        """Wait for a replica that reports requests, and return it."""
         return wait_for(
-            lambda: next((one for one in self.state if one["num_requests"]), None), SOON_S, "a request in a replica"
+            lambda: next((replica for replica in self.state if replica["num_requests"]), None),
+            SOON_S,
+            "a request in a replica",
         )
 
     def process_of(self, name: str) -> psutil.Process:
-        """Of a replica."""
-        for one in self.processes:
-            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
-                if one.name().startswith("ray::ServeRep") and name in " ".join(one.cmdline()):
-                    return one
+        """Return the process of a replica."""
+        for process in self.processes:
+            with suppress(psutil.NoSuchProcess):  # zombie processes are included
+                if process.name().startswith("ray::ServeRep") and name in " ".join(process.cmdline()):
+                    return process
         raise AssertionError(f"no process is {name}")
 
 
 @contextmanager
 def running_cluster(model: Path, workspace: Path, file: str = TWO) -> Iterator[Cluster]:
-    """Replicas of ``model`` as ``file`` says, and their front, all ready."""
+    """Run the front and the replicas of ``model`` that ``file`` configures, and wait until all are ready."""
     (workspace / "cluster.toml").write_text(file)
     command = ["-m", "diffserve", "cluster", "up", str(workspace / "cluster.toml")]
     with running_server(model, workspace / "server", config=CONFIG, command=command) as server:
@@ -105,57 +109,57 @@ def running_cluster(model: Path, workspace: Path, file: str = TWO) -> Iterator[C
 
 
 def parts(reply: httpx.Response) -> list[Any]:
-    """The documents of an answer; of a stream, its events without those of steps, as many as there was time for."""
+    """Return the JSON documents of an answer; for a stream, its events without progress, whose number varies."""
     if not reply.headers["content-type"].startswith("text/event-stream"):
         return [reply.json()]
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
-    return [one for one in events if not one.get("type", "").endswith(".progress")]
+    return [event for event in events if not event.get("type", "").endswith(".progress")]
 
 
 def bare(value: Any) -> Any:
-    """``value`` without times and ids."""
+    """Return ``value`` without times and ids."""
     if isinstance(value, dict):
         return {
-            key: bare(one) for key, one in value.items() if key not in OWN and not key.endswith(("_id", "_s", "_at"))
+            key: bare(item) for key, item in value.items() if key not in OWN and not key.endswith(("_id", "_s", "_at"))
         }
-    return [bare(one) for one in value] if isinstance(value, list) else value
+    return [bare(item) for item in value] if isinstance(value, list) else value
 
 
 def answers(server: RunningServer) -> list[Any]:
-    """What clients are told, but for what differs between two answers of one server."""
-    asked = [
+    """Return comparable answers to typical requests, without the parts that differ between two runs."""
+    bodies = [
         {"prompt": "a red fox", "num_inference_steps": 3, "seed": 1},
         {"prompt": "a red fox", "num_inference_steps": 3, "seed": 1, "n": 2, "guidance_scale": 4},
         {"prompt": "a fox", "num_inference_steps": 2, "seed": 2, "stream": True, "partial_images": 1},
         {"prompt": "a fox", "num_inference_steps": -1},
         {"prompt": "a fox", "model": "nobody"},
     ]
-    replies = [server.client.post(GENERATIONS, json=one) for one in asked]
+    replies = [server.client.post(GENERATIONS, json=body) for body in bodies]
     replies += [server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})]
     replies += [server.client.get("/v1/models"), server.client.get("/readyz")]
     return [(reply.status_code, *(bare(part) for part in parts(reply))) for reply in replies]
 
 
 def check_hang_up(server: RunningServer, *, is_streamed: bool) -> None:
-    """AssertionError unless a large picture whose client hangs up has left its replica within a few steps."""
-    known, num_cancelled, step = set(unet_calls(server)), server.num_ended("cancelled"), 0
+    """Check that a large image leaves its replica within a few steps after its client disconnects."""
+    known_replicas, num_cancelled, step = set(unet_calls(server)), server.num_ended("cancelled"), 0
     if is_streamed:
         with server.client.stream("POST", GENERATIONS, json=LARGE | {"stream": True}) as reply:
-            told = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
-            step = next(one["step"] for one in told if one.get("step", 0) >= 3)
+            events = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
+            step = next(event["step"] for event in events if event.get("step", 0) >= 3)
     else:
         with pytest.raises(httpx.ReadTimeout):
             server.client.post(GENERATIONS, json=LARGE, timeout=1.0)
     server.wait_until_idle()
     after = unet_calls(server)
-    own = max(set(after) - known, key=after.__getitem__)  # a replica that has just begun has tried one step itself
-    assert step <= after[own] < STEPS / 2, f"it had begun, and far from all of it was done: {after}"
+    replica = max(set(after) - known_replicas, key=after.__getitem__)  # a new replica has run one test step itself
+    assert step <= after[replica] < STEPS / 2, f"it had begun, and far from all of it was done: {after}"
     assert server.num_ended("cancelled") == num_cancelled + 1
     assert unet_calls(server) == after, "and nothing more is"
 
 
 def unet_calls(server: RunningServer) -> Counter[str]:
-    """How many of the last UNet calls were of each request."""
-    told: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
-    return Counter(call[0] for call in told)
+    """Return the number of recent UNet calls by request."""
+    unet_calls: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
+    return Counter(call[0] for call in unet_calls)

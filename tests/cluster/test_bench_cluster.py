@@ -1,4 +1,4 @@
-"""The benchmark of the cluster, in small: between the clusters and servers that other tests have."""
+"""The cluster benchmark at small size, with the clusters and servers of other tests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.service.server import RunningServer
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
-def test_what_a_request_costs_more_and_what_replicas_paint_is_told(cluster: Cluster, local: RunningServer) -> None:
+def test_request_overhead_and_replica_throughput_are_reported(cluster: Cluster, local: RunningServer) -> None:
     cost = own_cost((local, cluster.server), 4, 1)
     assert cost["num_measures"] == 4
     assert cost["local_ms"] > 0.0
     assert cost["cluster_ms"] > 0.0
     for low, high in (cost["more_ms_quartiles"], cost["more_ms_bounds"]):
         assert low <= cost["more_ms"] <= high
-    told = throughput((local, cluster.server), 1, 2, 6, 2, clients_each=2)
-    assert told["num_clients"] == 2
-    assert told["one_per_s"] > 0.0
-    assert told["more_per_s"] > 0.0
-    assert told["ratio_quartiles"][0] <= told["ratio"] <= told["ratio_quartiles"][1]
+    result = throughput((local, cluster.server), 1, 2, 6, 2, clients_each=2)
+    assert result["num_clients"] == 2
+    assert result["one_per_s"] > 0.0
+    assert result["more_per_s"] > 0.0
+    assert result["ratio_quartiles"][0] <= result["ratio"] <= result["ratio_quartiles"][1]

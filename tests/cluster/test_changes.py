@@ -1,4 +1,4 @@
-"""A cluster under load while replicas come and go, and whose files are wrong: every request is answered."""
+"""A cluster under load with changing replicas and invalid files: every request is answered."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 150\nidle_s = 0.5\n"
 
 
-def test_files_that_are_wrong_are_refused_and_all_goes_on_as_it_was(cluster: Cluster) -> None:
-    for files, said in (
+def test_invalid_files_are_refused_and_the_cluster_continues_unchanged(cluster: Cluster) -> None:
+    for files, message in (
         ({"config": "[engine]\nthreads = 0\n"}, "threads"),
         ({"cluster": TWO.replace("max = 2", "max = 3")}, "replicas.max, cpus and gpus and the stages stay"),
     ):
         cluster.write(**files)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             StateFile(cluster.folder).redeploy()
     cluster.write()
     StateFile(cluster.folder).redeploy()
     assert cluster.num_ready == 2
 
 
-def test_replicas_come_with_the_work_and_go_with_it_down_to_none_and_nothing_is_lost(cluster: Cluster) -> None:
+def test_replicas_scale_with_the_work_down_to_zero_without_losses(cluster: Cluster) -> None:
     cluster.write(AS_ASKED)
     StateFile(cluster.folder).redeploy()
     with load(cluster, 1, 5):

@@ -23,9 +23,9 @@ SOON_S = 20.0
 
 @asynccontextmanager
 async def up() -> AsyncIterator[tuple[StagedPool, PretendReplica]]:
-    """Stages of one replica each, and the one that denoises."""
+    """Yield engines with one replica for each stage, and the replica that denoises."""
     settings, cluster = load_settings(env={}), ClusterConfig(stages=StagesConfig(together=False))
-    calls = {one.name: PretendReplica(settings, paint_s=PAINT_S) for one in cluster.deployments}
+    calls = {deployment.name: PretendReplica(settings, paint_s=PAINT_S) for deployment in cluster.deployments}
     engines = StagedPool(settings, cluster, calls)
     engines.start()
     try:
@@ -46,12 +46,12 @@ async def paint(engines: StagedPool) -> list[object]:
         return [event async for event in events]
 
 
-def test_the_patience_with_a_stage_starts_at_its_loss(
+def test_the_timeout_for_a_stage_starts_at_its_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:
         async with up() as (engines, denoiser):
-            for seat in (own for pool in engines.pools.values() for own in pool.replicas):
+            for seat in (replica for pool in engines.pools.values() for replica in pool.replicas):
                 seat.start_s = 0.0
             painting = asyncio.create_task(paint(engines))
             await until(lambda: denoiser.inside)

@@ -1,4 +1,4 @@
-"""The application of a RayService, by ``serve run`` on the loopback: what its proxy answers, and what it leaves."""
+"""The RayService application under ``serve run`` on loopback: answers of its proxy, and its clean exit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
 
 
 class Served(RunningServer):
-    """``serve run`` as a server: its proxy listens where its file says."""
+    """A ``serve run`` process as a server; its proxy listens where its file configures."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
@@ -42,7 +42,7 @@ class Served(RunningServer):
         return self._url
 
     def has_come_up(self) -> bool:
-        """Whether it is ready. RuntimeError where it ended."""
+        """Return whether the server is ready; raise RuntimeError if it ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"serve ended with {self.process.returncode}: {self.errors.read_text()[-3000:]}")
         try:
@@ -51,36 +51,36 @@ class Served(RunningServer):
             return False
 
     def stop(self) -> int:
-        """Ctrl-C, as ``serve run`` wants it, and wait."""
+        """Send SIGINT, which ``serve run`` expects, and wait."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(STOP_S)
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The application on two replicas; when it has ended, nothing that it started is left."""
+    """Run the application on two replicas, and check that no process of it is left at the end."""
     pytest.importorskip("ray", reason="the extra cluster is not installed")
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     (folder / "cluster.toml").write_text("[replicas]\nmin = 2\nmax = 2\ncpus = 0.5\n")
     (folder / "serve.toml").write_text(CONFIG)
     (folder / "token").write_text("0123456789abcdef" * 4)
     (folder / "token").chmod(0o600)
-    own = {"cluster": str(folder / "cluster.toml"), "config": str(folder / "serve.toml")}
+    arguments = {"cluster": str(folder / "cluster.toml"), "config": str(folder / "serve.toml")}
     application = {
         "name": "diffserve",
         "route_prefix": "/",
         "import_path": "diffserve.cluster.ray_service:build",
-        "args": {**own, "model": str(tiny_model("sd15"))},
+        "args": {**arguments, "model": str(tiny_model("sd15"))},
     }
     http = {"host": "127.0.0.1", "port": port}
     file = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
     (folder / "app.yaml").write_text(yaml.safe_dump(file))
-    rays = tempfile.mkdtemp(prefix="diffserve-ray-")  # a path of sockets is short
+    rays = tempfile.mkdtemp(prefix="diffserve-ray-")  # socket paths have a short length limit
     env = {
         **os.environ,
         **FIXED,
@@ -94,7 +94,7 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         "DIFFSERVE_API_KEY": KEY,
         "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"),
         "DIFFSERVE_SERVE_DEBUG": "true",
-        "DIFFSERVE_ENGINE_COMPILE": "warm",  # as the server has it that answers are compared with
+        "DIFFSERVE_ENGINE_COMPILE": "warm",  # same as the server for comparison
         "DIFFSERVE_SERVE_SPARE_ENGINE": "false",
     }
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "app.yaml"]
@@ -114,13 +114,13 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def test_a_proxy_answers_as_a_local_server_does(served: Served, local: RunningServer) -> None:
-    told, wanted = answers(served), answers(local)
-    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
-    for one, other in zip(told, wanted, strict=True):
-        assert one == other
+    actual, expected = answers(served), answers(local)
+    assert [answer[0] for answer in expected][:5] == [200, 200, 200, 400, 404]
+    for answer, expected_answer in zip(actual, expected, strict=True):
+        assert answer == expected_answer
 
 
-def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
+def test_keys_and_ids_belong_to_the_front(served: Served) -> None:
     url = served.url + GENERATIONS
     assert httpx.get(f"{served.url}/livez").status_code == 200
     for headers in ({}, {"authorization": "Bearer of-somebody-else"}):
@@ -128,24 +128,24 @@ def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
         assert refused.status_code == 401
         assert error_of(refused)["code"] == "invalid_api_key"
     painted = served.client.post(GENERATIONS, json=SMALL, headers={"x-request-id": "mine"})
-    [own] = painted.headers.get_list("x-request-id")
-    assert own.startswith("img-")
+    [request_id] = painted.headers.get_list("x-request-id")
+    assert request_id.startswith("img-")
     streamed = served.client.post(GENERATIONS, json={**SMALL, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert parts(streamed)[-1]["b64_json"] == painted.json()["data"][0]["b64_json"]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_hangs_up_at_a_proxy_has_left_the_replica_within_a_few_steps(served: Served, is_streamed: bool) -> None:
+def test_a_disconnect_at_the_proxy_leaves_the_replica_within_a_few_steps(served: Served, is_streamed: bool) -> None:
     check_hang_up(served, is_streamed=is_streamed)
 
 
-def test_nothing_listens_beyond_the_loopback_and_the_folder_says_whose_it_is(served: Served) -> None:
-    found = listening(
+def test_only_loopback_ports_are_open_and_the_folder_names_its_owner(served: Served) -> None:
+    ports = listening(
         [psutil.Process(served.process.pid), *psutil.Process(served.process.pid).children(recursive=True)]
     )
-    assert [one for one in found if not one.host.is_loopback] == []
-    assert {served.port} < {one.number for one in found}
+    assert [port for port in ports if not port.host.is_loopback] == []
+    assert {served.port} < {port.number for port in ports}
 
     def cluster(word: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "diffserve", "cluster", word, "--data-dir", str(served.folder / "data")]

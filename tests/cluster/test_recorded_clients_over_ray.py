@@ -1,4 +1,4 @@
-"""What apps send, as it was recorded, a cluster answers as a local server does, but for what time and chance decide."""
+"""Recorded requests of apps: a cluster answers as a local server does, except for times and random values."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ CHANCE = re.compile(r"\b(Seed: |seed\D{1,4})\d+")
 DRAWN = ("seed", "all_seeds", "subseed", "all_subseeds", "job_timestamp")
 
 
-def seen(sent: Sent, answer: httpx.Response) -> Any:
-    """What ``answer`` says: all of it where a seed was sent, else no seeds, and of pictures what they are of."""
+def comparable(sent: Sent, answer: httpx.Response) -> Any:
+    """Return the comparable parts of ``answer``.
+
+    Without a seed in the request, seeds are removed and images are replaced by their properties.
+    """
     seed = sent.body.get("seed", -1) if isinstance(sent.body, dict) else -1
-    whole = bare(answer.json()) if answer.content else None
+    body = bare(answer.json()) if answer.content else None
     headers = {name for name in answer.headers if not name.startswith("x-ratelimit")}
-    return answer.status_code, headers, whole if int(seed) >= 0 else without_chance(whole)
+    return answer.status_code, headers, body if int(seed) >= 0 else without_chance(body)
 
 
 def without_chance(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_chance(one) for key, one in value.items() if key not in DRAWN}
+        return {key: without_chance(item) for key, item in value.items() if key not in DRAWN}
     if isinstance(value, list):
-        return [without_chance(one) for one in value]
+        return [without_chance(item) for item in value]
     if not isinstance(value, str):
         return value
     if value.startswith("{"):
@@ -45,24 +48,26 @@ def without_chance(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_an_app_is_answered_alike(cluster: Cluster, local: RunningServer, client: str) -> None:
-    told, wanted = list(answers_of(cluster.server, client)), list(answers_of(local, client))
-    assert len(told) == len(wanted) == len(CLIENTS[client])
-    for (sent, answer), (_, other) in zip(told, wanted, strict=True):
+def test_an_app_gets_equal_answers(cluster: Cluster, local: RunningServer, client: str) -> None:
+    actual, expected = list(answers_of(cluster.server, client)), list(answers_of(local, client))
+    assert len(actual) == len(expected) == len(CLIENTS[client])
+    for (sent, answer), (_, other) in zip(actual, expected, strict=True):
         assert answer.is_success, (sent.path, answer.text[:500])
         assert sent.needs(answer), (sent.path, answer.text[:500])
-        assert seen(sent, answer) == seen(sent, other), sent.path
+        assert comparable(sent, answer) == comparable(sent, other), sent.path
 
 
-def test_chance_is_left_out_and_nothing_else_is() -> None:
+def test_only_random_values_are_removed() -> None:
     sent, seeded = CLIENTS["n8n"][1], CLIENTS["LobeChat"][0]
 
-    def told(sent: Sent, **fields: Any) -> Any:
-        return seen(sent, httpx.Response(200, json={"n": 1, "info": json.dumps({"seed": 5, "width": 64}), **fields}))
+    def reply_to(sent: Sent, **fields: Any) -> Any:
+        return comparable(
+            sent, httpx.Response(200, json={"n": 1, "info": json.dumps({"seed": 5, "width": 64}), **fields})
+        )
 
-    assert told(sent, seed=1) == told(sent, seed=2)
-    assert told(seeded, seed=1) != told(seeded, seed=2)
-    assert told(sent, info=json.dumps({"seed": 6, "width": 64})) == told(sent)
-    assert told(sent, info=json.dumps({"seed": 5, "width": 65})) != told(sent)
-    assert told(sent, text="Steps: 3, Seed: 1, Size: 8") == told(sent, text="Steps: 3, Seed: 2, Size: 8")
-    assert told(sent, text="Steps: 3, Seed: 1") != told(sent, text="Steps: 4, Seed: 1")
+    assert reply_to(sent, seed=1) == reply_to(sent, seed=2)
+    assert reply_to(seeded, seed=1) != reply_to(seeded, seed=2)
+    assert reply_to(sent, info=json.dumps({"seed": 6, "width": 64})) == reply_to(sent)
+    assert reply_to(sent, info=json.dumps({"seed": 5, "width": 65})) != reply_to(sent)
+    assert reply_to(sent, text="Steps: 3, Seed: 1, Size: 8") == reply_to(sent, text="Steps: 3, Seed: 2, Size: 8")
+    assert reply_to(sent, text="Steps: 3, Seed: 1") != reply_to(sent, text="Steps: 4, Seed: 1")

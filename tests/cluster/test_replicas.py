@@ -24,19 +24,23 @@ SOON_S = 20.0
 
 
 class Fleet:
-    """Replicas of nothing behind a front's engines."""
+    """Simulated replicas behind the engines of a front."""
 
-    def __init__(self, least: int, most: int, *, rows: float = 1e6, idle_s: float = 1e6, **moments: float) -> None:
+    def __init__(
+        self, min_replicas: int, max_replicas: int, *, rows: float = 1e6, idle_s: float = 1e6, **moments: float
+    ) -> None:
         self.settings = load_settings(env={})
         self.cluster = ClusterConfig(
-            replicas=ReplicaConfig(min=least, max=most),
+            replicas=ReplicaConfig(min=min_replicas, max=max_replicas),
             scaling=ScalingConfig(rows_per_replica=rows, idle_s=idle_s),
         )
-        self.replicas = {f"replica-{number}": PretendReplica(self.settings, **moments) for number in range(most)}
+        self.replicas = {
+            f"replica-{number}": PretendReplica(self.settings, **moments) for number in range(max_replicas)
+        }
         self.engines = RayPool(self.settings, self.cluster, self.replicas)
 
     @property
-    def held(self) -> list[str]:
+    def held_names(self) -> list[str]:
         return [name for name, replica in self.replicas.items() if replica.is_held]
 
     @property
@@ -44,7 +48,7 @@ class Fleet:
         return {name: replica.renew for name, replica in self.replicas.items()}
 
     async def paint(self, prompt: str = "a fox", *, is_whole: bool = True, seed: int | None = None) -> list[object]:
-        """All events of a picture."""
+        """Return all events of an image."""
         request = GenerationRequest(prompt=prompt, seed=seed)
         async with self.engines.submit(request, is_whole=is_whole) as job:
             return [event async for event in job]
@@ -56,8 +60,8 @@ class Fleet:
 
 
 @asynccontextmanager
-async def up(least: int, most: int, num_ready: int, **moments: float) -> AsyncIterator[Fleet]:
-    fleet = Fleet(least, most, **moments)
+async def up(min_replicas: int, max_replicas: int, num_ready: int, **moments: float) -> AsyncIterator[Fleet]:
+    fleet = Fleet(min_replicas, max_replicas, **moments)
     fleet.engines.start()
     try:
         await fleet.until(lambda: fleet.engines.num_ready == num_ready)
@@ -80,7 +84,7 @@ def test_replicas_count_their_requests() -> None:
             painting = asyncio.create_task(fleet.paint())
             await fleet.until(lambda: any(replica.inside for replica in fleet.replicas.values()))
             assert await fleet.engines.num_requests() == 1
-            fleet.replicas["replica-1"].num_strangers = 5  # which this front has sent nobody
+            fleet.replicas["replica-1"].num_strangers = 5  # requests of another front
             assert await fleet.engines.num_requests() == 6
             await fleet.until(lambda: sum(seat.reported_requests for seat in fleet.engines.replicas) == 1)
             painting.cancel()
@@ -90,15 +94,15 @@ def test_replicas_count_their_requests() -> None:
     run(work)
 
 
-def test_a_replica_lost_during_a_question_is_left_out_and_without_replicas_the_question_fails() -> None:
+def test_a_replica_lost_during_a_query_is_omitted_and_without_replicas_the_query_fails() -> None:
     async def work() -> None:
         async with up(1, 2, 1) as fleet:
-            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # that it is up is not true any more
+            fleet.engines.replicas[1].ready = fleet.engines.replicas[0].ready  # stale state: the replica is lost
 
-            async def lost(question: bytes) -> bytes:
+            async def lose_question(question: bytes) -> bytes:
                 raise RuntimeError("gone")
 
-            fleet.replicas["replica-1"].ask = lost  # type: ignore[method-assign]
+            fleet.replicas["replica-1"].ask = lose_question  # type: ignore[method-assign]
             fleet.replicas["replica-0"].num_strangers = 2
             assert await fleet.engines.num_requests() == 2
         with pytest.raises(EngineUnavailable):
@@ -125,23 +129,23 @@ def test_scaling_continues_after_an_error_and_logs_it(
 
     async def work() -> None:
         async with up(1, 2, 1, rows=1.0, paint_s=0.5) as fleet:
-            wanted = fleet.engines._scaler.wanted
+            decide = fleet.engines._scaler.wanted
             fallen: list[None] = []
 
             def falls(*args: Any, **kwargs: Any) -> int:
                 if len(fallen) < 3:
                     fallen.append(None)
                     raise ZeroDivisionError
-                return wanted(*args, **kwargs)
+                return decide(*args, **kwargs)
 
             monkeypatch.setattr(fleet.engines._scaler, "wanted", falls)
             await asyncio.gather(*(fleet.paint(str(number)) for number in range(4)))
-            await fleet.until(lambda: len(fleet.held) == 2)
+            await fleet.until(lambda: len(fleet.held_names) == 2)
             assert len(fallen) == 3
 
     with caplog.at_level(logging.ERROR, "diffserve.cluster"):
         run(work)
-    assert [one.getMessage() for one in caplog.records] == ["scaling failed; it is tried again"] * 3
+    assert [record.getMessage() for record in caplog.records] == ["scaling failed; it is tried again"] * 3
 
 
 def test_requests_of_a_lost_replica_restart_with_their_seed_unless_they_are_streamed() -> None:
@@ -188,11 +192,11 @@ def test_requests_of_a_silent_lost_replica_move_at_once() -> None:
     run(work)
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 2), (2, 3)])
-def test_redeployment_goes_replica_by_replica_without_losing_requests(least: int, most: int) -> None:
+@pytest.mark.parametrize(("min_replicas", "max_replicas"), [(1, 2), (2, 2), (2, 3)])
+def test_redeployment_goes_replica_by_replica_without_losing_requests(min_replicas: int, max_replicas: int) -> None:
     async def work() -> None:
-        async with up(least, most, least, start_s=0.1, paint_s=0.05) as fleet:
-            is_over, answered, least_ready = asyncio.Event(), list[object](), [least]
+        async with up(min_replicas, max_replicas, min_replicas, start_s=0.1, paint_s=0.05) as fleet:
+            is_over, answered, least_ready = asyncio.Event(), list[object](), [min_replicas]
 
             async def client(number: int) -> None:
                 while not is_over.is_set():
@@ -207,24 +211,26 @@ def test_redeployment_goes_replica_by_replica_without_losing_requests(least: int
             is_over.set()
             await asyncio.gather(*clients)
             assert num_before > 4
-            assert all(isinstance(one, Finished) for one in answered)
+            assert all(isinstance(answer, Finished) for answer in answered)
             assert {replica.settings.model.path for replica in fleet.replicas.values()} == {"embedded-turbo"}
             assert fleet.engines.settings is new
-            assert len(fleet.held) == least
-            assert min(least_ready) >= max(1, least - (least == most)), "all that were wanted were there all the time"
+            assert len(fleet.held_names) == min_replicas
+            assert min(least_ready) >= max(1, min_replicas - (min_replicas == max_replicas)), (
+                "all that were wanted were there all the time"
+            )
 
     run(work)
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 2), (2, 2)])
-def test_settings_that_do_not_load_are_rolled_back_with_the_reason(least: int, most: int) -> None:
+@pytest.mark.parametrize(("min_replicas", "max_replicas"), [(1, 1), (1, 2), (2, 2)])
+def test_settings_that_do_not_load_are_rolled_back_with_the_reason(min_replicas: int, max_replicas: int) -> None:
     async def work() -> None:
-        async with up(least, most, least) as fleet:
+        async with up(min_replicas, max_replicas, min_replicas) as fleet:
             with pytest.raises(ModelLoadError, match="there is no such model"):
                 await redeploy(fleet.engines, fleet.renew, other(fleet.settings, BROKEN))
             assert all(replica.settings is fleet.settings for replica in fleet.replicas.values())
             assert fleet.engines.settings is fleet.settings
-            await fleet.until(lambda: fleet.engines.num_ready >= least)
+            await fleet.until(lambda: fleet.engines.num_ready >= min_replicas)
             assert isinstance((await fleet.paint())[-1], Finished)
             assert not fleet.engines.failed.done()
 

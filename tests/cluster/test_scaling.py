@@ -1,4 +1,4 @@
-"""``cluster.toml``, and how many replicas it asks for."""
+"""``cluster.toml`` and the number of replicas that the scaler requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UP_TO_THREE = ClusterConfig(
 )
 
 
-def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
+def test_a_file_overrides_some_defaults(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[replicas]\nmin = 0\nmax = 3\n[scaling]\nrows_per_replica = 10\nidle_s = 5\n")
     assert read_cluster(path) == UP_TO_THREE
@@ -29,7 +29,7 @@ def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[replicas]\nmaxx = 3", "unknown key replicas.maxx; did you mean max?"),
         ("[replica]\nmax = 3", "unknown table [replica]; did you mean replicas?"),
@@ -44,15 +44,15 @@ def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
         ("max = ", "is not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_reported_with_the_fix(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         read_cluster(path)
-    assert said in refused.value.message
+    assert message in refused.value.message
 
 
-def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path) -> None:
+def test_a_ray_serve_application_takes_its_files_from_arguments(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(
         "[replicas]\nmin = 0\nmax = 3\n[scaling]\nrows_per_replica = 10\nidle_s = 5\n"
     )
@@ -65,7 +65,7 @@ def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path)
         read_arguments({"clusters": "cluster.toml"})
 
 
-def test_a_ray_of_somebody_else_needs_a_token_and_proxies_as_we_say() -> None:
+def test_an_external_ray_needs_a_token_and_the_required_proxies() -> None:
     check_environment(FIXED | SERVED)
     with pytest.raises(ConfigError, match="does not require a token; start it with RAY_AUTH_MODE=token"):
         check_environment(SERVED)
@@ -73,28 +73,31 @@ def test_a_ray_of_somebody_else_needs_a_token_and_proxies_as_we_say() -> None:
         check_environment(FIXED | SERVED | {"RAY_SERVE_ENABLE_HA_PROXY": "1"})
 
 
-def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
+def test_separate_stages_have_separate_replicas(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[stages]\ntogether = false\n[replicas]\nmax = 2\ngpus = 1.0\n[encode]\ncpus = 0.5\n")
     cluster = read_cluster(path)
-    found = [(one.name, one.stage, one.resources.cpus, one.resources.gpus) for one in cluster.deployments]
-    assert found == [
+    deployments = [
+        (deployment.name, deployment.stage, deployment.resources.cpus, deployment.resources.gpus)
+        for deployment in cluster.deployments
+    ]
+    assert deployments == [
         ("encode-0", "encode", 0.5, 0.0),
         ("denoise-0", "denoise", 1.0, 1.0),
         ("denoise-1", "denoise", 1.0, 1.0),
         ("decode-0", "decode", 1.0, 0.0),
     ]
-    assert [one.name for one in cluster.of_stage("denoise").deployments] == ["replica-0", "replica-1"]
+    assert [deployment.name for deployment in cluster.of_stage("denoise").deployments] == ["replica-0", "replica-1"]
     assert cluster.of_stage("encode").replicas == cluster.encode
 
 
-def test_more_work_asks_for_more_at_once_up_to_the_most() -> None:
+def test_more_work_adds_replicas_at_once_up_to_the_maximum() -> None:
     scaler = Scaler(UP_TO_THREE)
-    asked = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
-    assert asked == [0, 1, 1, 2, 3]
+    counts = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
+    assert counts == [0, 1, 1, 2, 3]
 
 
-def test_fewer_are_held_one_by_one_and_only_when_they_were_enough_for_a_while() -> None:
+def test_replicas_are_removed_one_by_one_after_a_quiet_period() -> None:
     scaler = Scaler(UP_TO_THREE)
     assert scaler.wanted(30.0, 3, start_s=1.0, now_s=0.0) == 3
     assert [scaler.wanted(0.0, 3, start_s=1.0, now_s=now_s) for now_s in (1.0, 5.9, 6.0)] == [3, 3, 2]
@@ -103,39 +106,39 @@ def test_fewer_are_held_one_by_one_and_only_when_they_were_enough_for_a_while() 
     assert scaler.wanted(0.0, 2, start_s=1.0, now_s=13.0) == 2
 
 
-def test_one_that_took_long_to_start_is_kept_for_as_long() -> None:
+def test_a_slowly_started_replica_is_retained_as_long() -> None:
     scaler = Scaler(UP_TO_THREE)
     assert [scaler.wanted(0.0, 1, start_s=40.0, now_s=now_s) for now_s in (0.0, 39.0, 40.0)] == [1, 1, 0]
     scaler = Scaler(UP_TO_THREE)
     assert [scaler.wanted(0.0, 1, start_s=600.0, now_s=now_s) for now_s in (0.0, 49.0, 50.0)] == [1, 1, 0]
 
 
-def wanted_while(told: list[tuple[float, float]], start_s: float) -> list[int]:
-    """Replicas that are wanted at each of some times, with so much in the queue, while one is held."""
+def wanted_while(observations: list[tuple[float, float]], start_s: float) -> list[int]:
+    """Return the requested number of replicas at each (time, queued work), with one replica running."""
     scaler = Scaler(UP_TO_THREE)
-    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in told]
+    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in observations]
 
 
-def test_a_queue_that_grows_is_foreseen_by_as_long_as_one_takes_to_start() -> None:
+def test_a_growing_queue_is_extrapolated_by_the_start_time() -> None:
     ramp = [(float(second), float(second)) for second in range(9)]
     assert wanted_while(ramp, 4.0) == [1, 1, 1, 1, 1, 1, 1, 2, 2], "7 are queued, and 4 more will be"
     assert wanted_while(ramp, 0.0) == [1] * 9
     assert wanted_while([(now_s, 6.0) for now_s, _ in ramp], 4.0) == [1] * 9
 
 
-def test_many_requests_at_once_are_no_trend() -> None:
+def test_a_burst_of_requests_is_not_a_trend() -> None:
     burst = [(0.5 * tick, 0.0 if tick < 20 else 9.0 - 0.1 * (tick - 20)) for tick in range(60)]
     assert max(wanted_while(burst, 4.0)) == 1
 
 
-def test_the_first_is_not_let_go_before_it_was_there_however_long_it_takes() -> None:
+def test_a_starting_replica_is_never_removed() -> None:
     scaler = Scaler(UP_TO_THREE)
     starting = [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s, is_starting=True) for now_s in (0.0, 60.0, 600.0)]
     assert starting == [1, 1, 1]
     assert [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s) for now_s in (601.0, 605.9, 606.0)] == [1, 1, 0]
 
 
-def test_what_a_killed_front_told_is_nobody_s(tmp_path: Path) -> None:
+def test_the_state_of_a_killed_front_is_not_used(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "60"])
     (tmp_path / "cluster.json").write_text(f'{{"pid": {stranger.pid}, "replicas": []}}')
     state, reader = StateFile(tmp_path), StateFile(tmp_path)
@@ -165,7 +168,7 @@ with state.locked(), state.ray_folder() as folder:
 
 
 @pytest.mark.parametrize("who", ["the next front", "cluster down"])
-def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_path: Path, who: str) -> None:
+def test_only_leftovers_of_a_killed_fronts_ray_are_removed(tmp_path: Path, who: str) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
     left, other = Path(killed.stdout.strip()), tmp_path / "diffserve-ray-other"
     other.mkdir()
@@ -185,7 +188,7 @@ def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_pat
     assert not (tmp_path / "cluster-ray").exists()
 
 
-def test_a_deployed_front_is_told_nothing_by_signals(tmp_path: Path) -> None:
+def test_a_deployed_front_is_neither_redeployed_nor_ended_locally(tmp_path: Path) -> None:
     state, reader = StateFile(tmp_path), StateFile(tmp_path)
     with state.locked():
         state.write(ClusterState(pid=os.getpid(), is_deployed=True))
@@ -195,7 +198,7 @@ def test_a_deployed_front_is_told_nothing_by_signals(tmp_path: Path) -> None:
             reader.end(1.0)
 
 
-def test_a_front_that_is_patient_has_the_folder_when_the_other_goes(tmp_path: Path) -> None:
+def test_a_waiting_front_gets_the_folder_when_the_other_ends(tmp_path: Path) -> None:
     state, patient = StateFile(tmp_path), StateFile(tmp_path)
 
     def take() -> bool:

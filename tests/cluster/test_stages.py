@@ -1,6 +1,4 @@
-"""Stages apart in a cluster: the answers are those of a local server, a stage that is lost costs none, and what passes
-between stages is counted.
-"""
+"""Separate stages in a cluster: answers equal a local server's, lost stages lose no request, transfers are counted."""
 
 from __future__ import annotations
 
@@ -24,46 +22,48 @@ LONG: dict[str, Any] = {"prompt": "a fox that runs", "num_inference_steps": 400,
 def apart(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     pytest.importorskip("ray", reason="the extra cluster is not installed")
     with running_cluster(tiny_model("sd15"), tmp_path_factory.mktemp("apart"), APART) as cluster:
-        assert sorted(one["name"] for one in cluster.state) == ["decode-0", "denoise-0", "encode-0"]
+        assert sorted(replica["name"] for replica in cluster.state) == ["decode-0", "denoise-0", "encode-0"]
         yield cluster
 
 
 def number(server: RunningServer, name: str) -> float:
-    """What a scrape says of a metric and its labels."""
+    """Return the value of a metric with its labels."""
     lines = server.client.get("/metrics").text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"diffserve_{name} "))
 
 
 def test_a_cluster_of_stages_answers_as_a_local_server_does(apart: Cluster, local: RunningServer) -> None:
-    told, wanted = answers(apart.server), answers(local)
-    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
-    for one, other in zip(told, wanted, strict=True):
-        assert one == other
+    actual, expected = answers(apart.server), answers(local)
+    assert [answer[0] for answer in expected][:5] == [200, 200, 200, 400, 404]
+    for answer, expected_answer in zip(actual, expected, strict=True):
+        assert answer == expected_answer
 
 
 @pytest.mark.parametrize("stage", ["decode-0", "denoise-0"])
-def test_a_stage_that_is_killed_meanwhile_is_waited_for_and_what_was_done_is_kept(
+def test_a_killed_stage_is_awaited_and_finished_work_is_retained(
     apart: Cluster, local: RunningServer, stage: str
 ) -> None:
     asking = ThreadPoolExecutor(1).submit(apart.server.client.post, GENERATIONS, json=LONG, timeout=10 * SOON_S)
     wait_for(
-        lambda: [one for one in apart.state if one["name"] == "denoise-0" and one["num_requests"]], SOON_S, "steps"
+        lambda: [replica for replica in apart.state if replica["name"] == "denoise-0" and replica["num_requests"]],
+        SOON_S,
+        "steps",
     )
     apart.process_of(stage).kill()
     answer = asking.result()
     assert answer.status_code == 200
     assert bare(answer.json()) == bare(local.client.post(GENERATIONS, json=LONG, timeout=10 * SOON_S).json())
-    assert apart.told("replica lost")[-1]["replica"] == stage
+    assert apart.log_events("replica lost")[-1]["replica"] == stage
     wait_for(lambda: set(apart.states) == {"ready"}, 3 * SOON_S, "all stages")
     assert number(apart.server, 'engine_requests_total{kind="image",outcome="finished"}') > 0.0
 
 
-def test_pictures_that_end_together_wait_for_their_turn_to_be_decoded(apart: Cluster) -> None:
-    body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # there may wait three
+def test_images_finished_together_are_decoded_in_turn(apart: Cluster) -> None:
+    body = {"prompt": "a fox", "num_inference_steps": 1, "seed": 1, "n": 8}  # the queue limit is three
     assert len(apart.server.client.post(GENERATIONS, json=body, timeout=3 * SOON_S).json()["data"]) == 8
 
 
-def test_what_passes_between_stages_is_counted_in_bytes_and_seconds(apart: Cluster) -> None:
+def test_transfers_between_stages_are_counted_in_bytes_and_seconds(apart: Cluster) -> None:
     stages = ("encode", "denoise", "decode")
     before = {stage: number(apart.server, f'stage_bytes_total{{stage="{stage}"}}') for stage in stages}
     counted = {stage: number(apart.server, f'stage_seconds_count{{stage="{stage}"}}') for stage in stages}
@@ -77,11 +77,11 @@ def test_what_passes_between_stages_is_counted_in_bytes_and_seconds(apart: Clust
     assert {stage: again[stage] - counted[stage] for stage in stages} == {"encode": 1, "denoise": 1, "decode": 2}
 
 
-def test_who_hangs_up_leaves_nothing_in_any_stage(apart: Cluster) -> None:
+def test_a_disconnect_leaves_nothing_in_any_stage(apart: Cluster) -> None:
     with apart.server.client.stream("POST", GENERATIONS, json=LONG | {"stream": True, "partial_images": 1}) as stream:
         next(stream.iter_bytes())
     apart.server.wait_until_idle()
 
 
-def test_interrupted_task_answers_with_the_unfinished_picture(apart: Cluster) -> None:
+def test_interrupted_task_answers_with_the_unfinished_image(apart: Cluster) -> None:
     assert_interruptible(apart.server)

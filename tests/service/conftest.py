@@ -1,4 +1,4 @@
-"""OpenAI's own client of the servers that all tests share (``tests/conftest.py``)."""
+"""Clients of the ``openai`` package for the shared servers of ``tests/conftest.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.service.server import RunningServer
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[OpenAI]:
-    """OpenAI's own client of the shared server."""
+    """Return an ``openai`` client of the shared server."""
     with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
 def text_client(text_server: RunningServer) -> Iterator[OpenAI]:
-    """OpenAI's own client of the shared server with a language model."""
+    """Return an ``openai`` client of the shared server with a language model."""
     with OpenAI(base_url=f"{text_server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client

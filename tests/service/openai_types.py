@@ -69,7 +69,7 @@ def problems_of(answer: object, kind: Any) -> list[str]:
 
 
 def _leaves(error: ValidationError) -> list[str]:
-    """The innermost causes of ``error``; of a union, those of the member that fits best."""
+    """Return the innermost causes of ``error``; for a union, those of the member that fits best."""
     if not error.context:
         return [f"{error.json_path}: {error.message[:300]}"]
     members: dict[Any, list[str]] = {}

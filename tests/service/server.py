@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for tests: started, spoken to over a socket, stopped, never left behind."""
+"""Test helper that runs ``diffserve serve`` in a process and talks to it over a socket."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 280.0  # a machine that is busy with something else takes minutes to import torch
+START_S = 280.0  # importing torch takes minutes on a busy machine
 STOP_S = 120.0
-SOON_S = 60.0  # what happens within a moment, unless the machine is busy
+SOON_S = 60.0  # limit for short operations, with reserve for a busy machine
 URL = re.compile(r"listening on (http://\S+),")
 T = TypeVar("T")
 GENERATIONS = "/v1/images/generations"
 
 
 class RunningServer:
-    """``diffserve serve`` with its output in files. ``url`` is where it listens; ``client`` speaks to it."""
+    """A ``diffserve serve`` process with its output in files, listening at ``url``; ``client`` sends requests to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: Path, errors: Path) -> None:
         self.process = process
         self.output = output
         self.errors = errors
         self.url = wait_for(self._find_url, START_S, "the server's address")
-        limits = httpx.Limits(max_keepalive_connections=0)  # a machine that sleeps wakes up to stale connections
+        limits = httpx.Limits(max_keepalive_connections=0)  # connections are stale after a suspend
         self.client = httpx.Client(base_url=self.url, timeout=300.0, trust_env=False, limits=limits)
 
     @property
@@ -45,17 +45,17 @@ class RunningServer:
 
     @property
     def engines(self) -> set[int]:
-        """Process ids of its engines: that which serves, and a spare one."""
-        found = set()
+        """Process ids of the server's engines: the active one and a spare one."""
+        unexpected = set()
         for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+            with suppress(psutil.NoSuchProcess):  # zombie processes are included
                 if "diffserve.engine.process" in child.cmdline():
-                    found.add(child.pid)
-        return found
+                    unexpected.add(child.pid)
+        return unexpected
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine's process."""
+        """Process of the active engine."""
         (pid,) = self.engines
         return psutil.Process(pid)
 
@@ -66,28 +66,28 @@ class RunningServer:
         return self.client.get(path).status_code
 
     def num_stalls(self, over_s: float = 0.25) -> int:
-        """How often so far the server kept its own event loop for longer than ``over_s``, a bound of its histogram."""
+        """Return how often the server blocked its event loop for longer than ``over_s``, a bound of its histogram."""
         name = "diffserve_event_loop_blocked_seconds"
         metrics = self.client.get("/metrics").text
         counts = dict(re.findall(rf'^{name}_bucket{{le="(\S+)"}} (\S+)$', metrics, re.MULTILINE))
         return int(float(counts["+Inf"]) - float(counts[f"{over_s:g}"]))
 
     def num_requests(self) -> int:
-        """How many requests the engine holds; while it works, how many it held a moment ago."""
+        """Return the number of requests in the engine, which may lag by a moment while it works."""
         return int(self.client.get("/debug/trace").json()["num_requests"])
 
     def num_ended(self, outcome: str) -> int:
-        """How many requests for images the server counts that ended so: "cancelled", "finished", ..."""
+        """Return the server's count of image requests with this outcome: "cancelled", "finished", ..."""
         line = rf'^diffserve_engine_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
-        found = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
-        return int(float(found[1])) if found else 0
+        match = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
+        return int(float(match[1])) if match else 0
 
     def wait_for_requests(self, count: int) -> None:
-        """Wait until the engine holds exactly so many; TimeoutError when that does not come about."""
+        """Wait until the engine holds exactly this many requests; raise TimeoutError if it does not happen."""
         wait_for(lambda: self.num_requests() == count, SOON_S, f"{count} requests in the engine")
 
     def wait_until_idle(self, patience_s: float = SOON_S) -> None:
-        """Wait for the last step of what was given up; AssertionError when something stays in the engine."""
+        """Wait for the last step of cancelled requests; raise AssertionError if a request stays in the engine."""
         deadline_s = time.monotonic() + patience_s
         while (left := self.num_requests()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -98,7 +98,7 @@ class RunningServer:
         return self.client.post(GENERATIONS, json=body)
 
     def stop(self) -> int:
-        """SIGTERM and wait; the exit code."""
+        """Send SIGTERM, wait and return the exit code."""
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -110,10 +110,10 @@ class RunningServer:
                 self.process.wait(STOP_S)
 
     def _find_url(self) -> str | None:
-        found = URL.search(self.output.read_text())
-        if found is None and self.process.poll() is not None:
+        match = URL.search(self.output.read_text())
+        if match is None and self.process.poll() is not None:
             raise RuntimeError(f"the server ended with {self.process.returncode}: {self.errors.read_text()[-2000:]}")
-        return found[1] if found else None
+        return match[1] if match else None
 
 
 @contextmanager
@@ -126,8 +126,15 @@ def running_server(
     env: dict[str, str] | None = None,
     page: bool = False,
 ) -> Iterator[RunningServer]:
-    """A server of ``model`` with ``config`` (TOML) and ``env`` on a free port, with or without the ``page`` (it takes
-    seconds to import); ``command`` replaces ``-m diffserve serve``.
+    """Run a server on a free port until the block ends.
+
+    Args:
+        model: Model directory or name.
+        workspace: Directory for the configuration, the data and the output.
+        config: Configuration as TOML.
+        env: Additional environment variables.
+        page: Whether to serve the page, which takes seconds to import.
+        command: Arguments of Python that replace ``-m diffserve serve``.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "serve.toml").write_text(config)
@@ -149,8 +156,8 @@ def running_server(
                 "DIFFSERVE_SERVE_DATA_DIR": str(workspace / "data"),
                 "DIFFSERVE_SERVE_PAGE": str(page).lower(),
                 "DIFFSERVE_SERVE_DEBUG": "true",
-                "DIFFSERVE_ENGINE_COMPILE": "warm",  # no test but those of the build waits for a compiler
-                "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process, which most tests have no use for
+                "DIFFSERVE_ENGINE_COMPILE": "warm",  # only tests of the build wait for a compiler
+                "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process that most tests do not need
                 **(env or {}),
             },
         )
@@ -166,24 +173,24 @@ def running_server(
 
 
 def wait_for(look: Callable[[], T | None], seconds: float, what: str) -> T:
-    """What ``look`` finds, as soon as it finds something true; TimeoutError after ``seconds``."""
+    """Return the first true result of ``look``; raise TimeoutError after ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found = look()
-        if found:
-            return found
+        result = look()
+        if result:
+            return result
         time.sleep(0.02)
     raise TimeoutError(f"waited {seconds:g} s for {what}")
 
 
 def files_of(response: httpx.Response) -> list[bytes]:
-    """The image files in an answer."""
+    """Return the image files in an answer."""
     assert response.status_code == 200, response.text[:500]
     return [base64.b64decode(entry["b64_json"], validate=True) for entry in response.json()["data"]]
 
 
 def assert_interruptible(server: RunningServer) -> None:
-    """Interrupt a task of A1111's API after a step, and check that its answer has the unfinished picture."""
+    """Interrupt a task of A1111's API after a step and check that its answer has the unfinished image."""
     body = {"prompt": "a fox that waits", "steps": 900, "width": 64, "height": 64, "seed": 5}
     with ThreadPoolExecutor(1) as pool:
         painting = pool.submit(server.client.post, "/sdapi/v1/txt2img", json=body, timeout=10 * SOON_S)
@@ -196,7 +203,7 @@ def assert_interruptible(server: RunningServer) -> None:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error object, after checking that it is exactly OpenAI's."""
+    """Return the error object of an answer after checking that its shape is exactly OpenAI's."""
     body = json.loads(response.content)
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""The language model of the service's tests: real weights whose answers are written down."""
+"""Language model of the service tests: real weights that produce scripted answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"DIFFSERVE_TEXT_DTYPE": "float32", "DIFFSERVE_TEXT_REWRITER_ENTROPY"
 
 
 def save(workspace: Path) -> dict[str, str]:
-    """Write the model into ``workspace``; the environment of a server that is to load it."""
+    """Write the model into ``workspace`` and return the environment of a server that loads it."""
     from tests.engine.rewriting import scripted
 
     return {**SETTINGS, "DIFFSERVE_TEXT_MODEL": str(scripted.save(workspace / NAME, SCRIPT, forks=FORKS))}

@@ -1,4 +1,4 @@
-"""A1111's API as its clients use it: ``webuiapi`` over a real socket, and what other clients send and need."""
+"""A1111's API with the ``webuiapi`` client over a real socket, and what other clients send and need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def post(server: RunningServer, path: str, body: dict[str, Any], **headers: str)
 
 
 @pytest.mark.slow
-def test_webuiapi_paints_repaints_enlarges_and_reads(server: RunningServer) -> None:
+def test_webuiapi_generates_repaints_enlarges_and_reads(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
     api = webuiapi.WebUIApi(host="127.0.0.1", port=port, sampler="Euler a", steps=2)
     painted = api.txt2img(prompt="a red fox", negative_prompt="dog", seed=5, width=64, height=64, cfg_scale=3, n_iter=2)
@@ -43,31 +43,31 @@ def test_webuiapi_paints_repaints_enlarges_and_reads(server: RunningServer) -> N
     assert "Sampler: Euler a" in painted.info["infotexts"][0]
     again = post(server, "txt2img", {"infotext": painted.info["infotexts"][1]}).json()
     assert json.loads(again["info"])["seed"] == 6
-    told = json.loads(again["info"])["infotexts"][0]
-    assert post(server, "txt2img", {"infotext": told}).json()["images"] == again["images"]
-    whole = Image.fromarray(picture(96, 64))
+    infotext = json.loads(again["info"])["infotexts"][0]
+    assert post(server, "txt2img", {"infotext": infotext}).json()["images"] == again["images"]
+    full_image = Image.fromarray(picture(96, 64))
     mask = np.zeros((64, 96), np.uint8)
     mask[16:48, 32:64] = 255
     repainted = api.img2img(
-        images=[whole], prompt="a red fox", seed=5, width=64, height=64, mask_image=Image.fromarray(mask), steps=2,
+        images=[full_image], prompt="a red fox", seed=5, width=64, height=64, mask_image=Image.fromarray(mask), steps=2,
         inpainting_fill=1, denoising_strength=1.0, mask_blur=2,
     )  # fmt: skip
     after = np.asarray(repainted.image)
     assert after.shape == (64, 96, 3), "the masked part alone was painted at 64x64"
-    assert np.array_equal(after[mask == 0], np.asarray(whole)[mask == 0])
-    assert not np.array_equal(after[mask > 0], np.asarray(whole)[mask > 0])
+    assert np.array_equal(after[mask == 0], np.asarray(full_image)[mask == 0])
+    assert not np.array_equal(after[mask > 0], np.asarray(full_image)[mask > 0])
     large = api.txt2img(
         prompt="a red fox", seed=5, width=64, height=64, steps=2, enable_hr=True, hr_scale=1.5, denoising_strength=0.5,
         hr_upscaler="Latent", batch_size=2,
     )  # fmt: skip
     assert [image.size for image in large.images] == [(96, 96)] * 2
-    said = "Size: 64x64, .*Denoising strength: 0.5, .*Hires upscale: 1.5, Hires steps: 2, Hires upscaler: Lanczos"
-    assert re.search(said, large.info["infotexts"][1])
+    pattern = "Size: 64x64, .*Denoising strength: 0.5, .*Hires upscale: 1.5, Hires steps: 2, Hires upscaler: Lanczos"
+    assert re.search(pattern, large.info["infotexts"][1])
     again = post(server, "txt2img", {"infotext": large.info["infotexts"][1]}).json()["images"]
     assert np.array_equal(decode_image(base64.b64decode(again[0])).array, np.asarray(large.images[1]))
     assert form_of(large.info["infotexts"][1], None).strength is None, "the first pass begins from noise"
-    told = api.png_info(painted.image)
-    assert "Steps: 2" in told.info
+    infotext = api.png_info(painted.image)
+    assert "Steps: 2" in infotext.info
     assert {"Euler a", "DPM++ 2M"} <= {sampler["name"] for sampler in api.get_samplers()}
     assert api.util_get_model_names() == [api.get_options()["sd_model_checkpoint"]]
     api.util_set_model(api.util_get_model_names()[0])
@@ -89,21 +89,21 @@ def test_what_sillytavern_and_librechat_send_gives_what_they_read(server: Runnin
     }  # fmt: skip
     answer = post(server, "txt2img", sent, Authorization="Basic Og==")
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    info = json.loads(told["info"])
+    reply = answer.json()
+    info = json.loads(reply["info"])
     assert (info["seed"], info["width"], info["sampler_name"]) == (7, 64, "DPM++ 2M")
     assert info["extra_generation_params"] == {"Schedule type": "Karras"}
-    assert read_infotext(base64.b64decode(told["images"][0])) == info["infotexts"][0]
+    assert read_infotext(base64.b64decode(reply["images"][0])) == info["infotexts"][0]
     assert "ADetailer" in answer.headers["x-diffserve-warnings"]
-    assert told["parameters"]["cfg_scale"] == 4.5
+    assert reply["parameters"]["cfg_scale"] == 4.5
     options = httpx.get(f"{server.url}/sdapi/v1/options").json()
     assert post(server, "options", options).status_code == 200, "Open WebUI sends all of them back"
     assert post(server, "options", {"sd_model_checkpoint": ""}).status_code == 200, "takes it back"
 
 
 @pytest.mark.slow
-def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> None:
-    mine, others = {"Authorization": "Basic bWluZTo="}, {"Authorization": "Basic b3RoZXJzOg=="}
+def test_progress_and_interruption_are_separate_per_client(server: RunningServer) -> None:
+    mine, other_credentials = {"Authorization": "Basic bWluZTo="}, {"Authorization": "Basic b3RoZXJzOg=="}
     sent = {"prompt": "a red fox", "steps": 900, "width": 64, "height": 64, "force_task_id": "task(1)", "seed": 1}
 
     def state(headers: dict[str, str]) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> Non
 
     with ThreadPoolExecutor(1) as pool:
         painting = pool.submit(post, server, "txt2img", sent, **mine)
-        while not (told := state(mine))["progress"]:
+        while not (progress := state(mine))["progress"]:
             assert not painting.done(), painting.result().text
-        assert 0.0 < told["progress"] < 1.0
-        assert (told["state"]["job_count"], told["state"]["sampling_steps"]) == (1, 900)
+        assert 0.0 < progress["progress"] < 1.0
+        assert (progress["state"]["job_count"], progress["state"]["sampling_steps"]) == (1, 900)
         assert task(mine)["active"]
-        assert state(others)["state"]["job_count"] == 0
-        assert not task(others)["active"]
-        post(server, "interrupt", {}, **others)
-        post(server, "skip", {}, **others)
+        assert state(other_credentials)["state"]["job_count"] == 0
+        assert not task(other_credentials)["active"]
+        post(server, "interrupt", {}, **other_credentials)
+        post(server, "skip", {}, **other_credentials)
         assert not painting.done()
         assert httpx.get(f"{server.url}/internal/pending-tasks", headers=mine).json()["tasks"] == ["task(1)"]
         post(server, "interrupt", {}, **mine)
@@ -136,12 +136,12 @@ def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> Non
     assert 0 < int(steps) < 900
     assert f"interrupted after {steps} of 900 steps" in answer.headers["x-diffserve-warnings"]
     assert task(mine)["completed"]
-    assert not task(others)["completed"]
+    assert not task(other_credentials)["completed"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupt", "skip"])
-def test_interrupted_task_answers_with_the_unfinished_picture_of_the_pass_it_is_in(
+def test_interrupted_task_answers_with_the_unfinished_image_of_the_pass_it_is_in(
     server: RunningServer, how: str
 ) -> None:
     first = {"prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1}
@@ -157,7 +157,7 @@ def test_interrupted_task_answers_with_the_unfinished_picture_of_the_pass_it_is_
 
 
 @pytest.mark.slow
-def test_task_that_is_interrupted_before_its_first_step_answers_without_pictures(server: RunningServer) -> None:
+def test_task_that_is_interrupted_before_its_first_step_answers_without_images(server: RunningServer) -> None:
     sent = {"prompt": "a red fox", "steps": 900, "width": 64, "height": 64, "seed": 1}
     with ThreadPoolExecutor(12) as pool:
         painting = [pool.submit(post, server, "txt2img", sent | {"seed": seed}) for seed in range(12)]
@@ -169,21 +169,21 @@ def test_task_that_is_interrupted_before_its_first_step_answers_without_pictures
 
 
 @pytest.mark.slow
-def test_pictures_are_varied_by_a_second_seed_and_their_text_paints_them_again(server: RunningServer) -> None:
+def test_images_are_varied_by_a_second_seed_and_their_text_generates_them_again(server: RunningServer) -> None:
     sent = {
         "prompt": "a red fox", "seed": 7, "subseed": 20, "subseed_strength": 0.3, "steps": 2, "width": 64,
         "height": 64, "batch_size": 2, "sampler_name": "DDIM",
     }  # fmt: skip
-    told = post(server, "txt2img", sent).json()
-    info = json.loads(told["info"])
+    reply = post(server, "txt2img", sent).json()
+    info = json.loads(reply["info"])
     assert (info["seed"], info["all_seeds"]) == (7, [7, 7])
     assert (info["subseed"], info["all_subseeds"], info["subseed_strength"]) == (20, [20, 21], 0.3)
     assert "Variation seed: 21, Variation seed strength: 0.3" in info["infotexts"][1]
     again = post(server, "txt2img", {"infotext": info["infotexts"][1]}).json()["images"]
-    assert pixels_of(again[0]) == pixels_of(told["images"][1]) != pixels_of(told["images"][0])
+    assert pixels_of(again[0]) == pixels_of(reply["images"][1]) != pixels_of(reply["images"][0])
     large = sent | {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.5}
     alone = large | {"subseed": 21, "batch_size": 1}
-    both, second = (post(server, "txt2img", one).json() for one in (large, alone))
+    both, second = (post(server, "txt2img", body).json() for body in (large, alone))
     assert pixels_of(both["images"][1]) == pixels_of(second["images"][0]), "the second pass is varied as the first is"
     for seed, text in zip((20, 21), json.loads(both["info"])["infotexts"], strict=True):
         assert f"Variation seed: {seed}," in text
@@ -205,7 +205,7 @@ SMALL = in_base64(picture(64, 64))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("path", "body", "said"),
+    ("path", "body", "message"),
     [
         ("txt2img", {"prompt": ""}, "the prompt is empty; say what to paint."),
         ("txt2img", {"prompt": "a fox", "steps": "many"}, 'steps is "many"; '),
@@ -264,19 +264,19 @@ SMALL = in_base64(picture(64, 64))
     ],
 )
 def test_bad_input_is_one_sentence_in_a1111s_shape(
-    server: RunningServer, path: str, body: dict[str, Any], said: str
+    server: RunningServer, path: str, body: dict[str, Any], message: str
 ) -> None:
     answer = post(server, path, body)
     assert answer.status_code in (400, 404, 422)
-    told = answer.json()
-    assert said in told["detail"]
-    assert (told["error"], told["errors"]) == ("HTTPException", told["detail"])
-    assert {"error", "detail", "body", "errors", "code"} == told.keys()
+    reply = answer.json()
+    assert message in reply["detail"]
+    assert (reply["error"], reply["errors"]) == ("HTTPException", reply["detail"])
+    assert {"error", "detail", "body", "errors", "code"} == reply.keys()
 
 
 @pytest.mark.slow
-def test_a_picture_that_says_too_much_or_dangerous_things_is_read_as_far_as_may_be(server: RunningServer) -> None:
-    """Row 72 of the bad input."""
+def test_infotext_with_excessive_or_unsafe_values_is_read_partially(server: RunningServer) -> None:
+    """Check row 72 of the bad input."""
     pairs = "Steps: 1, Sampler: Euler, Seed: 1"
     for text in (
         "a" * (5 << 20) + f"\n{pairs}",
@@ -287,10 +287,10 @@ def test_a_picture_that_says_too_much_or_dangerous_things_is_read_as_far_as_may_
         chunks.add_itxt("parameters", text)
         Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=chunks)
         answer = post(server, "png-info", {"image": base64.b64encode(file.getvalue()).decode()})
-        told = answer.json()
+        reply = answer.json()
         assert answer.headers["content-type"] == "application/json"
-        assert told["info"] == text or (told["info"][:8000] == text[:8000] and len(answer.content) < 20_000)
-        assert (told["parameters"]["Seed"], told["parameters"]["Prompt"][0]) == ("1", text[0])
+        assert reply["info"] == text or (reply["info"][:8000] == text[:8000] and len(answer.content) < 20_000)
+        assert (reply["parameters"]["Seed"], reply["parameters"]["Prompt"][0]) == ("1", text[0])
 
 
 def test_styles_are_read_as_a1111_writes_them(tmp_path: Path) -> None:
@@ -321,22 +321,22 @@ def test_infotext_fills_what_a_request_leaves_out() -> None:
         ((0, 0, 100, 64), 1.0, 32, (0, 0, 100, 64)),
     ],
 )
-def test_region_of_a_mask_grows_to_the_aspect_within_the_picture(
+def test_region_of_a_mask_grows_to_the_aspect_within_the_image(
     box: tuple[int, int, int, int], aspect: float, padding: int, region: tuple[int, int, int, int]
 ) -> None:
     mask = np.zeros((64, 100), np.uint8)
     mask[box[1] : box[3], box[0] : box[2]] = 255
-    whole = Picture.from_array(picture(100, 64))
-    start = StartPicture(picture=whole, mask=Picture.from_array(mask), feather_px=1.0).around_mask(aspect, padding)
+    image = Picture.from_array(picture(100, 64))
+    start = StartPicture(picture=image, mask=Picture.from_array(mask), feather_px=1.0).around_mask(aspect, padding)
     assert start.region == region
     painted = Picture.from_array(np.zeros((16, 16, 3), np.uint8))
     laid = start.lay_around(painted).array
-    assert np.array_equal(laid[mask == 0], whole.array[mask == 0])
+    assert np.array_equal(laid[mask == 0], image.array[mask == 0])
     assert not laid[(box[1] + box[3]) // 2, (box[0] + box[2]) // 2].any() or min(box[2] - box[0], box[3] - box[1]) < 8
     assert decode_image(file_of(laid)).array.shape == (64, 100, 3)
 
 
-def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_px: list[int] = []
     average_colors = asking._average_colors
 
@@ -357,7 +357,7 @@ def test_what_fills_the_mask_of_a_large_picture_is_computed_in_small(monkeypatch
     assert len(asked_px) == 1, "refused before anything is filled"
 
 
-def test_settings_of_a1111_bound_the_noise_levels_and_0_stands_for_the_default() -> None:
+def test_a1111_settings_bound_the_noise_levels_and_0_means_the_default() -> None:
     settings = {"sigma_min": 0.1, "sigma_max": 0}
     body = ask(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, []).model_dump(exclude_none=True)
     assert body["sigma_min"] == 0.1

@@ -1,4 +1,4 @@
-"""A1111's ControlNet extension: what clients list, control maps, and the fields of a unit."""
+"""A1111's ControlNet extension: listings, control maps and the fields of a unit."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def test_unit_of_defaults_causes_no_warning(enable_hr: bool) -> None:
 
 
 @pytest.mark.parametrize("units", ["x", [5, None, "x"], {"model": "x"}])
-def test_units_that_are_no_list_of_objects_are_named(units: Any) -> None:
+def test_units_that_are_not_a_list_of_objects_are_reported(units: Any) -> None:
     body = Txt2ImgBody.model_validate({"prompt": "a fox", "alwayson_scripts": {"ControlNet": {"args": units}}})
     [sentence] = ignored_in_units(body)
     assert "must be a list of objects" in sentence
 
 
 @pytest.mark.parametrize("name", [*UNIT_FIELDS, "hr_option"])
-def test_field_of_a_unit_that_would_change_the_picture_is_named(name: str) -> None:
+def test_ignored_unit_field_that_would_change_the_image_is_reported(name: str) -> None:
     for value in {"control_mode": (1, 2, "My prompt is more important")}.get(name, ("other",)):
         sentence = f"{name} of unit 0 of controlnet changes nothing here."
         assert warnings_for({name: value}, enable_hr=True) == [sentence]
 
 
-def test_values_of_other_modules_and_units_without_a_model_are_named() -> None:
+def test_values_of_other_modules_and_units_without_a_model_are_reported() -> None:
     (sentence,) = warnings_for({"module": "hed", "processor_res": 512, "threshold_b": 3, "image": {"mask": "x"}})
     assert sentence == "processor_res, threshold_b, mask of unit 0 of controlnet changes nothing here."
     assert warnings_for({"module": "reference_only", "model": "None"}) == [
@@ -107,7 +107,7 @@ def test_thresholds_and_resolution_are_read_for_canny() -> None:
             read(**fields)
 
 
-def test_unit_without_an_image_takes_the_picture_of_img2img() -> None:
+def test_unit_without_an_image_takes_the_image_of_img2img() -> None:
     unit = {"model": "edges [01ab]"}
     (choice,) = controlnets_of(Img2ImgBody.model_validate(body_of(unit, init_images=["c3RhcnQ="])))
     assert (choice.name, choice.image) == ("edges", "c3RhcnQ=")
@@ -148,7 +148,7 @@ def test_clients_find_controlnets_and_preprocessors(controlled: RunningServer) -
 
 
 @pytest.mark.slow
-def test_detect_makes_the_control_maps_that_pictures_are_painted_by(controlled: RunningServer) -> None:
+def test_detect_makes_the_control_maps_that_images_are_generated_by(controlled: RunningServer) -> None:
     image = control_map(5, 96, 64)
 
     def detect(status: int = 200, **fields: Any) -> Any:
@@ -175,7 +175,7 @@ def test_detect_makes_the_control_maps_that_pictures_are_painted_by(controlled: 
 
 
 @pytest.mark.slow
-def test_units_are_served_as_a1111_serves_them(controlled: RunningServer) -> None:
+def test_units_behave_as_in_a1111(controlled: RunningServer) -> None:
     image = control_map(5, 96, 64)
 
     def paint(**fields: Any) -> tuple[bytes, str]:
@@ -212,7 +212,7 @@ def test_units_are_served_as_a1111_serves_them(controlled: RunningServer) -> Non
 
 
 @pytest.mark.slow
-def test_ignored_fields_of_a_unit_stand_in_the_header_and_in_the_info(controlled: RunningServer) -> None:
+def test_ignored_unit_fields_are_in_the_header_and_the_info(controlled: RunningServer) -> None:
     unit = {"model": "edges", "image": in_base64(control_map(5)), "control_mode": 2, "mask": "aGk="}
     answer = post(controlled, "txt2img", body_of(unit))
     sentence = "control_mode, mask of unit 0 of controlnet changes nothing here."
@@ -221,7 +221,7 @@ def test_ignored_fields_of_a_unit_stand_in_the_header_and_in_the_info(controlled
 
 
 @pytest.mark.slow
-def test_openais_api_takes_resize_modes_thresholds_and_a_resolution(controlled: RunningServer) -> None:
+def test_openai_api_accepts_resize_modes_thresholds_and_a_resolution(controlled: RunningServer) -> None:
     image = control_map(5, 96, 64)
     choice = {"name": "edges", "image": in_base64(image), "preprocessor": "canny"}
     entry = choice | {"resize": "crop", "thresholds": [500, 900], "resolution": 128}

@@ -1,4 +1,4 @@
-"""What A1111's clients ask for and this server does not do is named, in the warnings of the header and of ``info``."""
+"""Unsupported options of A1111 clients are named in warnings, in the header and in ``info``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HARMLESS: Final = {
 VALUES: Final[dict[str, Any]] = {"firstpass_image": "x", "latent_mask": "x", "hr_checkpoint_name": "other"}
 
 
-def test_every_field_of_a1111_is_read_or_named_or_known_to_be_harmless() -> None:
+def test_every_a1111_field_is_read_reported_or_harmless() -> None:
     for kind, names, more_fields in (
         (Txt2ImgBody, DEFAULTS.keys(), {}),
         (Img2ImgBody, DEFAULTS.keys() | IMG2IMG_DEFAULTS.keys(), IMG2IMG_FIELDS),
@@ -63,20 +63,20 @@ def test_defaults_of_a1111_cause_no_warning(hires: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *HIRES_FIELDS])
-def test_field_that_would_change_the_picture_is_named(name: str) -> None:
+def test_ignored_field_that_would_change_the_image_is_reported(name: str) -> None:
     body = {"prompt": "a", "enable_hr": True, name: VALUES.get(name, True if FIELDS.get(name) == (False,) else "0.5")}
     assert ignored(Txt2ImgBody.model_validate(body)) == [f"{name} changes nothing here."]
 
 
 @pytest.mark.parametrize(("name", "neutral"), SETTINGS.items())
-def test_setting_that_would_change_the_picture_is_named(name: str, neutral: tuple[object, ...]) -> None:
+def test_ignored_setting_that_would_change_the_image_is_reported(name: str, neutral: tuple[object, ...]) -> None:
     for value in neutral:
         assert ignored(Txt2ImgBody(override_settings={name: value})) == []
     (sentence,) = ignored(Txt2ImgBody(override_settings={name: "other" if isinstance(neutral[0], str) else 0.5}))
     assert sentence == f"override_settings.{name} changes nothing here."
 
 
-def test_fields_of_the_second_pass_are_named_only_where_there_is_one() -> None:
+def test_second_pass_fields_are_reported_only_with_a_second_pass() -> None:
     for enable_hr, number in ((True, 1), (False, 0)):
         body = Txt2ImgBody.model_validate({"enable_hr": enable_hr, "hr_checkpoint_name": "other"})
         assert len(ignored(body)) == number
@@ -94,13 +94,13 @@ def test_fields_of_the_second_pass_are_named_only_where_there_is_one() -> None:
         ({"latent_mask": "x"}, "latent_mask changes nothing here."),
     ],
 )
-def test_field_of_img2img_that_would_change_the_picture_is_named(fields: dict[str, Any], beginning: str) -> None:
+def test_ignored_img2img_field_that_would_change_the_image_is_reported(fields: dict[str, Any], beginning: str) -> None:
     (sentence,) = ignored(Img2ImgBody.model_validate(fields))
     assert sentence.startswith(beginning)
     assert ignored(Img2ImgBody(mask="x", mask_blur_x=4, mask_blur_y=4, inpainting_fill=1, resize_mode=2)) == []
 
 
-def test_scripts_are_named_unless_they_are_switched_off() -> None:
+def test_scripts_are_reported_unless_they_are_disabled() -> None:
     scripts = {
         "ADetailer": {"args": [True, False, {}]}, "Refiner": {"args": [False, "", 0.8]}, "Extra options": {"args": []},
         "ControlNet": {"args": [{"enabled": False}]}, "Tiled Diffusion": {"args": {"enabled": True}}, "Other": {},
@@ -109,7 +109,7 @@ def test_scripts_are_named_unless_they_are_switched_off() -> None:
     assert sentences == ['the script "ADetailer" is not here.', 'the script "Tiled Diffusion" is not here.']
 
 
-def test_another_refiner_than_the_one_of_the_model_is_named() -> None:
+def test_a_refiner_other_than_the_models_is_reported() -> None:
     refiner = "sdxl-refiner [0123456789]"
     for title in (None, "None", "sdxl-refiner", "sdxl-refiner [0123456789]"):
         assert ignored_refiner(Txt2ImgBody(refiner_checkpoint=title), refiner) == []
@@ -118,7 +118,7 @@ def test_another_refiner_than_the_one_of_the_model_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_warnings_stand_in_the_header_and_in_the_info(server: RunningServer) -> None:
+def test_warnings_are_in_the_header_and_the_info(server: RunningServer) -> None:
     body = {
         "prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1, "enable_hr": True, "hr_scale": 1.5,
         "restore_faces": True, "tiling": True, "hr_upscaler": "Latent", "override_settings": {"sd_vae": "other.pt"},
@@ -142,7 +142,7 @@ def test_warnings_stand_in_the_header_and_in_the_info(server: RunningServer) -> 
 
 
 @pytest.mark.slow
-def test_options_that_change_nothing_are_named_when_they_are_set(server: RunningServer) -> None:
+def test_options_without_effect_are_reported_when_they_are_set(server: RunningServer) -> None:
     answer = post(server, "options", {"sd_vae": "other.pt", "s_churn": 0, "samples_format": "png", "s_noise": "1.1"})
     assert answer.status_code == 200
     warnings = answer.headers["x-diffserve-warnings"]
@@ -155,7 +155,7 @@ def test_options_that_change_nothing_are_named_when_they_are_set(server: Running
 
 @pytest.mark.slow
 @pytest.mark.parametrize("upscaler", ["Nearest", "Lanczos"])
-def test_size_of_the_second_pass_is_checked_before_the_first_one_is_painted(
+def test_size_of_the_second_pass_is_checked_before_the_first_one_is_generated(
     server: RunningServer, upscaler: str
 ) -> None:
     body = {"prompt": "a red fox", "steps": 1000, "width": 64, "height": 64, "enable_hr": True, "hr_upscaler": upscaler}
@@ -168,7 +168,7 @@ def test_size_of_the_second_pass_is_checked_before_the_first_one_is_painted(
 
 
 @pytest.mark.slow
-def test_each_listed_upscaler_enlarges_and_is_written_into_the_picture(server: RunningServer) -> None:
+def test_each_listed_upscaler_enlarges_and_is_recorded_in_the_image(server: RunningServer) -> None:
     body = {
         "prompt": "a red fox", "steps": 4, "width": 64, "height": 64, "seed": 1, "enable_hr": True, "hr_scale": 1.5,
         "denoising_strength": 0.3,
@@ -189,7 +189,7 @@ def test_each_listed_upscaler_enlarges_and_is_written_into_the_picture(server: R
 
 
 @pytest.mark.slow
-def test_constructs_of_every_prompt_are_named_in_the_header_and_in_the_answer(server: RunningServer) -> None:
+def test_unsupported_constructs_of_every_prompt_are_in_the_header_and_the_answer(server: RunningServer) -> None:
     beginnings = {
         "prompt": "'[cat|dog]' in the prompt changes nothing", "negative_prompt": "'[a:b:3]' in the negative prompt",
         "hr_prompt": "'AND' in the prompt joins", "hr_negative_prompt": "'<hypernet:ink:1>' in the negative prompt was",

@@ -1,6 +1,4 @@
-"""Folders of embeddings, LoRAs and ControlNets with files that cannot be used: a running server skips, lists and
-refuses them.
-"""
+"""Folders of embeddings, LoRAs and ControlNets with unusable files: a server skips, lists and refuses them."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
 
 
 def write_words(folder: Path) -> None:
-    """Two usable embeddings, and one file for each way in which a file cannot be used."""
+    """Write two usable embeddings, and one file for each way in which a file can be unusable."""
     vectors = torch.randn((2, 64), generator=torch.Generator().manual_seed(1))
     (folder / "deep").mkdir(parents=True)
     for name in ("sloth", "deep/toy", "deep/sloth"):
@@ -47,7 +45,7 @@ def write_words(folder: Path) -> None:
 
 
 def write_loras(folder: Path, model: Any, other: Any) -> None:
-    """Usable LoRAs in subfolders, of several trainers; one for another model, and files that no model can use."""
+    """Write usable LoRAs of several trainers into subfolders, one LoRA of another model, and unusable files."""
     tensors = lora_tensors(model, (*ATTENTION, *TEXT), 0, 4)
     saved: dict[str, Tensors] = {
         "style/ink": tensors,
@@ -98,7 +96,7 @@ def write_loras(folder: Path, model: Any, other: Any) -> None:
 
 
 def comfy_names(tensors: Tensors, unet: Any) -> Tensors:
-    """``tensors``, named as diffusers does, as ComfyUI names them."""
+    """Return ``tensors`` with their names converted from diffusers' to ComfyUI's."""
     original = {tensor.data_ptr(): key for key, tensor in unet_tensors(unet)}
     weights = {name: original[tensor.data_ptr()] for name, tensor in unet.state_dict().items() if tensor.ndim > 1}
     renamed = {}
@@ -114,21 +112,21 @@ def comfy_names(tensors: Tensors, unet: Any) -> Tensors:
 
 
 def scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a LoRA whose text encoder scale 0.8 and UNet scale 0.5 are part of it."""
+    """Return a LoRA tensor with the scales 0.8 (text encoder) and 0.5 (UNet) multiplied in."""
     if "lora_A" in name:
         return tensor.clone()
     return tensor * (0.5 if name.startswith("unet.") else 0.8)
 
 
 def with_metadata(content: bytes, metadata: dict[str, Any]) -> bytes:
-    """A safetensors file with metadata that its library does not write."""
+    """Return a safetensors file with metadata that its library would not write."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8:end]) | {"__metadata__": metadata}).encode()
     return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def write_controls(folder: Path, unet: Any) -> None:
-    """A usable ControlNet in a subfolder, and directories and files that no model can use."""
+    """Write a usable ControlNet into a subfolder, and directories and files that no model can use."""
     good = save_controlnet(unet, folder / "sd15" / "edges", 1)
     weights = "diffusion_pytorch_model.safetensors"
     for name in ("cut", "pointer", "pickled", "union", "missing"):
@@ -187,7 +185,7 @@ SKIPPED_WORDS = {
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``words``, ``loras`` and ``controls``."""
+    """Return a folder with ``words``, ``loras`` and ``controls``."""
     root = tmp_path_factory.mktemp("folders")
     model, other = (load_model(tiny_model(kind), dtype="float32", device="cpu") for kind in ("sd15", "sdxl"))
     write_words(root / "words")
@@ -200,7 +198,7 @@ def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 def server(
     folders: Path, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server that reads the folders."""
+    """Run a server that reads the folders."""
     names = {"embeddings_dir": "words", "lora_dir": "loras", "controlnet_dir": "controls"}
     lines = [f"{setting} = {json.dumps(str(folders / name))}" for setting, name in names.items()]
     config = "\n".join(["[model]", 'dtype = "float32"', *lines, "[engine]", "max_rows = 4\n"])
@@ -319,7 +317,7 @@ def test_lora_takes_a_scale_for_the_text_encoder_and_one_for_the_unet(server: Ru
 
 
 @pytest.mark.slow
-def test_lora_named_by_comfyui_paints_as_named_by_diffusers(server: RunningServer) -> None:
+def test_lora_named_by_comfyui_generates_as_named_by_diffusers(server: RunningServer) -> None:
     assert pixels(paint(server, "a fox <lora:comfy>")) == pixels(paint(server, "a fox <lora:ink>"))
 
 

@@ -1,4 +1,4 @@
-"""The books of what waits: who is let in, who has to come back, and when. A clock that is set by hand."""
+"""Admission control with a simulated clock: accepted requests, refusals and Retry-After."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.desk import INFO
 
 
 class Door:
-    """A backlog whose engine does ``rows_per_s``."""
+    """A backlog whose engine completes ``rows_per_s``."""
 
     def __init__(self, max_waiting: int = 256, max_backlog_s: float = 60.0) -> None:
         self.now_s = 100.0
@@ -32,7 +32,7 @@ class Door:
         return self.stack.enter_context(self.backlog.entered(client, cost, num_parts))
 
     def learn(self, rows_per_s: float = 10.0) -> None:
-        """A picture of ten seconds is painted."""
+        """Record a finished image of ten seconds."""
         with self.backlog.entered("teacher", 10.0 * rows_per_s) as ticket:
             for step in range(1, 11):
                 self.now_s += 1.0
@@ -45,7 +45,7 @@ class Door:
         return refused.value
 
 
-def test_one_alone_may_fill_the_places_but_for_some_that_are_left_for_others() -> None:
+def test_one_client_may_fill_the_queue_except_for_a_reserve() -> None:
     door = Door(max_waiting=64)
     for _ in range(56):
         door.enter("a")
@@ -62,14 +62,14 @@ def test_one_alone_may_fill_the_places_but_for_some_that_are_left_for_others() -
 
 
 @pytest.mark.parametrize("max_waiting", [1, 2, 3])
-def test_few_places_can_all_be_taken_by_one(max_waiting: int) -> None:
+def test_one_client_may_fill_a_short_queue(max_waiting: int) -> None:
     door = Door(max_waiting=max_waiting)
     for _ in range(max_waiting):
         door.enter()
     door.refusal()
 
 
-def test_a_request_that_has_begun_waits_no_more() -> None:
+def test_a_started_request_is_no_longer_queued() -> None:
     door = Door(max_waiting=1)
     ticket = door.enter()
     door.refusal()
@@ -77,7 +77,7 @@ def test_a_request_that_has_begun_waits_no_more() -> None:
     door.enter()
 
 
-def test_the_age_of_the_queue_is_how_long_the_first_of_those_waits_for_whom_nothing_was_done() -> None:
+def test_queue_age_is_the_wait_of_the_oldest_request_without_progress() -> None:
     door = Door()
     assert door.backlog.age_s == 0.0
     first = door.enter("a")
@@ -96,15 +96,15 @@ def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
     door.learn(rows_per_s=10.0)
     assert door.backlog.cost_limit == pytest.approx(600.0)
     door.enter("a", cost=599.0)
-    door.enter("a", cost=1e6)  # let in whole, however large, and keeps no small one out
+    door.enter("a", cost=1e6)  # accepted at any size, and blocks no small request
     door.enter("a", cost=2.0)
-    said = door.refusal("a")
-    assert "at most 60 s may wait" in said.message
+    error = door.refusal("a")
+    assert "at most 60 s may wait" in error.message
     for _ in range(6):
         door.enter("b", cost=50.0)
 
 
-def test_a_flood_of_work_by_some_keeps_nobody_else_out() -> None:
+def test_heavy_clients_do_not_block_other_clients() -> None:
     door = Door(max_backlog_s=60.0)
     door.learn(rows_per_s=10.0)
     for name in "abcdefgh":
@@ -114,7 +114,7 @@ def test_a_flood_of_work_by_some_keeps_nobody_else_out() -> None:
     door.enter("z", cost=50.0)
 
 
-def test_time_is_reckoned_in_fair_shares() -> None:
+def test_wait_times_assume_fair_shares() -> None:
     door = Door(max_backlog_s=60.0)
     door.learn(rows_per_s=10.0)
     door.enter("a", cost=500.0)
@@ -128,7 +128,7 @@ def test_time_is_reckoned_in_fair_shares() -> None:
     assert door.backlog.wait_s("c") == 0.0
 
 
-def test_work_that_was_done_makes_room() -> None:
+def test_finished_work_frees_capacity() -> None:
     door = Door(max_backlog_s=60.0)
     door.learn(rows_per_s=10.0)
     door.enter(cost=1e6)
@@ -145,14 +145,14 @@ def test_work_that_was_done_makes_room() -> None:
 
 
 @pytest.mark.parametrize("end", [Cancelled(request_id="img"), EngineUnavailable("the engine is lost.")])
-def test_what_will_never_be_done_is_no_backlog_though_its_answer_is_still_being_written(end: object) -> None:
+def test_cancelled_work_leaves_the_backlog_before_its_answer_is_complete(end: object) -> None:
     door = Door(max_waiting=1)
     door.learn()
     door.enter(cost=1e6, num_parts=10).watch(end)
     door.backlog.check("a")
 
 
-def test_an_answer_that_is_read_slowly_does_not_count_as_time_of_work() -> None:
+def test_a_slowly_read_answer_does_not_count_as_work_time() -> None:
     door = Door()
     door.learn(rows_per_s=10.0)
     door.enter(cost=10.0).watch(Finished(request_id="img", num_painted=1, num_failed=0))
@@ -160,7 +160,7 @@ def test_an_answer_that_is_read_slowly_does_not_count_as_time_of_work() -> None:
     assert door.backlog.pace.per_s == pytest.approx(10.0)
 
 
-def test_two_engines_do_twice_as_much_and_one_that_is_left_half_of_it() -> None:
+def test_two_engines_double_the_throughput_and_losing_one_halves_it() -> None:
     door = Door(max_waiting=8)
     door.num_engines = 2
     door.learn(rows_per_s=10.0)
@@ -181,21 +181,21 @@ def test_two_engines_do_twice_as_much_and_one_that_is_left_half_of_it() -> None:
     assert door.backlog.wait_s("a") == pytest.approx(40.0)
 
 
-def test_retry_after_is_the_time_of_the_backlog_and_not_the_same_for_all() -> None:
+def test_retry_after_is_the_backlog_time_with_jitter() -> None:
     door = Door(max_backlog_s=20.0)
     door.learn(rows_per_s=10.0)
     door.enter("a", cost=300.0)
     door.enter("a", cost=300.0)
-    told = [int(reply_to(door.refusal("a")).headers["Retry-After"]) for _ in range(300)]
-    assert min(told) >= 24
-    assert max(told) <= 36
-    assert len(set(told)) >= 8
-    assert sum(told) / 300 == pytest.approx(30.5, abs=1.5)
+    delays_s = [int(reply_to(door.refusal("a")).headers["Retry-After"]) for _ in range(300)]
+    assert min(delays_s) >= 24
+    assert max(delays_s) <= 36
+    assert len(set(delays_s)) >= 8
+    assert sum(delays_s) / 300 == pytest.approx(30.5, abs=1.5)
     door.enter("b", cost=1e9)
     door.enter("b", cost=1e9)
-    told = [int(reply_to(door.refusal("b")).headers["Retry-After"]) for _ in range(300)]
-    assert 1 <= min(told) <= max(told) <= 60
-    assert len(set(told)) >= 8, "the longest wait is jittered, too"
+    delays_s = [int(reply_to(door.refusal("b")).headers["Retry-After"]) for _ in range(300)]
+    assert 1 <= min(delays_s) <= max(delays_s) <= 60
+    assert len(set(delays_s)) >= 8, "the longest wait is jittered, too"
 
 
 def test_refusals_are_counted() -> None:
@@ -236,7 +236,7 @@ def test_texts_are_counted_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("is_whole", "num_read"), [(True, 1), (False, 3)])
-def test_steps_are_counted_though_nobody_reads_them_who_waits_for_the_whole(is_whole: bool, num_read: int) -> None:
+def test_steps_are_counted_without_a_stream_reader(is_whole: bool, num_read: int) -> None:
     door = Door()
     ticket, request = door.enter(cost=100.0), GenerationRequest(prompt="a red fox", request_id="img")
 

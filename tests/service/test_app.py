@@ -1,4 +1,4 @@
-"""The application without an engine and without a socket: what it describes, and what it tells to whom."""
+"""The application without an engine or a socket: its OpenAPI document and its access rules."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def references(node: Any) -> Iterator[str]:
             yield from references(value)
 
 
-def test_the_description_holds_every_address_and_everything_it_refers_to() -> None:
+def test_openapi_has_every_path_and_every_referenced_schema() -> None:
     described = ask("GET", "/openapi.json").json()
     assert set(POSTS) <= set(described["paths"])
     assert "/v1/images/generations/{request_id}/cancel" in described["paths"]
-    found = set(references(described))
-    assert found >= {f"#/components/schemas/{name}" for name in ("Message", "StreamOptions", "RewriterChoice")}
-    assert {name.rpartition("/")[2] for name in found} <= set(described["components"]["schemas"])
+    paths = set(references(described))
+    assert paths >= {f"#/components/schemas/{name}" for name in ("Message", "StreamOptions", "RewriterChoice")}
+    assert {name.rpartition("/")[2] for name in paths} <= set(described["components"]["schemas"])
     stored = described["paths"]["/v1/responses/{response_id}"]
     assert set(stored) == {"get", "delete"}
     assert all({"200", "401", "404"} <= set(method["responses"]) for method in stored.values())
@@ -69,7 +69,7 @@ def test_the_description_holds_every_address_and_everything_it_refers_to() -> No
     assert all(body["schema"]["required"] in (["prompt"], ["messages"], ["input"]) for body in bodies)
 
 
-def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path) -> None:
+def test_openapi_operation_ids_are_unique(tmp_path: Path) -> None:
     async def describe() -> Any:
         config, pictures = load_settings(env={}), ImageStore(tmp_path / "pictures", max_bytes=1)
         return create_app(EngineClient(config), config.serve, Gate(), pictures=pictures).openapi()["paths"]
@@ -82,7 +82,7 @@ def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path)
     assert set(paths["/v1/images/files/{name}"]) == {"get"}
 
 
-def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path) -> None:
+def test_openapi_lists_every_route_with_its_statuses(tmp_path: Path) -> None:
     async def described() -> tuple[set[tuple[str, str]], Any]:
         config = load_settings(env={"DIFFSERVE_SERVE_DEBUG": "true"})
         pictures, ring = ImageStore(tmp_path / "pictures", max_bytes=1), KeyRing(Database(tmp_path))
@@ -92,30 +92,30 @@ def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path
             (route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}
         }, app.openapi()
 
-    routes, whole = asyncio.run(described())
-    paths = whole["paths"]
+    routes, document = asyncio.run(described())
+    paths = document["paths"]
     assert len(routes) > 70
     for path, method in routes - {("/openapi.json", "GET")}:
-        named = path.rstrip("/").replace(":path}", "}")
-        operation = (paths.get(named) or paths[f"/v1{named}"])[method.lower()]
+        address = path.rstrip("/").replace(":path}", "}")
+        operation = (paths.get(address) or paths[f"/v1{address}"])[method.lower()]
         statuses = set(map(int, operation["responses"]))
         assert {400, 403, 413, 415, 500} <= statuses, path
-        assert (401 in statuses) == (named not in OPEN or (named, method) == ("/login", "POST")), path
+        assert (401 in statuses) == (address not in OPEN or (address, method) == ("/login", "POST")), path
         assert method != "POST" or {408, 429} <= statuses, path
-        assert "requestBody" not in operation or named == "/login" or {404, 499, 503, 504, 507} <= statuses, path
-        has_key = any(one["name"] == "Idempotency-Key" for one in operation.get("parameters", ()))
+        assert "requestBody" not in operation or address == "/login" or {404, 499, 503, 504, 507} <= statuses, path
+        has_key = any(parameter["name"] == "Idempotency-Key" for parameter in operation.get("parameters", ()))
         assert (422 in statuses) == has_key, "nothing else here answers so"
-        assert all(one["description"] for one in operation["responses"].values()), path
+        assert all(response["description"] for response in operation["responses"].values()), path
         assert operation["summary"], path
     progress = paths["/sdapi/v1/progress"]["get"]
-    assert [one["name"] for one in progress["parameters"]] == ["skip_current_image"]
+    assert [parameter["name"] for parameter in progress["parameters"]] == ["skip_current_image"]
     painted = paths["/v1/images/generations"]["post"]["responses"]["200"]["content"]
     assert set(painted) == {"application/json", "text/event-stream"}
     assert set(paths["/v1/responses/{response_id}"]["get"]["responses"]["200"]["content"]) == set(painted)
-    assert set(whole["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
 
 
-def test_the_page_of_the_description_tells_all_of_it_and_fetches_nothing() -> None:
+def test_api_docs_page_is_complete_and_loads_nothing_external() -> None:
     answer = ask("GET", "/docs")
     assert answer.status_code == 200
     assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
@@ -127,43 +127,43 @@ def test_the_page_of_the_description_tells_all_of_it_and_fetches_nothing() -> No
     assert not re.search("<b>1|<i>", render(hostile))
 
 
-def test_the_description_names_what_stands_in_an_address() -> None:
+def test_openapi_documents_path_parameters() -> None:
     for path, methods in ask("GET", "/openapi.json").json()["paths"].items():
         for method in methods.values():
-            described = {one["name"] for one in method.get("parameters", []) if one["in"] == "path"}
+            described = {parameter["name"] for parameter in method.get("parameters", []) if parameter["in"] == "path"}
             assert described == set(re.findall(r"{(\w+)", path)), path
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_while_the_models_load_everybody_is_asked_to_come_back(path: str) -> None:
+def test_requests_get_retry_after_while_the_models_load(path: str) -> None:
     answer = ask("POST", path, json={"prompt": "a", "messages": [{"role": "user", "content": "a"}]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     assert answer.headers["retry-after"]
 
 
 @pytest.mark.parametrize(("peer", "status"), [("127.0.0.1", 503), ("::1", 503), ("192.168.1.5", 403), ("8.8.8.8", 403)])
-def test_only_the_servers_own_machine_may_list_request_ids(peer: str, status: int) -> None:
+def test_only_loopback_clients_may_list_request_ids(peer: str, status: int) -> None:
     assert ask("GET", "/debug/trace", peer=peer, env={"DIFFSERVE_SERVE_DEBUG": "true"}).status_code == status
 
 
-def test_the_engines_inside_is_told_to_nobody_who_did_not_ask_for_it_at_start() -> None:
+def test_engine_internals_are_served_only_with_the_debug_option() -> None:
     answer = ask("GET", "/debug/trace")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
     assert "/debug/trace" not in ask("GET", "/openapi.json").json()["paths"]
 
 
 @pytest.mark.parametrize("path", ["/v1%2Fmodels", "/v1/images%2fgenerations", "/livez%00", "/v1%5cmodels"])
-def test_a_slash_in_disguise_is_refused(path: str) -> None:
+def test_an_encoded_slash_is_refused(path: str) -> None:
     answer = ask("GET", path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "encoded_slash")
 
 
-def test_a_name_of_a_model_may_hold_a_slash() -> None:
+def test_a_model_name_may_contain_a_slash() -> None:
     assert ask("GET", "/v1/models/org%2Fname").status_code == 503
 
 
 @pytest.mark.parametrize(
-    ("bound", "allowed", "named", "status"),
+    ("bound", "allowed", "host", "status"),
     [
         ("127.0.0.1", "", "evil.test", 403),
         ("127.0.0.1", "", "192.168.1.5", 403),
@@ -180,21 +180,25 @@ def test_a_name_of_a_model_may_hold_a_slash() -> None:
         ("paint.test", "", "paint.test", 200),
     ],
 )
-def test_the_server_answers_to_its_own_names_alone(bound: str, allowed: str, named: str, status: int) -> None:
+def test_only_allowed_host_names_are_served(bound: str, allowed: str, host: str, status: int) -> None:
     env = {"DIFFSERVE_SERVE_HOST": bound, "DIFFSERVE_SERVE_ALLOWED_HOSTS": allowed}
-    answer = ask("GET", "/livez", env=env, headers={"Host": named})
+    answer = ask("GET", "/livez", env=env, headers={"Host": host})
     assert answer.status_code == status
     assert status == 200 or "allowed_hosts" in answer.json()["error"]["message"]
 
 
-def test_no_answer_waits_for_its_own_head_to_be_acknowledged() -> None:
+def test_answers_do_not_wait_for_an_acknowledged_head() -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_PORT": "0"}).serve
-    with bind(config) as listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as one:
-        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        bind(config) as listener,
+        socket.create_connection(listener.getsockname()[:2]),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "paint.test"])
-def test_other_machines_are_let_in_only_where_somebody_said_so(host: str) -> None:
+def test_other_machines_are_served_only_if_configured(host: str) -> None:
     with pytest.raises(ConfigError, match="--allow-open"):
         check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host}).serve, None)
     check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host, "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}).serve, None)

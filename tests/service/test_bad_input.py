@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is OpenAI's error object and names the value, and the server lives on."""
+"""Invalid requests get OpenAI's error object with the value, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
 @pytest.fixture(scope="module", autouse=True)
 def log_start(shared_server: RunningServer) -> int:
-    """Where the log was when the first of these tests began."""
+    """Return the offset in the log at which the first of these tests began."""
     return shared_server.errors.stat().st_size
 
 
@@ -44,7 +44,7 @@ def post(server: RunningServer, content: bytes, headers: dict[str, str] | None =
 
 
 def raw_exchange(server: RunningServer, data: bytes, *, patience_s: float = 20.0) -> bytes:
-    """Send ``data`` as it is and read until the server closes."""
+    """Send ``data`` unchanged and read until the server closes the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience_s) as connection:
         connection.sendall(data)
@@ -86,7 +86,7 @@ def raw_exchange(server: RunningServer, data: bytes, *, patience_s: float = 20.0
         *("twice", "twice-in-disguise", "twice-deeper"),
     ],
 )
-def test_what_is_no_json_is_refused(server: RunningServer, content: bytes, code: str) -> None:
+def test_invalid_json_is_refused(server: RunningServer, content: bytes, code: str) -> None:
     response = post(server, content)
     assert response.status_code == 400
     assert error_of(response)["code"] == code
@@ -150,8 +150,8 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("control-alone", {"controlnets": {}}, "controlnets", "invalid_value", "list"),
     ("control-bare", {"controlnets": [{"name": "a"}]}, "controlnets[0].image", "missing_required_parameter", "missing"),
     *(
-        (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **more}]}, param, code, said)
-        for place, (more, param, code, said) in enumerate(BAD_CONTROLS)
+        (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **fields}]}, param, code, message)
+        for place, (fields, param, code, message) in enumerate(BAD_CONTROLS)
     ),
     (
         "control-size",
@@ -205,7 +205,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "code", "words"), [case[1:] for case in WRONG_VALUES], ids=[case[0] for case in WRONG_VALUES]
 )
-def test_a_wrong_value_is_named(
+def test_an_invalid_value_is_reported(
     server: RunningServer, fields: dict[str, Any], param: str | None, code: str, words: str
 ) -> None:
     body = {"prompt": "a red fox", "num_inference_steps": 1} | fields
@@ -220,7 +220,7 @@ def test_a_wrong_value_is_named(
 @pytest.mark.parametrize(
     "model", ["nope", "../../etc/passwd", "file:///etc/passwd", "org/repo", "https://x.test/y", ""]
 )
-def test_an_unknown_model_is_not_found(server: RunningServer, model: str) -> None:
+def test_an_unknown_model_is_a_404(server: RunningServer, model: str) -> None:
     response = server.paint(model=model)
     assert response.status_code == 404
     assert error_of(response)["code"] == "model_not_found"
@@ -243,7 +243,7 @@ def test_an_unknown_model_is_not_found(server: RunningServer, model: str) -> Non
         ({**JSON, "Host": "127.0.0.1:99999"}, 403, "host_not_allowed"),
     ],
 )
-def test_a_request_from_elsewhere_or_of_another_type_is_refused(
+def test_a_foreign_origin_or_another_content_type_is_refused(
     server: RunningServer, headers: dict[str, str], status: int, code: str
 ) -> None:
     response = post(server, b'{"prompt": "a red fox"}', headers)
@@ -253,7 +253,7 @@ def test_a_request_from_elsewhere_or_of_another_type_is_refused(
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:5173", "http://127.0.0.1:8000", "http://[::1]:3000"])
-def test_a_page_of_this_machine_may_ask(server: RunningServer, origin: str) -> None:
+def test_a_page_on_this_machine_may_send_requests(server: RunningServer, origin: str) -> None:
     preflight = server.client.options(
         GENERATIONS, headers={"Origin": origin, "Access-Control-Request-Headers": "content-type"}
     )
@@ -265,7 +265,7 @@ def test_a_page_of_this_machine_may_ask(server: RunningServer, origin: str) -> N
     assert answer.headers["access-control-allow-origin"] == origin
 
 
-def test_options_without_an_origin_is_answered_and_with_a_foreign_one_refused(server: RunningServer) -> None:
+def test_options_requests_are_refused_only_for_foreign_origins(server: RunningServer) -> None:
     assert server.client.options(GENERATIONS).status_code == 204
     assert server.client.options(GENERATIONS, headers={"Origin": "https://evil.test"}).status_code == 403
 
@@ -288,7 +288,7 @@ def test_options_without_an_origin_is_answered_and_with_a_foreign_one_refused(se
         ("POST", "/v1/models", 405, "method_not_allowed"),
     ],
 )
-def test_other_addresses_and_methods_are_refused(
+def test_other_paths_and_methods_are_refused(
     server: RunningServer, method: str, path: str, status: int, code: str
 ) -> None:
     response = server.client.request(method, path)
@@ -297,7 +297,7 @@ def test_other_addresses_and_methods_are_refused(
     assert ("allow" in response.headers) is (status == 405)
 
 
-def test_a_head_request_of_a_post_address_is_405(server: RunningServer) -> None:
+def test_a_head_request_to_a_post_path_is_405(server: RunningServer) -> None:
     response = server.client.head(GENERATIONS)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
@@ -309,7 +309,7 @@ def test_a_long_body_is_refused_before_it_is_sent(server: RunningServer) -> None
     assert b'"code":"body_too_large"' in answer
 
 
-def test_a_long_body_of_unknown_length_is_refused_on_the_way(server: RunningServer) -> None:
+def test_a_long_body_of_unknown_length_is_refused_while_it_arrives(server: RunningServer) -> None:
     chunk = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n"
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
@@ -318,7 +318,7 @@ def test_a_long_body_of_unknown_length_is_refused_on_the_way(server: RunningServ
             for _ in range(MAX_BODY_BYTES // (1 << 20) + 1):
                 connection.sendall(chunk)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it hung up on us, as it may
+            pass  # the server may close the connection
         answer = connection.recv(4096)
     assert answer.startswith(b"HTTP/1.1 413 ")
 
@@ -328,13 +328,13 @@ def test_a_long_body_within_the_limit_is_read(server: RunningServer) -> None:
     assert post(server, json.dumps(body).encode()).status_code == 200
 
 
-def test_where_no_picture_is_sent_a_megabyte_is_all_that_is_read(server: RunningServer) -> None:
+def test_paths_without_images_accept_at_most_a_megabyte(server: RunningServer) -> None:
     body = {"prompt": "a red fox", "steps": 1, "foo": "x" * TEXT_BODY_BYTES}
     response = post(server, json.dumps(body).encode())
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
 
 
-def test_a_million_unknown_keys_stall_nobody(server: RunningServer) -> None:
+def test_a_million_unknown_keys_do_not_stall_the_server(server: RunningServer) -> None:
     many = b'{"prompt": "a red fox", ' + b", ".join(b'"k%d": 1' % number for number in range(1_600_000)) + b"}"
     assert post(server, many).status_code == 413
     fewer = many[: TEXT_BODY_BYTES - 20] + b'": 1}'
@@ -352,17 +352,17 @@ def test_a_million_unknown_keys_stall_nobody(server: RunningServer) -> None:
     ],
     ids=["no-http", "megabyte-header", "negative-length", "tls"],
 )
-def test_what_is_no_http_gets_an_error_object(server: RunningServer, data: bytes) -> None:
+def test_invalid_http_gets_an_error_object(server: RunningServer, data: bytes) -> None:
     try:
         answer = raw_exchange(server, data)
     except (ConnectionResetError, BrokenPipeError):
-        return  # closed before all of it was taken: also an answer
+        return  # closing the connection before the end is a valid answer
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "bad_http"
 
 
-def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(server: RunningServer) -> None:
+def test_a_disconnect_within_the_body_leaves_no_trace(server: RunningServer) -> None:
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"prompt": '.encode())
@@ -370,7 +370,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(server
     assert server.num_requests() == 0
 
 
-def test_after_all_this_a_picture_is_what_it_always_was(server: RunningServer) -> None:
+def test_images_are_unchanged_after_all_invalid_requests(server: RunningServer) -> None:
     first = files_of(server.paint(seed=123))
     post(server, b"{")
     server.paint(sampler="warp")

@@ -1,6 +1,4 @@
-"""Whatever is asked of the language model, the answer is OpenAI's error object and names the value, and the engine
-lives on.
-"""
+"""Invalid requests to the language model get OpenAI's error object, and the engine keeps running."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ GOOD: dict[str, dict[str, Any]] = {
 JSON_SCHEMA = "response_format.json_schema.schema"
 
 
-def held(schema: Any) -> dict[str, Any]:
-    """A format with ``schema``."""
+def schema_body(schema: Any) -> dict[str, Any]:
+    """Return a response format with ``schema``."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
 
 
 def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The error for a good body with ``fields`` changed; ... takes one out."""
+    """Return the error for a valid body with ``fields`` changed; ``...`` removes a field."""
     body = {name: value for name, value in (GOOD[path] | fields).items() if value is not ...}
     response = server.client.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code == 400, response.text[:300]
@@ -78,19 +76,19 @@ def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[st
         ({"logit_bias": {str(2**40): 1}}, "logit_bias", "invalid_value", str(2**40)),
         ({"logit_bias": {"99999999": 1}}, "logit_bias", "invalid_value", "has tokens from 0 to"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", "whole number from 0 on"),
-        ({"logit_bias": {str(one): 1 for one in range(1025)}}, "logit_bias", "array_above_max_length", "1025"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "array_above_max_length", "1025"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value", '"yaml"'),
         ({"response_format": {"type": "json_schema"}}, f"{JSON_SCHEMA[:-7]}", "missing_required_parameter", "name"),
-        (held({"type": "objekt"}), JSON_SCHEMA, "invalid_json_schema", "objekt"),
-        (held({"items": {"not": {}}}), f"{JSON_SCHEMA}.items", "invalid_json_schema", "not"),
-        (held({"const": float("nan")}), JSON_SCHEMA, "invalid_value", "finite"),
-        (held([]), JSON_SCHEMA, "invalid_value", "[]"),
-        (held({"a": "x" * 70_000}), JSON_SCHEMA, "string_above_max_length", "65536"),
+        (schema_body({"type": "objekt"}), JSON_SCHEMA, "invalid_json_schema", "objekt"),
+        (schema_body({"items": {"not": {}}}), f"{JSON_SCHEMA}.items", "invalid_json_schema", "not"),
+        (schema_body({"const": float("nan")}), JSON_SCHEMA, "invalid_value", "finite"),
+        (schema_body([]), JSON_SCHEMA, "invalid_value", "[]"),
+        (schema_body({"a": "x" * 70_000}), JSON_SCHEMA, "string_above_max_length", "65536"),
         ({"guided_json": {}, "structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter", "sch"),
         ({"guided_regex": ".*"}, "guided_regex", "unsupported_parameter", "json_schema"),
     ],
 )
-def test_a_wrong_value_is_named(
+def test_an_invalid_value_is_reported(
     text_server: RunningServer, path: str, fields: dict[str, Any], param: str, code: str, words: str
 ) -> None:
     error = refused(text_server, path, fields)
@@ -129,7 +127,7 @@ def test_a_wrong_value_is_named(
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "invalid_value"),
     ],
 )
-def test_a_wrong_conversation_is_named(
+def test_an_invalid_conversation_is_reported(
     text_server: RunningServer, fields: dict[str, Any], param: str, code: str
 ) -> None:
     error = refused(text_server, CHAT, fields)
@@ -156,7 +154,9 @@ def test_a_wrong_conversation_is_named(
         ({"suffix": "b"}, "suffix", "unsupported_parameter"),
     ],
 )
-def test_a_wrong_prompt_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_prompt_is_reported(
+    text_server: RunningServer, fields: dict[str, Any], param: str, code: str
+) -> None:
     error = refused(text_server, COMPLETIONS, fields)
     assert (error["param"], error["code"]) == (param, code)
 
@@ -177,7 +177,7 @@ def test_a_wrong_prompt_is_named(text_server: RunningServer, fields: dict[str, A
         ({"force": 1}, "force", "invalid_value"),
     ],
 )
-def test_a_wrong_wish_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_wish_is_reported(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
     error = refused(text_server, REWRITE, fields)
     assert (error["param"], error["code"]) == (param, code)
 
@@ -192,7 +192,7 @@ def test_a_wrong_wish_is_named(text_server: RunningServer, fields: dict[str, Any
         ({"sytem": "x"}, "prompt_rewriter.sytem"),
     ],
 )
-def test_a_wrong_choice_of_rewriter_is_named(text_server: RunningServer, choice: object, param: str) -> None:
+def test_an_invalid_rewriter_option_is_reported(text_server: RunningServer, choice: object, param: str) -> None:
     response = text_server.paint(prompt_rewriter=choice)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
@@ -208,39 +208,39 @@ def test_a_million_messages_are_refused(text_server: RunningServer) -> None:
     assert (error["code"], "4900" in error["message"]) == ("array_above_max_length", True)
 
 
-def test_a_list_that_is_wrong_in_every_entry_stalls_nobody(text_server: RunningServer) -> None:
+def test_a_list_with_only_invalid_entries_does_not_stall_the_server(text_server: RunningServer) -> None:
     stalls = text_server.num_stalls()
     for name, entry in (("modalities", b"1,"), ("modalities", b'"",'), ("stop", b'"",'), ("stop_token_ids", b'"",')):
-        said = b'{"messages":[{"role":"user","content":"a"}],"%s":[' % name.encode()
-        body = said + entry * 120_000 + entry[:-1] + b"]}"
+        raw_body = b'{"messages":[{"role":"user","content":"a"}],"%s":[' % name.encode()
+        body = raw_body + entry * 120_000 + entry[:-1] + b"]}"
         assert text_server.client.post(CHAT, content=body, headers=JSON).status_code == 400
     assert text_server.num_stalls() == stalls
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, REWRITE])
 @pytest.mark.parametrize("name", ["nope", "../../etc/passwd", "sd15", "dall-e-3", ""])
-def test_an_unknown_language_model_is_not_found(text_server: RunningServer, path: str, name: str) -> None:
+def test_an_unknown_language_model_is_a_404(text_server: RunningServer, path: str, name: str) -> None:
     response = text_server.client.post(path, json={**GOOD[path], "model": name})
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert "talker" in error["message"]
 
 
-def test_the_language_model_paints_nothing(text_server: RunningServer) -> None:
+def test_the_language_model_generates_no_images(text_server: RunningServer) -> None:
     response = text_server.paint(model="talker")
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
     assert "writes texts" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, REWRITE])
-def test_without_a_language_model_it_is_said_how_to_get_one(server: RunningServer, path: str) -> None:
+def test_without_a_language_model_the_error_names_the_option(server: RunningServer, path: str) -> None:
     response = server.client.post(path, json=GOOD[path])
     error = error_of(response)
     assert (response.status_code, error["code"]) == (404, "model_not_found")
     assert "[text] model" in error["message"]
 
 
-def test_openais_client_reads_our_errors(text_client: OpenAI) -> None:
+def test_openai_client_parses_the_errors(text_client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         text_client.chat.completions.create(model="talker", messages=says("a" * 3000), stream=True)
     assert caught.value.code == "context_length_exceeded"
@@ -249,7 +249,7 @@ def test_openais_client_reads_our_errors(text_client: OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-def test_after_all_this_the_log_holds_no_mistake_of_ours_and_no_prompt(text_server: RunningServer) -> None:
+def test_the_log_has_no_server_error_and_no_prompt_afterwards(text_server: RunningServer) -> None:
     text_server.client.post(CHAT, json={"messages": says("a very secret wish")})
     text_server.client.post(REWRITE, json={"prompt": "a very secret wish"})
     lines = text_server.errors.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Base64 images in every JSON field that takes one, in the spellings that clients and tools produce."""
+"""Base64 images in every JSON field that accepts one, in the spellings that clients and tools produce."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.service.test_filtered_texts import Leaf, leaves
 
 FILES = [encode_image(Picture.from_array(picture(128, 64)), infotext="a fox\nSteps: 1, Sampler: Euler, Seed: 1" + end)
          for end in ("", " ", "  ")]  # fmt: skip
-FILE = next(file for file in FILES if len(file) % 3)  # so that its base64 ends in padding
+FILE = next(file for file in FILES if len(file) % 3)  # its base64 ends in padding
 PLAIN = base64.b64encode(FILE).decode()
 MASK = base64.b64encode(holed()).decode()
 PROMPT = {"prompt": "a red fox"}
@@ -120,30 +120,34 @@ def images_in(value: Any, place: str = "") -> Iterator[str]:
     if value in (PLAIN, MASK):
         yield place
     below = (
-        value.items() if isinstance(value, dict) else ((None, one) for one in value) if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else ((None, item) for item in value)
+        if isinstance(value, list)
+        else ()
     )
-    for name, one in below:
-        yield from images_in(one, ".".join(filter(None, (place, name))))
+    for name, item in below:
+        yield from images_in(item, ".".join(filter(None, (place, name))))
 
 
 @pytest.mark.slow
 def test_every_field_that_takes_an_image_is_among_those_tested(server: RunningServer) -> None:
     document = server.client.get("/openapi.json").json()
-    found = set()
+    places = set()
     for path, methods in document["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
         for leaf in leaves(content["schema"], document["components"]["schemas"]) if content else ():
             names = [part for part in leaf if isinstance(part, str)]
             if names and IMAGE_NAME.fullmatch(names[-1]):
-                found.add((path, dotted(leaf)))
+                places.add((path, dotted(leaf)))
     tested = {(path, place) for path, body in FIELDS.values() for place in images_in(body(PLAIN, MASK))}
-    assert len(found) > 15
-    assert found - tested == AS_ELSEWHERE
+    assert len(places) > 15
+    assert places - tested == AS_ELSEWHERE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_field_reads_every_spelling_of_base64_alike(server: RunningServer, field: str) -> None:
+def test_every_field_reads_every_base64_spelling_equally(server: RunningServer, field: str) -> None:
     path, body = FIELDS[field]
     expected = server.client.post(path, json=body(PLAIN, MASK))
     assert expected.status_code == 200 or "ControlNet 'x'" in expected.text
@@ -171,6 +175,6 @@ def test_decoded_bytes_do_not_depend_on_padding(num_bytes: int, num_pad: int) ->
     assert image_bytes(base64.b64encode(data).decode().rstrip("=") + "=" * num_pad, "image") == data
 
 
-def test_text_of_blanks_alone_is_an_empty_image() -> None:
+def test_blank_text_is_an_empty_image() -> None:
     with pytest.raises(InvalidRequest, match="the image is empty"):
         image_bytes(" \r\n\t", "image")

@@ -1,4 +1,4 @@
-"""What works on batches, with endpoints that answer at once: what is asked again, what is not, and what ends it all."""
+"""The batch runner with endpoints that answer at once: retries, final results and cancellation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Echo = Callable[[Request], Awaitable[Response]]
 
 
 class Works:
-    """A runner over a folder, with ``echo`` as its one endpoint."""
+    """A runner over a folder, with ``echo`` as its only endpoint."""
 
     def __init__(self, folder: Path, echo: Echo, *, age_s: float = 0.0) -> None:
         self.settings = load_settings(env={})
@@ -71,7 +71,7 @@ class Works:
 
         return asyncio.run(go())
 
-    def told(self, file: str) -> dict[str, Any]:
+    def output_of(self, file: str) -> dict[str, Any]:
         lines = [json.loads(line) for line in self.files.path(file).read_text().splitlines()]
         assert len({line["custom_id"] for line in lines}) == len(lines)
         return {line["custom_id"]: line for line in lines}
@@ -83,17 +83,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(batch_runner, name, 0.01)
 
 
-def test_lines_are_asked_again_where_there_was_no_room_or_no_engine(tmp_path: Path) -> None:
-    asked: list[int] = []
+def test_lines_are_retried_after_a_full_queue_or_a_lost_engine(tmp_path: Path) -> None:
+    calls: list[int] = []
     clients = set()
 
     async def echo(request: Request) -> Response:
         n = (await request.json())["n"]
-        asked.append(n)
+        calls.append(n)
         clients.add((request.state.client, request.state.key_id, request.state.priority))
-        if n == 1 and asked.count(1) < 3:
+        if n == 1 and calls.count(1) < 3:
             raise QueueFull("full", retry_after_s=0.01)
-        if n == 2 and asked.count(2) < 2:
+        if n == 2 and calls.count(2) < 2:
             raise EngineUnavailable("lost")
         if n == 3:
             raise EngineUnavailable("lost, by this very line")
@@ -104,15 +104,15 @@ def test_lines_are_asked_again_where_there_was_no_room_or_no_engine(tmp_path: Pa
     works = Works(tmp_path, echo)
     batch = works.run(works.begin(*range(6)))
     assert (batch.status, batch.num_completed, batch.num_failed) == ("completed", 4, 2)
-    assert [asked.count(n) for n in range(6)] == [1, 3, 2, 3, 1, 1]
-    output, errors = works.told(batch.output_file), works.told(batch.error_file)
+    assert [calls.count(n) for n in range(6)] == [1, 3, 2, 3, 1, 1]
+    output, errors = works.output_of(batch.output_file), works.output_of(batch.error_file)
     assert {int(name): line["response"]["body"]["n"] for name, line in output.items()} == {n: n for n in (0, 1, 2, 5)}
     assert {name: line["response"]["status_code"] for name, line in errors.items()} == {"3": 503, "4": 500}
     assert "secret" not in str(errors)
     assert clients == {(f"batch/{works.key.id}", works.key.id, "batch")}
 
 
-def test_a_full_disk_is_waited_for_and_torn_lines_are_done_anew(
+def test_a_full_disk_pauses_the_batch_and_torn_lines_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_full = 0
@@ -135,16 +135,16 @@ def test_a_full_disk_is_waited_for_and_torn_lines_are_done_anew(
     monkeypatch.setattr(works.batches, "_write", full)
     batch = works.run(works.begin(*range(4)))
     assert (batch.status, batch.num_completed, num_full) == ("completed", 4, 12)
-    assert set(works.told(batch.output_file)) == {"0", "1", "2", "3"}
+    assert set(works.output_of(batch.output_file)) == {"0", "1", "2", "3"}
 
 
-def test_it_stops_in_the_middle_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_batch_continues(tmp_path: Path) -> None:
     stuck = asyncio.Event()
-    asked: list[int] = []
+    calls: list[int] = []
 
     async def echo(request: Request) -> Response:
         n = (await request.json())["n"]
-        asked.append(n)
+        calls.append(n)
         if n >= 3:
             await stuck.wait()
         return JSONResponse({"n": n})
@@ -154,10 +154,10 @@ def test_it_stops_in_the_middle_and_goes_on(tmp_path: Path) -> None:
     works.run(name, until=lambda batch: batch.num_completed == 3)
     stuck.set()
     batch = works.run(name)
-    assert (batch.status, batch.num_completed, asked.count(0)) == ("completed", 6, 1)
+    assert (batch.status, batch.num_completed, calls.count(0)) == ("completed", 6, 1)
 
 
-def test_what_is_too_old_expires_and_a_revoked_key_paints_no_more(tmp_path: Path) -> None:
+def test_old_batches_expire_and_a_revoked_key_ends_its_batch(tmp_path: Path) -> None:
     async def never(request: Request) -> Response:
         await asyncio.Event().wait()
         raise AssertionError
@@ -165,7 +165,7 @@ def test_what_is_too_old_expires_and_a_revoked_key_paints_no_more(tmp_path: Path
     works = Works(tmp_path, never, age_s=WINDOW_S)
     batch = works.run(works.begin(1, 2))
     assert (batch.status, batch.num_failed) == ("expired", 2)
-    assert {line["error"]["code"] for line in works.told(batch.error_file).values()} == {"batch_expired"}
+    assert {line["error"]["code"] for line in works.output_of(batch.error_file).values()} == {"batch_expired"}
     works = Works(tmp_path / "other", never)
     name = works.begin(1)
     works.keys.add("another")
@@ -174,7 +174,7 @@ def test_what_is_too_old_expires_and_a_revoked_key_paints_no_more(tmp_path: Path
     assert (batch.status, batch.error) == ("failed", "invalid_key: its key is good no more.")
 
 
-def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_batch_frees_its_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "LINES_AT_ONCE", 2)
 
     async def echo(request: Request) -> Response:
@@ -190,7 +190,7 @@ def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: py
     cancelled = [works.begin(*range(first, first + 9)) for first in range(0, 50, 10)]
 
     def all_over(batch: Batch) -> bool:
-        return batch.is_over and all(one is not None and one.is_over for one in map(works.batches.get, cancelled))
+        return batch.is_over and all(batch is not None and batch.is_over for batch in map(works.batches.get, cancelled))
 
     batch = works.run(works.begin(100, 101, 102, 103), until=all_over)
     assert (batch.status, batch.num_completed) == ("completed", 4)
@@ -198,7 +198,7 @@ def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: py
     assert [end.status for end in ends if end is not None] == ["cancelled"] * 5
 
 
-def test_beside_another_server_of_the_folder_batches_wait_and_the_log_says_so(
+def test_batches_wait_and_log_while_another_server_uses_the_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def echo(request: Request) -> Response:
@@ -208,17 +208,17 @@ def test_beside_another_server_of_the_folder_batches_wait_and_the_log_says_so(
         return [record.message for record in caplog.records if "another server" in record.message]
 
     works = Works(tmp_path, echo)
-    seen: list[str] = []
+    events: list[str] = []
     with (works.files.folder.parent / "batches.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def goes_on(batch: Batch) -> bool:
-            seen.append(batch.status)
-            if warnings() and len(seen) > 20:
+            events.append(batch.status)
+            if warnings() and len(events) > 20:
                 fcntl.flock(other, fcntl.LOCK_UN)
             return batch.is_over
 
         batch = works.run(works.begin(1), until=goes_on)
     assert (batch.status, batch.num_completed) == ("completed", 1)
-    assert len(set(seen[:20])) == 1
+    assert len(set(events[:20])) == 1
     assert len(warnings()) == 1

@@ -1,4 +1,4 @@
-"""Files and batches: by OpenAI's own client, beside others, and through the death of the server."""
+"""Files and batches with the ``openai`` client, under concurrent requests and across server restarts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def line(name: str, url: str = GENERATIONS, **fields: Any) -> bytes:
 
 
 def send(client: OpenAI, *lines: bytes, end: bytes = b"\n") -> str:
-    made: str = client.files.create(file=("in.jsonl", end.join(lines)), purpose="batch").id
-    return made
+    file_id: str = client.files.create(file=("in.jsonl", end.join(lines)), purpose="batch").id
+    return file_id
 
 
 def begin(client: OpenAI, file: str, endpoint: Any = GENERATIONS) -> str:
@@ -50,45 +50,45 @@ def until_over(client: OpenAI, name: str) -> Any:
     return wait_for(look, OVER_S, "the batch")
 
 
-def told(client: OpenAI, file: str | None) -> dict[str, Any]:
+def lines_of(client: OpenAI, file: str | None) -> dict[str, Any]:
     if file is None:
         return {}
     read = [json.loads(line) for line in client.files.content(file).read().splitlines()]
-    by_name = {one["custom_id"]: one for one in read}
+    by_name = {line["custom_id"]: line for line in read}
     assert len(by_name) == len(read), "each line once"
     return by_name
 
 
-def test_openais_client_keeps_files(client: OpenAI, server: RunningServer) -> None:
-    made = [client.files.create(file=(f"../../{n}.jsonl", b"x" * n), purpose="user_data") for n in range(1, 4)]
-    assert (made[0].bytes, made[0].filename, made[0].status) == (1, "1.jsonl", "processed")
-    assert client.files.retrieve(made[0].id) == made[0]
-    assert client.files.content(made[2].id).read() == b"xxx"
-    listed = [one.id for one in client.files.list(limit=2, purpose="user_data")]
-    assert listed == [one.id for one in reversed(made)], "page after page, the newest first"
+def test_openai_client_manages_files(client: OpenAI, server: RunningServer) -> None:
+    files = [client.files.create(file=(f"../../{n}.jsonl", b"x" * n), purpose="user_data") for n in range(1, 4)]
+    assert (files[0].bytes, files[0].filename, files[0].status) == (1, "1.jsonl", "processed")
+    assert client.files.retrieve(files[0].id) == files[0]
+    assert client.files.content(files[2].id).read() == b"xxx"
+    listed = [file.id for file in client.files.list(limit=2, purpose="user_data")]
+    assert listed == [file.id for file in reversed(files)], "page after page, the newest first"
     in_order = server.client.get("/v1/files", params={"order": "asc", "limit": 1, "purpose": "user_data"}).json()
-    assert (in_order["data"][0]["id"], in_order["has_more"]) == (made[0].id, True)
-    page = server.client.get(f"/v1/files/{made[0].id}/content")
+    assert (in_order["data"][0]["id"], in_order["has_more"]) == (files[0].id, True)
+    page = server.client.get(f"/v1/files/{files[0].id}/content")
     assert page.headers["content-type"] == "application/octet-stream"
     assert "sandbox" in page.headers["content-security-policy"]
     assert page.headers["content-disposition"].startswith("attachment")
-    assert all(client.files.delete(one.id).deleted for one in made)
-    for name in (made[0].id, "file-x", "..%2f..%2fetc%2fpasswd", "a%00"):
+    assert all(client.files.delete(file.id).deleted for file in files)
+    for name in (files[0].id, "file-x", "..%2f..%2fetc%2fpasswd", "a%00"):
         assert server.client.get(f"/v1/files/{name}").status_code in (400, 404)
-    for fields, said in (
+    for fields, message in (
         ({"purpose": "world"}, "purpose is"),
         ({}, "purpose is missing"),
         ({"purpose": "batch", "expires_after[seconds]": "1"}, "expires_after"),
     ):
         answer = server.client.post("/v1/files", data=fields, files={"file": b"x"})
         assert answer.status_code == 400
-        assert said in error_of(answer)["message"]
+        assert message in error_of(answer)["message"]
     assert error_of(server.client.post("/v1/files", data={"purpose": "batch"}, files={"f": b"x"}))["param"] == "file"
     assert error_of(server.client.get("/v1/files?limit=0"))["param"] == "limit"
     assert error_of(server.client.get("/v1/files?after=x"))["param"] == "after"
 
 
-def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningServer) -> None:
+def test_openai_client_runs_a_batch(client: OpenAI, server: RunningServer) -> None:
     lines = [line(f"fox-{seed}", seed=seed) for seed in range(5)]
     wrong = [line("bad-size", size="1x1"), line("streamed", stream=True), line("prompt-less", prompt="")]
     name = begin(client, send(client, *lines, *wrong, b"", end=b"\r\n"))
@@ -97,22 +97,22 @@ def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningSer
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (8, 5, 3)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
-    painted = told(client, batch.output_file_id)
+    painted = lines_of(client, batch.output_file_id)
     assert set(painted) == {f"fox-{seed}" for seed in range(5)}
     first = painted["fox-3"]["response"]
     assert (first["status_code"], first["body"]["data"][0]["seed"]) == (200, 3)
     by_hand = server.paint(num_steps=1, seed=3, size="64x64").json()
     assert first["body"]["data"][0]["b64_json"] == by_hand["data"][0]["b64_json"], "as if it had been asked by itself"
-    failed = told(client, batch.error_file_id)
-    assert {one: failed[one]["response"]["body"]["error"]["code"] for one in failed} == {
+    failed = lines_of(client, batch.error_file_id)
+    assert {key: failed[key]["response"]["body"]["error"]["code"] for key in failed} == {
         "bad-size": "invalid_size", "streamed": "unsupported_value", "prompt-less": "empty_prompt",
     }  # fmt: skip
-    assert name in [one.id for one in client.batches.list(limit=1)]
+    assert name in [batch.id for batch in client.batches.list(limit=1)]
     with pytest.raises(openai.ConflictError, match="nothing to cancel"):
         client.batches.cancel(name)
 
 
-def test_a_batch_with_lines_that_are_no_requests_fails_with_their_numbers(client: OpenAI) -> None:
+def test_a_batch_with_invalid_lines_fails_with_their_numbers(client: OpenAI) -> None:
     wrong = [b"{no json", b'{"body": {}}', b"[]", line("m").replace(b"POST", b"GET"), b"\xff"]
     batch = client.batches.retrieve(begin(client, send(client, line("good"), *wrong)))
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
@@ -126,34 +126,32 @@ def test_a_batch_with_lines_that_are_no_requests_fails_with_their_numbers(client
     assert [problem.line for problem in many.errors.data or ()] == list(range(1, 21))
 
 
-def test_openais_client_has_batches_of_edits_and_chat_worked_on(
-    text_client: OpenAI, text_server: RunningServer
-) -> None:
+def test_openai_client_runs_batches_of_edits_and_chats(text_client: OpenAI, text_server: RunningServer) -> None:
     sent = base64.b64encode(file_of(picture(64, 64))).decode()
-    kept = text_client.files.create(file=("a.png", base64.b64decode(sent)), purpose="vision").id
+    file_id = text_client.files.create(file=("a.png", base64.b64decode(sent)), purpose="vision").id
     edits, chat = "/v1/images/edits", "/v1/chat/completions"
-    begun = {"strength": 0.5, "num_inference_steps": 2}
-    by_url = line("by-url", edits, images=[{"image_url": f"data:image/png;base64,{sent}"}], **begun)
-    by_file = line("by-file", edits, images=[{"file_id": kept}], **begun)
+    edit_fields = {"strength": 0.5, "num_inference_steps": 2}
+    by_url = line("by-url", edits, images=[{"image_url": f"data:image/png;base64,{sent}"}], **edit_fields)
+    by_file = line("by-file", edits, images=[{"file_id": file_id}], **edit_fields)
     edit = begin(text_client, send(text_client, by_url, by_file, line("of-nothing", edits, images=[])), edits)
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "fox"}], "temperature": 0}
-    good, bad = line("ok", chat, prompt=None, **asked), line("bad", chat, prompt=None, messages=[])
-    said = begin(text_client, send(text_client, good, bad), chat)
+    chat_fields: dict[str, Any] = {"messages": [{"role": "user", "content": "fox"}], "temperature": 0}
+    good, bad = line("ok", chat, prompt=None, **chat_fields), line("bad", chat, prompt=None, messages=[])
+    batch_id = begin(text_client, send(text_client, good, bad), chat)
     over = until_over(text_client, edit)
-    edited = told(text_client, over.output_file_id)
-    files = {one["response"]["body"]["data"][0]["b64_json"] for one in edited.values()}
+    edited = lines_of(text_client, over.output_file_id)
+    files = {line["response"]["body"]["data"][0]["b64_json"] for line in edited.values()}
     assert (set(edited), len(files)) == ({"by-url", "by-file"}, 1), "the same picture, however it was given"
-    body = {"prompt": "a red fox", "seed": 1, "size": "64x64", "images": [{"file_id": kept}]} | begun
+    body = {"prompt": "a red fox", "seed": 1, "size": "64x64", "images": [{"file_id": file_id}]} | edit_fields
     by_hand = text_server.client.post(edits, json=body).json()
     assert files == {by_hand["data"][0]["b64_json"]}
-    assert set(told(text_client, over.error_file_id)) == {"of-nothing"}
-    over = until_over(text_client, said)
-    answer = told(text_client, over.output_file_id)["ok"]["response"]["body"]
-    assert answer["choices"] == text_client.chat.completions.create(model="talker", **asked).to_dict()["choices"]
-    assert set(told(text_client, over.error_file_id)) == {"bad"}
+    assert set(lines_of(text_client, over.error_file_id)) == {"of-nothing"}
+    over = until_over(text_client, batch_id)
+    answer = lines_of(text_client, over.output_file_id)["ok"]["response"]["body"]
+    assert answer["choices"] == text_client.chat.completions.create(model="talker", **chat_fields).to_dict()["choices"]
+    assert set(lines_of(text_client, over.error_file_id)) == {"bad"}
 
 
-def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server: RunningServer) -> None:
+def test_a_batch_is_cancelled_and_interactive_requests_go_first(client: OpenAI, server: RunningServer) -> None:
     name = begin(client, send(client, *(line(f"fox-{n}", num_inference_steps=60, seed=n) for n in range(40))))
     wait_for(lambda: client.batches.retrieve(name).request_counts.completed, OVER_S, "a line")
     assert server.paint(num_steps=2).status_code == 200
@@ -164,11 +162,11 @@ def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server
     assert client.batches.cancel(name).status in ("cancelling", "cancelled")
     batch = until_over(client, name)
     assert batch.status == "cancelled"
-    assert len(told(client, batch.output_file_id)) == batch.request_counts.completed < 40
+    assert len(lines_of(client, batch.output_file_id)) == batch.request_counts.completed < 40
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ([], "no line"),
         ([line("a"), line("b"), line("a")], "line 3 has the custom_id 'a'"),
@@ -176,12 +174,12 @@ def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server
         ([b'{"custom_id":"%d","body":{}}' % n for n in range(50_001)], "more than 50000 lines"),
     ],
 )  # rows 65 and 66 of the bad input
-def test_a_file_that_is_wrong_as_a_whole_is_refused(client: OpenAI, lines: list[bytes], said: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=said):
+def test_an_invalid_file_is_refused(client: OpenAI, lines: list[bytes], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
         begin(client, send(client, *lines))
 
 
-def test_a_file_of_more_than_may_be_is_refused_by_its_length(server: RunningServer) -> None:
+def test_a_too_large_file_is_refused_by_its_length(server: RunningServer) -> None:
     head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as connection:
         connection.sendall(f"{head}Content-Length: 220000000\r\n\r\n--b".encode())
@@ -191,7 +189,7 @@ def test_a_file_of_more_than_may_be_is_refused_by_its_length(server: RunningServ
         assert form.status_code in (405, 415)
 
 
-def test_what_is_no_batch_is_refused(client: OpenAI, server: RunningServer) -> None:
+def test_an_invalid_batch_is_refused(client: OpenAI, server: RunningServer) -> None:
     file = send(client, line("a"))
     other = client.files.create(file=("a.jsonl", line("a")), purpose="user_data").id
     good = {"input_file_id": file, "endpoint": GENERATIONS, "completion_window": "24h"}
@@ -208,10 +206,8 @@ def test_what_is_no_batch_is_refused(client: OpenAI, server: RunningServer) -> N
     assert server.status("/v1/batches/batch_x") == 404
 
 
-def test_a_batch_outlives_the_server_and_paints_nothing_twice(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Stopped and killed in the middle; another key sees nothing of it, and one that is revoked ends its own."""
+def test_a_batch_survives_restarts_without_repeating_images(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Stop and kill the server midway; other keys see nothing of the batch, and a revoked key ends its batches."""
     keys = Keys(Database(tmp_path / "data"))
     text, other, watcher = (keys.add(scope, [scope])[0] for scope in ("generate", "admin", "metrics"))
     leaving = keys.add("leaving", ["generate"])[0]
@@ -227,10 +223,10 @@ def test_a_batch_outlives_the_server_and_paints_nothing_twice(
                 assert batch.request_counts.completed >= done
                 if life == 2:
                     batch = until_over(client, name)
-                    painted = told(client, batch.output_file_id)
+                    painted = lines_of(client, batch.output_file_id)
                     stranger = {"Authorization": f"Bearer {other}"}
-                    seen = [f"batches/{name}", f"files/{batch.output_file_id}/content", f"files/{batch.input_file_id}"]
-                    for path in seen:
+                    paths = [f"batches/{name}", f"files/{batch.output_file_id}/content", f"files/{batch.input_file_id}"]
+                    for path in paths:
                         assert httpx.get(f"{server.url}/v1/{path}", headers=stranger).status_code == 404
                     assert httpx.get(f"{server.url}/v1/files", headers=stranger).json()["data"] == []
                     metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {watcher}"}).text
@@ -242,7 +238,7 @@ def test_a_batch_outlives_the_server_and_paints_nothing_twice(
             server.process.kill()
             server.process.wait()
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 24, 0)
-    assert {one: painted[one]["response"]["body"]["data"][0]["seed"] for one in painted} == {
+    assert {key: painted[key]["response"]["body"]["data"][0]["seed"] for key in painted} == {
         f"fox-{n}": n for n in range(24)
     }
     num_painted = re.search(
@@ -252,13 +248,13 @@ def test_a_batch_outlives_the_server_and_paints_nothing_twice(
     assert 0 < float(num_painted[1]) <= 24 - done
 
 
-def _done(client: OpenAI, name: str, least: int) -> int | None:
+def _done(client: OpenAI, name: str, min_done: int) -> int | None:
     count: int = client.batches.retrieve(name).request_counts.completed
-    return count if count >= least else None
+    return count if count >= min_done else None
 
 
 def check_revoked(url: str, key: str, keys: Keys, data: Path) -> None:
-    """A batch of ``key``, called "leaving", fails as soon as that is revoked, long before all is painted."""
+    """Check that revoking ``key``, named "leaving", fails its batch long before all images are done."""
     with OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         name = begin(client, send(client, *(line(f"fox-{n}", num_inference_steps=50) for n in range(200))))
         wait_for(lambda: _done(client, name, 1), OVER_S, "a line")

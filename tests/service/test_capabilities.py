@@ -1,4 +1,4 @@
-"""What ``GET /v1/models`` says of the loaded models, and how the client reads it."""
+"""Contents of ``GET /v1/models`` and how the client parses them."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def serve_config() -> ServeConfig:
     return load_settings(env={}).serve
 
 
-def told(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
-    """As a client reads it after it went through JSON."""
+def round_trip(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
+    """Return the capabilities as a client decodes them from JSON."""
     served = ServedModel(name=info.model_id, info=info, is_loaded=True)
-    said = json.dumps(capabilities_of([served], language, serve_config()))
-    return msgspec.json.decode(said, type=dict[str, Capabilities])
+    encoded = json.dumps(capabilities_of([served], language, serve_config()))
+    return msgspec.json.decode(encoded, type=dict[str, Capabilities])
 
 
 def image_of(info: ModelInfo) -> ImageCapabilities:
-    image = told(info)[info.model_id].image
+    image = round_trip(info)[info.model_id].image
     assert image is not None
     return image
 
 
-def test_the_client_reads_all_that_is_said_of_an_image_model() -> None:
+def test_the_client_parses_all_capabilities_of_an_image_model() -> None:
     image = image_of(INFO)
     assert (image.family, image.digest, image.device, image.dtype) == ("sd1", "0123456789ab", "cpu", "float32")
     assert (image.sizes, image.native_size) == (((512, 512), (512, 768)), (512, 512))
@@ -77,7 +77,7 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_fields_are_refused_that_the_model_has_nothing_for() -> None:
+def test_fields_that_the_model_does_not_support_are_refused() -> None:
     assert set(image_of(INFO).refused_fields) == set(VALUES)
     able = msgspec.structs.replace(
         INFO, shallow_share=0.2, most_clip_skip=2, has_size_conditioning=True, refiner="xl [01]", scorer="checker"
@@ -90,11 +90,11 @@ def test_fields_are_refused_that_the_model_has_nothing_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_refuses_just_what_it_says(server: RunningServer) -> None:
+def test_a_server_refuses_exactly_the_unsupported_fields(server: RunningServer) -> None:
     (model, *_) = server.client.get("/v1/models").json()["data"]
     for name, value in VALUES.items():
         answer = server.paint(**{name: value})
-        param = "switch_at" if name == "refiner" else name  # which it is short for
+        param = "switch_at" if name == "refiner" else name  # "refiner" alone stands for "switch_at"
         is_refused = answer.status_code == 400 and error_of(answer)["param"].startswith(param)
         assert is_refused == (name in model["capabilities"]["image"]["refused_fields"]), (name, answer.text[:300])
 
@@ -105,7 +105,7 @@ PAIR = {
 }
 
 
-def test_loras_are_listed_as_they_are_in_the_folder_now(tmp_path: Path) -> None:
+def test_loras_are_listed_from_the_current_folder(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
     assert image_of(info).loras == image_of(INFO).loras == ()
     for name in ("ink.safetensors", "fur.safetensors", "notes.txt", "a:b.safetensors", ".hidden.safetensors"):
@@ -138,7 +138,7 @@ def test_other_kinds_of_adapters_are_refused_with_reasons(tmp_path: Path) -> Non
     ]
 
 
-def test_controlnets_are_listed_as_they_lie_there(tmp_path: Path) -> None:
+def test_controlnets_are_listed_from_the_current_folder(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, controlnet_dir=str(tmp_path))
     assert image_of(info).controlnets == image_of(INFO).controlnets == ()
     for name in ("edges", "depth", "a:b"):
@@ -165,34 +165,34 @@ def test_every_sampler_is_offered_by_name_and_label() -> None:
     ("default", "length", "steps"),
     [(25, 1000, [10, 25, 50]), (1, 1000, [1, 1, 2]), (4, 1000, [2, 4, 8]), (30, 40, [12, 30, 40])],
 )
-def test_qualities_lie_around_the_models_own_steps_and_within_its_training(
+def test_qualities_are_near_the_models_default_steps_and_within_its_training(
     default: int, length: int, steps: list[int]
 ) -> None:
     info = msgspec.structs.replace(INFO, default_num_steps=default, train_timesteps=length)
     assert list(quality_steps(info).values()) == steps
 
 
-def test_a_language_model_says_how_it_may_be_asked_for_a_prompt() -> None:
-    language = told(INFO, LANGUAGE)["writer"].language
+def test_a_language_model_lists_its_rewriting_options() -> None:
+    language = round_trip(INFO, LANGUAGE)["writer"].language
     assert language is not None
     assert language.can_rewrite
     assert set(language.styles) == {"embedded", "prose", "tags"}
 
 
 def test_a_language_model_without_a_chat_template_rewrites_nothing() -> None:
-    language = told(INFO, msgspec.structs.replace(LANGUAGE, has_chat_template=False))["writer"].language
+    language = round_trip(INFO, msgspec.structs.replace(LANGUAGE, has_chat_template=False))["writer"].language
     assert language is not None
     assert not language.can_rewrite
 
 
-def test_two_models_of_one_name_are_told_together() -> None:
-    both = told(INFO, msgspec.structs.replace(LANGUAGE, model_id=INFO.model_id))[INFO.model_id]
+def test_two_models_of_one_name_share_an_entry() -> None:
+    both = round_trip(INFO, msgspec.structs.replace(LANGUAGE, model_id=INFO.model_id))[INFO.model_id]
     assert both.image is not None
     assert both.language is not None
 
 
 @pytest.mark.slow
-def test_a_server_tells_them_of_loaded_models_and_of_no_alias(text_server: RunningServer) -> None:
+def test_capabilities_are_listed_for_loaded_models_but_not_for_aliases(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
         models = client.models()
         assert {model.id for model in models if model.capabilities is None} == set(ALIASES)
@@ -208,7 +208,7 @@ def test_a_server_tells_them_of_loaded_models_and_of_no_alias(text_server: Runni
             client.model("no such/model")
 
 
-def test_an_older_server_says_nothing_of_them() -> None:
+def test_an_older_server_lists_no_capabilities() -> None:
     from diffserve.client import Model
 
     assert msgspec.json.decode(b'{"id": "a", "created": 1, "object": "model"}', type=Model).capabilities is None
@@ -222,43 +222,43 @@ def offers() -> dict[str, Offer]:
     }
 
 
-def test_fields_are_told_by_what_checks_them_and_models_with_what_they_answer() -> None:
+def test_field_bounds_come_from_the_validation_and_models_list_their_routes() -> None:
     served = ServedModel(name=INFO.model_id, info=INFO, is_loaded=True)
     mute = msgspec.structs.replace(LANGUAGE, has_chat_template=False, speaks_json=True)
     priced = msgspec.structs.replace(serve_config(), price_per_hour=3.6, currency="EUR")
-    said = json.dumps(capabilities(1, offers(), [served], mute, priced))
-    told = msgspec.json.decode(said, type=ServerCapabilities)
-    assert json.loads(said).keys() - {"object"} == set(ServerCapabilities.__struct_fields__)
-    painting, chat = (told.endpoints[path].fields for path in list(offers())[:2])
+    encoded = json.dumps(capabilities(1, offers(), [served], mute, priced))
+    decoded = msgspec.json.decode(encoded, type=ServerCapabilities)
+    assert json.loads(encoded).keys() - {"object"} == set(ServerCapabilities.__struct_fields__)
+    painting, chat = (decoded.endpoints[path].fields for path in list(offers())[:2])
     assert set(painting) == set(GenerateBody.model_fields)
     assert painting["prompt"] == {"type": "string", "minLength": 1, "maxLength": 32_000, "required": True}
     assert (painting["n"]["minimum"], painting["n"]["maximum"]) == (1, MAX_IMAGES)
-    assert painting["output_format"]["enum"] == list(told.output_formats)
+    assert painting["output_format"]["enum"] == list(decoded.output_formats)
     assert (chat["temperature"]["minimum"], chat["temperature"]["maximum"]) == (0.0, MAX_TEMPERATURE)
     assert chat["num_beams"]["maximum"] == MAX_BEAMS
-    assert [model.endpoints for model in told.models] == [("/v1/images/generations",), ("/v1/completions",)]
-    assert told.models[1].capabilities is not None
-    assert told.models[1].capabilities.language is not None
-    assert told.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
-    assert told.price == Price(per_hour=3.6, currency="EUR")
+    assert [model.endpoints for model in decoded.models] == [("/v1/images/generations",), ("/v1/completions",)]
+    assert decoded.models[1].capabilities is not None
+    assert decoded.models[1].capabilities.language is not None
+    assert decoded.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
+    assert decoded.price == Price(per_hour=3.6, currency="EUR")
     plan = RequestPlan(warnings=(), price=priced.price)
     assert plan.spent(2.0) == {"device_s": 2.0, "cost": {"amount": 0.002, "currency": "EUR"}}
     assert RequestPlan(warnings=()).spent(2.0) == {"device_s": 2.0}
 
 
 @pytest.mark.slow
-def test_a_server_refuses_what_lies_beyond_the_bounds_that_it_tells(text_server: RunningServer) -> None:
+def test_a_server_refuses_values_beyond_its_listed_bounds(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
-        told = client.capabilities()
-        assert [model.id for model in told.models] == [model.id for model in client.models() if model.endpoints]
+        offered = client.capabilities()
+        assert [model.id for model in offered.models] == [model.id for model in client.models() if model.endpoints]
     needed: dict[str, dict[str, Any]] = {
         "/v1/images/generations": {"prompt": "a"},
         "/v1/chat/completions": {"messages": says("a")},
     }
     num_tried = 0
     for path, body in needed.items():
-        assert any(path in model.endpoints for model in told.models)
-        for name, field in told.endpoints[path].fields.items():
+        assert any(path in model.endpoints for model in offered.models)
+        for name, field in offered.endpoints[path].fields.items():
             for bound, past in (("minimum", -1), ("maximum", 1)):
                 if field.get("type") in ("integer", "number") and bound in field:
                     answer = text_server.client.post(path, json={**body, name: field[bound] + past})
@@ -268,4 +268,4 @@ def test_a_server_refuses_what_lies_beyond_the_bounds_that_it_tells(text_server:
     images = text_server.paint("a fox", num_inference_steps=2, n=2).json()
     assert images["usage"]["device_s"] > 0.0
     assert "cost" not in images["usage"]
-    assert [set(one["timings"]) for one in images["data"]] == [set(Timings.__struct_fields__)] * 2
+    assert [set(entry["timings"]) for entry in images["data"]] == [set(Timings.__struct_fields__)] * 2

@@ -1,5 +1,6 @@
-"""Conversations over a real socket with OpenAI's own client. The language model's answers are written down in
-``tests.service.talker.SCRIPT``, so what must come is known to the letter and to the last digit.
+"""Chat completions over a real socket with the ``openai`` client.
+
+``tests.service.talker.SCRIPT`` holds the language model's answers, so texts and probabilities are known exactly.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def says(text: str) -> list[Any]:
 
 
 def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
-    """What choice ``index`` said in ``chunks``."""
+    """Return the text of choice ``index`` in ``chunks``."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(choice.delta.content or "" for choice in choices)
 
 
-def test_it_answers(text_client: OpenAI) -> None:
+def test_a_chat_is_answered(text_client: OpenAI) -> None:
     answer = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
     [choice] = answer.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
@@ -50,7 +51,7 @@ def test_it_answers(text_client: OpenAI) -> None:
     assert answer.usage.prompt_tokens_details is not None
 
 
-def test_the_same_beginning_is_computed_once(text_client: OpenAI) -> None:
+def test_a_shared_prefix_is_computed_once(text_client: OpenAI) -> None:
     story: list[Any] = [{"role": "system", "content": f"{uuid.uuid4().hex} {'be brief. ' * 20}"}, *says("a fox")]
     cached = []
     for _ in range(2):
@@ -60,11 +61,11 @@ def test_the_same_beginning_is_computed_once(text_client: OpenAI) -> None:
         cached.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens))
     (before, _), (after, num_tokens) = cached
     assert before is not None
-    assert before <= 16  # a template's own first words may have been said by others
+    assert before <= 16  # other chats may have cached the start of the template
     assert after == num_tokens // 16 * 16  # whole pages
 
 
-def test_a_stream_tells_the_same_piece_by_piece(text_client: OpenAI) -> None:
+def test_a_stream_has_the_same_text_in_pieces(text_client: OpenAI) -> None:
     stream = text_client.chat.completions.create(
         model="talker", messages=says("a fox"), temperature=0, stream=True, stream_options={"include_usage": True}
     )
@@ -81,19 +82,19 @@ def test_a_stream_tells_the_same_piece_by_piece(text_client: OpenAI) -> None:
     assert last.usage.completion_tokens == 4
 
 
-def test_a_stream_is_events_that_end_with_done(text_server: RunningServer) -> None:
+def test_a_stream_ends_with_done(text_server: RunningServer) -> None:
     body = {"messages": says("a fox"), "stream": True, "temperature": 0, "foo": 1}
     response = text_server.client.post(CHAT, json=body)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-store"
     assert "foo" in response.headers["x-diffserve-warnings"]
-    *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    *events, done, tail = response.text.split("\n\n")
+    assert (done, tail) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events)
 
 
-def test_a_character_of_several_tokens_is_never_torn(text_client: OpenAI) -> None:
+def test_a_character_of_several_tokens_is_never_split(text_client: OpenAI) -> None:
     stream = text_client.chat.completions.create(model="talker", messages=says("umlaut"), temperature=0, stream=True)
     chunks = list(stream)
     assert joined(chunks) == "ein Bär \N{FOX FACE}"
@@ -101,13 +102,13 @@ def test_a_character_of_several_tokens_is_never_torn(text_client: OpenAI) -> Non
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_logprobs_are_the_models_own(text_client: OpenAI, is_stream: bool) -> None:
-    asked = text_client.chat.completions.create(
+def test_logprobs_are_those_of_the_model(text_client: OpenAI, is_stream: bool) -> None:
+    answer = text_client.chat.completions.create(
         model="talker", messages=says("either"), temperature=0, logprobs=True, top_logprobs=3, stream=is_stream
     )
-    choices = [chunk.choices[0] for chunk in asked] if isinstance(asked, openai.Stream) else [asked.choices[0]]
+    choices = [chunk.choices[0] for chunk in answer] if isinstance(answer, openai.Stream) else [answer.choices[0]]
     content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or ()]
-    [token] = content  # the end is no part of the text
+    [token] = content  # the end token is not part of the text
     assert (token.token, token.bytes) == ("a boat", list(b"a boat"))
     assert token.logprob == pytest.approx(math.log(LIKELIEST), abs=1e-3)  # the last norm is not quite exact
     assert token.top_logprobs[0].token == "a boat"
@@ -128,32 +129,32 @@ def test_several_texts_are_numbered_and_reproducible(text_client: OpenAI) -> Non
     assert len(set(eight)) > 1
 
 
-def test_several_texts_are_streamed_side_by_side(text_client: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "talker", "messages": says("unsure"), "seed": 7, "n": 4}
-    told = text_client.chat.completions.create(**asked)
-    chunks = list(text_client.chat.completions.create(**asked, stream=True))
-    assert [joined(chunks, index) for index in range(4)] == [choice.message.content for choice in told.choices]
+def test_several_texts_are_streamed_concurrently(text_client: OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "talker", "messages": says("unsure"), "seed": 7, "n": 4}
+    answer = text_client.chat.completions.create(**fields)
+    chunks = list(text_client.chat.completions.create(**fields, stream=True))
+    assert [joined(chunks, index) for index in range(4)] == [choice.message.content for choice in answer.choices]
     ends = [choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert sorted(ends) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("stop", "expected"), [(", moon", "a red fox, deep snow"), (["zzz", "deep"], "a red fox, ")])
-def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(
+def test_a_stop_text_ends_the_answer_and_is_excluded(
     text_client: OpenAI, stop: str | list[str], expected: str, is_stream: bool
 ) -> None:
-    asked = text_client.chat.completions.create(
+    answer = text_client.chat.completions.create(
         model="talker", messages=says("a fox"), temperature=0, stop=stop, stream=is_stream
     )
-    if isinstance(asked, openai.Stream):
-        chunks = list(asked)
+    if isinstance(answer, openai.Stream):
+        chunks = list(answer)
         assert (joined(chunks), chunks[-1].choices[0].finish_reason) == (expected, "stop")
     else:
-        assert (asked.choices[0].message.content, asked.choices[0].finish_reason) == (expected, "stop")
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_is_as_long_as_it_may_be(text_client: OpenAI, name: str) -> None:
+def test_an_answer_ends_at_the_token_limit(text_client: OpenAI, name: str) -> None:
     limit: dict[str, Any] = {name: 2}
     answer = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0, **limit)
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("a red fox, deep snow", "length")
@@ -184,7 +185,7 @@ def test_beam_search_and_other_settings_reach_the_model(text_server: RunningServ
     assert set(texts) == set(SCRIPT["either"])
 
 
-def test_harmless_fields_are_taken_and_unknown_ones_named(text_server: RunningServer) -> None:
+def test_harmless_fields_are_accepted_and_unknown_ones_reported(text_server: RunningServer) -> None:
     harmless = {
         "user": "me", "store": False, "metadata": {"a": "b"}, "tools": [], "logit_bias": {}, "service_tier": "auto",
         "response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True, "n": None,
@@ -196,10 +197,10 @@ def test_harmless_fields_are_taken_and_unknown_ones_named(text_server: RunningSe
     assert odd.json()["warnings"] == ["unknown fields were ignored: chat_tempalte."]
 
 
-def test_a_client_that_hangs_up_ends_the_text_at_once(text_server: RunningServer) -> None:
+def test_a_disconnect_ends_the_text_at_once(text_server: RunningServer) -> None:
     body = {"messages": says("a fox"), "stream": True, "min_tokens": 1900, "max_tokens": 1900, "n": 16}
     with httpx.stream("POST", f"{text_server.url}{CHAT}", json=body, timeout=SOON_S) as stream:
-        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        lines = stream.iter_lines()  # a dropped iterator would close the connection
         heard = next(lines)
         assert heard.startswith("data: "), heard
         assert '"error"' not in heard, heard
@@ -209,7 +210,7 @@ def test_a_client_that_hangs_up_ends_the_text_at_once(text_server: RunningServer
     assert ticks.json()["choices"][0]["message"]["content"] == FOX
 
 
-def test_a_client_that_hangs_up_without_streaming_ends_the_text_too(text_server: RunningServer) -> None:
+def test_a_disconnect_without_streaming_ends_the_text_too(text_server: RunningServer) -> None:
     body = {"messages": says("a fox"), "min_tokens": 1900, "max_tokens": 1900, "n": 16}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{text_server.url}{CHAT}", json=body, timeout=httpx.Timeout(SOON_S, read=0.5))

@@ -1,4 +1,4 @@
-"""Pictures in conversations: as LobeChat asks for them, over a real socket, and what is said where that cannot be."""
+"""Images in chat completions as LobeChat requests them, over a real socket, and the errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def picture_in(message: dict[str, Any]) -> bytes:
         (b"image \xff", False),
     ],
 )
-def test_a_body_that_wants_a_picture_is_known(body: bytes, is_one: bool) -> None:
+def test_a_body_that_requests_an_image_is_recognized(body: bytes, is_one: bool) -> None:
     assert wants_image(body) is is_one
 
 
@@ -50,43 +50,43 @@ def test_a_body_that_wants_a_picture_is_known(body: bytes, is_one: bool) -> None
         *((name, None) for name in ("gpt-", "gpt-oss", "llama-3", "o", "o3/../x", "text-embedding-", "openai/gpt-4o")),
     ],
 )
-def test_a_foreign_name_is_of_one_kind(name: str, kind: str | None) -> None:
+def test_an_alias_has_one_kind(name: str, kind: str | None) -> None:
     kinds: tuple[Any, ...] = ("image", "text", "embedding")
-    assert [one for one in kinds if is_alias(name, one)] == ([] if kind is None else [kind])
+    assert [kind for kind in kinds if is_alias(name, kind)] == ([] if kind is None else [kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"model": "gpt-image-1"}, {"model": "gpt-4o"}, {"model": "dall-e-3:image"}, {}])
-def test_a_picture_comes_as_an_app_expects_it(server: RunningServer, fields: dict[str, str]) -> None:
-    asked = LOBE | fields | {"size": "64x64", "seed": 5, "num_inference_steps": 2, "temperature": 0.7}
-    answer = server.client.post(CHAT, json=asked)
+def test_an_image_has_the_format_that_apps_expect(server: RunningServer, fields: dict[str, str]) -> None:
+    body = LOBE | fields | {"size": "64x64", "seed": 5, "num_inference_steps": 2, "temperature": 0.7}
+    answer = server.client.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert (told["object"], told["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
-    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
-    message = told["choices"][0]["message"]
-    assert (message["role"], message["seed"], told["warnings"]) == ("assistant", 5, [])
+    reply = answer.json()
+    assert (reply["object"], reply["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
+    assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] + reply["usage"]["completion_tokens"]
+    message = reply["choices"][0]["message"]
+    assert (message["role"], message["seed"], reply["warnings"]) == ("assistant", 5, [])
     alone = server.paint(prompt="a red fox", size="64x64", seed=5, num_inference_steps=2).json()["data"][0]
     assert decode_image(picture_in(message)) == decode_image(base64.b64decode(alone["b64_json"]))
 
 
 @pytest.mark.slow
-def test_it_begins_from_the_picture_of_the_conversation_and_keeps_an_aspect(server: RunningServer) -> None:
-    asked = LOBE | {"num_inference_steps": 2, "image_config": {"aspect_ratio": "1:2"}}
-    first = server.client.post(CHAT, json=asked).json()["choices"][0]["message"]
+def test_generation_starts_from_the_image_of_the_conversation_and_keeps_its_aspect(server: RunningServer) -> None:
+    body = LOBE | {"num_inference_steps": 2, "image_config": {"aspect_ratio": "1:2"}}
+    first = server.client.post(CHAT, json=body).json()["choices"][0]["message"]
     picture = decode_image(picture_in(first))
     assert picture.height_px == pytest.approx(2 * picture.width_px, rel=0.2)
-    more = [*FOX, {**first, "content": None}, {"role": "user", "content": "a blue fox"}]
-    edited = server.client.post(CHAT, json=LOBE | {"messages": more, "num_inference_steps": 2})
+    messages = [*FOX, {**first, "content": None}, {"role": "user", "content": "a blue fox"}]
+    edited = server.client.post(CHAT, json=LOBE | {"messages": messages, "num_inference_steps": 2})
     assert edited.status_code == 200, edited.text
     again = decode_image(picture_in(edited.json()["choices"][0]["message"]))
     assert (again.width_px, again.height_px) == (picture.width_px, picture.height_px)
 
 
 @pytest.mark.slow
-def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
-    asked = LOBE | {"stream": True, "size": "64x64", "num_inference_steps": 2}
-    answer = server.client.post(CHAT, json=asked)
+def test_a_stream_has_the_image_in_a_chunk(server: RunningServer) -> None:
+    body = LOBE | {"stream": True, "size": "64x64", "num_inference_steps": 2}
+    answer = server.client.post(CHAT, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.count('"images":[') == 1
     stop = next(line for line in answer.text.splitlines() if '"finish_reason":"stop"' in line)
@@ -112,17 +112,19 @@ def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
         ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 413, None),
     ],
 )
-def test_what_it_cannot_have_is_named(server: RunningServer, fields: dict[str, Any], status: int, param: Any) -> None:
+def test_unsupported_options_are_reported(
+    server: RunningServer, fields: dict[str, Any], status: int, param: Any
+) -> None:
     answer = server.client.post(CHAT, json=LOBE | fields)
     assert (answer.status_code, error_of(answer)["param"]) == (status, param), answer.text
 
 
 @pytest.mark.slow
-def test_openais_names_are_answered_by_the_language_model_that_is_here(text_server: RunningServer) -> None:
-    asked: dict[str, Any] = {"model": "gpt-4o", "temperature": 0}
-    said = text_server.client.post(CHAT, json=asked | {"messages": [{"role": "user", "content": "a fox"}]})
-    assert (said.status_code, said.json()["model"]) == (200, "talker")
-    response = text_server.client.post("/v1/responses", json=asked | {"input": "a fox", "model": "gpt-4.1-mini"})
+def test_openai_model_names_select_the_loaded_language_model(text_server: RunningServer) -> None:
+    body: dict[str, Any] = {"model": "gpt-4o", "temperature": 0}
+    answer = text_server.client.post(CHAT, json=body | {"messages": [{"role": "user", "content": "a fox"}]})
+    assert (answer.status_code, answer.json()["model"]) == (200, "talker")
+    response = text_server.client.post("/v1/responses", json=body | {"input": "a fox", "model": "gpt-4.1-mini"})
     assert (response.status_code, response.json()["model"]) == (200, "talker")
     for name in ("nobody", "gpt-image-1"):
         for place, words in ((CHAT, {"messages": FOX}), ("/v1/responses", {"input": "a fox"})):

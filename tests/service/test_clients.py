@@ -1,4 +1,4 @@
-"""Who asks: what makes two requests one client's."""
+"""Client identity: which requests belong to the same client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name_of(clients: Clients, peer: str | None, **headers: str) -> str:
         return name
 
 
-def test_an_address_is_a_client_and_at_one_address_a_key_is() -> None:
+def test_clients_are_addresses_and_keys_within_an_address() -> None:
     clients = Clients()
     names = [
         name_of(clients, "10.0.0.1"),
@@ -38,13 +38,13 @@ def test_an_address_is_a_client_and_at_one_address_a_key_is() -> None:
     assert clients._keys == {}, "nobody is remembered who has nothing here"
 
 
-def test_a_name_says_nothing_of_address_or_key() -> None:
+def test_client_names_reveal_neither_address_nor_key() -> None:
     name = name_of(Clients(), "10.20.30.40", authorization="Bearer sk-secret")
     assert not any(part in name for part in ("10.20", "30.40", "secret", "Bearer"))
     assert name_of(Clients(), "10.20.30.40", authorization="Bearer sk-secret") != name, "another process"
 
 
-def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None:
+def test_invented_keys_do_not_multiply_the_share_of_an_address() -> None:
     clients = Clients()
     with ExitStack() as stack:
         names = [
@@ -57,7 +57,7 @@ def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("address", "other", "same"),
     [
         ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
         ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
@@ -65,12 +65,12 @@ def test_keys_that_are_made_up_do_not_multiply_the_share_of_an_address() -> None
         ("fe80::1%eth0", "fe80::1%eth0", True),
     ],
 )
-def test_an_ipv6_client_is_its_network(one: str, other: str, same: bool) -> None:
+def test_an_ipv6_client_is_identified_by_its_network(address: str, other: str, same: bool) -> None:
     clients = Clients()
-    assert (name_of(clients, one) == name_of(clients, other)) is same
+    assert (name_of(clients, address) == name_of(clients, other)) is same
 
 
-def test_what_is_said_to_be_forwarded_counts_only_behind_a_proxy_that_is_trusted() -> None:
+def test_forwarded_addresses_count_only_behind_a_trusted_proxy() -> None:
     clients = Clients(["10.0.0.1", "10.0.0.2"])
     direct = name_of(clients, "192.0.2.7")
     assert name_of(clients, "192.0.2.7", x_forwarded_for="192.0.2.8") == direct
@@ -80,8 +80,8 @@ def test_what_is_said_to_be_forwarded_counts_only_behind_a_proxy_that_is_trusted
     assert name_of(clients, "10.0.0.1", x_forwarded_for=" , ") == name_of(clients, "10.0.0.1")
 
 
-def told(asker: Asker) -> str:
-    """What this process says of ``asker``."""
+def header_of(asker: Asker) -> str:
+    """Return the header by which the page names ``asker``."""
 
     def tell() -> str:
         ask_for(asker)
@@ -90,23 +90,23 @@ def told(asker: Asker) -> str:
     return copy_context().run(tell)
 
 
-def test_the_pages_visitors_are_clients_of_their_own_and_only_the_page_can_say_so() -> None:
+def test_visitors_of_the_page_are_separate_clients_and_only_the_page_can_name_them() -> None:
     clients = Clients(["10.0.0.1"])
 
-    def named(header: str) -> str:
+    def client_of(header: str) -> str:
         return name_of(clients, "127.0.0.1", x_diffserve_on_behalf_of=header)
 
-    one, other = (named(told(Asker(",127.0.0.1", key))) for key in "ab")
-    assert len({one, other, name_of(clients, "127.0.0.1")}) == 3
-    assert named(told(Asker(",127.0.0.1", "a"))) == one
-    assert named(told(Asker("1.2.3.4,127.0.0.1", "a"))) == one, "that proxy is not trusted"
-    assert named(told(Asker("1.2.3.4,10.0.0.1", "a"))) == named(told(Asker("1.2.3.4", "a")))
+    first, other = (client_of(header_of(Asker(",127.0.0.1", key))) for key in "ab")
+    assert len({first, other, name_of(clients, "127.0.0.1")}) == 3
+    assert client_of(header_of(Asker(",127.0.0.1", "a"))) == first
+    assert client_of(header_of(Asker("1.2.3.4,127.0.0.1", "a"))) == first, "that proxy is not trusted"
+    assert client_of(header_of(Asker("1.2.3.4,10.0.0.1", "a"))) == client_of(header_of(Asker("1.2.3.4", "a")))
     for forged in ("x a 127.0.0.1", "", " ", "\xff a 127.0.0.1"):
-        assert named(forged) == name_of(clients, "127.0.0.1")
+        assert client_of(forged) == name_of(clients, "127.0.0.1")
     with ExitStack() as stack:
         names = {
             stack.enter_context(
-                clients.known(request("127.0.0.1", x_diffserve_on_behalf_of=told(Asker("9.9.9.9", str(number)))))
+                clients.known(request("127.0.0.1", x_diffserve_on_behalf_of=header_of(Asker("9.9.9.9", str(number)))))
             )
             for number in range(50)
         }

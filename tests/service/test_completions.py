@@ -1,5 +1,6 @@
-"""Plain texts over a real socket with OpenAI's own client. ``<say 0>`` makes the model of these tests say its first
-answer, and so on: see ``tests.engine.rewriting.scripted``.
+"""Text completions over a real socket with the ``openai`` client.
+
+The prompt ``<say 0>`` selects the model's first scripted answer; see ``tests.engine.rewriting.scripted``.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ SAY_FOX, SAY_EITHER, SAY_UNSURE = (f"<say {list(SCRIPT).index(word)}>" for word 
 
 
 def choices_of(client: OpenAI, *, is_stream: bool, prompt: object, **settings: object) -> list[CompletionChoice]:
-    """All choices, whole; those of a stream are put together."""
-    asked = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
+    """Return all complete choices; the chunks of a stream are joined."""
+    answer = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
     if not is_stream:
-        return list(asked.choices)
+        return list(answer.choices)
     parts: dict[int, CompletionChoice] = {}
-    for chunk in asked:
+    for chunk in answer:
         assert chunk.object == "text_completion"
         for choice in chunk.choices:
-            whole = parts.setdefault(choice.index, choice)
-            if whole is not choice:
-                whole.text += choice.text
-                whole.finish_reason = choice.finish_reason
+            merged = parts.setdefault(choice.index, choice)
+            if merged is not choice:
+                merged.text += choice.text
+                merged.finish_reason = choice.finish_reason
                 for name in choice.logprobs.model_fields_set if choice.logprobs else ():
-                    getattr(whole.logprobs, name).extend(getattr(choice.logprobs, name))
+                    getattr(merged.logprobs, name).extend(getattr(choice.logprobs, name))
     return [parts[index] for index in sorted(parts)]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_it_continues_a_text(text_client: OpenAI, is_stream: bool) -> None:
+def test_a_text_is_continued(text_client: OpenAI, is_stream: bool) -> None:
     [choice] = choices_of(text_client, is_stream=is_stream, prompt=SAY_FOX, temperature=0)
     assert (choice.text, choice.finish_reason, choice.logprobs) == (FOX, "stop", None)
 
@@ -52,9 +53,9 @@ def test_several_prompts_are_answered_in_their_order(text_client: OpenAI, is_str
 
 def test_tokens_may_be_given_in_place_of_a_text(text_client: OpenAI) -> None:
     marks = [list(SCRIPT).index("fox"), list(SCRIPT).index("either")]
-    told = text_client.completions.create(model="talker", prompt=SAY_FOX, temperature=0, logprobs=0)
-    assert told.usage is not None
-    assert told.usage.prompt_tokens == 1
+    answer = text_client.completions.create(model="talker", prompt=SAY_FOX, temperature=0, logprobs=0)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 1
     one_by_one = [choices_of(text_client, is_stream=False, prompt=f"<say {at}>", temperature=0)[0].text for at in marks]
     assert one_by_one == [FOX, "a boat"]
     some_byte = text_client.completions.create(model="talker", prompt=[5, 6, 7], max_tokens=1)
@@ -75,7 +76,7 @@ def test_logprobs_have_offsets_into_the_text(text_client: OpenAI, is_stream: boo
     assert [len(top) for top in choice.logprobs.top_logprobs] == [2, 2, 2]
 
 
-def test_temperature_and_top_p_change_what_is_drawn_and_not_what_is_reported(text_client: OpenAI) -> None:
+def test_temperature_and_top_p_change_sampling_but_not_reported_logprobs(text_client: OpenAI) -> None:
     def drawn(**settings: float) -> set[str]:
         return {choice.text for choice in choices_of(text_client, is_stream=False, prompt=SAY_EITHER, **settings)}
 
@@ -110,7 +111,7 @@ def test_a_bias_makes_a_token_certain_or_impossible(text_client: OpenAI) -> None
     assert text(logit_bias={"70": -100}) == best
 
 
-def test_sixteen_tokens_unless_more_are_asked_for(text_client: OpenAI) -> None:
+def test_the_default_is_sixteen_tokens(text_client: OpenAI) -> None:
     answer = text_client.completions.create(model="talker", prompt="a", temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 16
@@ -119,7 +120,7 @@ def test_sixteen_tokens_unless_more_are_asked_for(text_client: OpenAI) -> None:
     assert (longer.usage.completion_tokens, longer.choices[0].finish_reason) == (40, "length")
 
 
-def test_what_the_engine_refuses_before_the_first_word_of_a_stream_is_an_ordinary_error(text_client: OpenAI) -> None:
+def test_a_refusal_before_the_first_token_of_a_stream_is_a_plain_error(text_client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         text_client.completions.create(model="talker", prompt="a" * 3000, stream=True)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

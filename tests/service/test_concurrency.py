@@ -1,4 +1,4 @@
-"""Many at once: every picture is what it would be alone, the UNet calls are shared, and whoever leaves is forgotten."""
+"""Concurrent requests: images equal those generated alone, UNet calls are shared, disconnects free resources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def paint_all(server: RunningServer, bodies: list[dict[str, Any]]) -> list
 
 
 def send_and_hold(server: RunningServer, body: dict[str, Any], *, key: str = "anybody") -> socket.socket:
-    """A connection on which the client with ``key`` asks for ``body`` and reads nothing."""
+    """Return a connection on which ``key`` has requested ``body``, without reading the answer."""
     content = json.dumps(body).encode()
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     head += "Content-Type: application/json\r\nContent-Length: "
@@ -46,7 +46,7 @@ def send_and_hold(server: RunningServer, body: dict[str, Any], *, key: str = "an
 
 
 def read_answer(connection: socket.socket) -> httpx.Response:
-    """The answer on a connection from ``send_and_hold``."""
+    """Return the answer on a connection from ``send_and_hold``."""
     answer = HTTPResponse(connection)
     answer.begin()
     return httpx.Response(answer.status, content=answer.read())
@@ -62,12 +62,12 @@ def test_sixteen_mixed_requests_equal_their_solo_runs_byte_for_byte_and_share_ca
     assert max(len(ids & set(call)) for call in calls) >= 3
 
 
-def test_the_same_request_twice_at_once_gives_the_same_picture_twice(server: RunningServer) -> None:
+def test_the_same_request_twice_at_once_gives_the_same_image_twice(server: RunningServer) -> None:
     first, second = asyncio.run(paint_all(server, [MIX[1], MIX[1]]))
     assert files_of(first) == files_of(second)
 
 
-def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(server: RunningServer) -> None:
+def test_a_disconnect_cancels_only_that_request(server: RunningServer) -> None:
     neighbour, cancelled = {**MIX[3], "num_inference_steps": 100}, server.num_ended("cancelled")
     alone = files_of(server.client.post(GENERATIONS, json=neighbour))
     leaver = send_and_hold(server, {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim", "n": 4})
@@ -80,7 +80,7 @@ def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(serv
     )
 
 
-def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) -> None:
+def test_disconnected_clients_leave_the_queue(server: RunningServer) -> None:
     body = {**MIX[2], "num_inference_steps": 80, "n": 10}
     connections = [send_and_hold(server, body, key=f"client {number}") for number in range(7)]
     server.wait_for_requests(7)
@@ -91,13 +91,13 @@ def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) 
 
 
 def probe_s(server: RunningServer) -> float:
-    """How long a trivial answer takes."""
+    """Return the time of a trivial request in seconds."""
     asked_s = time.monotonic()
     assert server.status("/livez") == 200
     return time.monotonic() - asked_s
 
 
-def test_large_pictures_do_not_hold_up_the_event_loop(server: RunningServer) -> None:
+def test_large_images_do_not_hold_up_the_event_loop(server: RunningServer) -> None:
     calm = sorted(probe_s(server) for _ in range(20))[10]
 
     async def probe_while_painting() -> list[float]:

@@ -1,4 +1,4 @@
-"""ControlNets over HTTP: listed, refused, painted with, and told in answers and files."""
+"""ControlNets over HTTP: listing, refusals, generation, and their record in answers and files."""
 
 from __future__ import annotations
 
@@ -30,37 +30,41 @@ from ui.server import Server
 
 
 @pytest.mark.slow
-def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_with_controlnets_are_generated_from_base64_files_and_record_them(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(tiny_model("sd15") / "unet"))
     folder = save_controlnet(unet, tmp_path / "controls" / "edges", 1).parent
     config = f'[model]\ndtype = "float32"\ncontrolnet_dir = {json.dumps(str(folder))}\n'
     fields = {"prompt": "a cat", "seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
     picture = control_map(5, 128, 128)
     file = encode_image(picture)
-    told = Control("edges", 0.8, 0.0, 0.5, "canny", digest_of(128, 128, picture.data), resize=True)
-    chosen = {"name": "edges", "scale": 0.8, "end": 0.5, "preprocessor": "canny", "resize": True}
+    control = Control("edges", 0.8, 0.0, 0.5, "canny", digest_of(128, 128, picture.data), resize=True)
+    control_fields = {"name": "edges", "scale": 0.8, "end": 0.5, "preprocessor": "canny", "resize": True}
     with running_server(tiny_model("sd15"), tmp_path / "server", config=config) as server, Client(server.url) as client:
         server.wait_until_ready()
         url = f"{server.url}/v1/images/generations"
 
-        def painted(**more: object) -> bytes:
-            answer = httpx.post(url, json=fields | more, timeout=60).raise_for_status().json()
+        def painted(**more_fields: object) -> bytes:
+            answer = httpx.post(url, json=fields | more_fields, timeout=60).raise_for_status().json()
             controls = answer["controlnets"]
-            assert controls == ([json.loads(msgspec.json.encode(told))] if more else [])
+            assert controls == ([json.loads(msgspec.json.encode(control))] if more_fields else [])
             return base64.b64decode(answer["data"][0]["b64_json"])
 
         plain = base64.b64encode(file).decode()
-        first = painted(controlnets=[chosen | {"image": plain}])
-        assert painted(controlnets=[chosen | {"image": f"data:image/png;base64,{plain}"}]) == first != painted()
-        assert parse_infotext(read_infotext(first) or "").fields["ControlNet 0"] == told.label
+        first = painted(controlnets=[control_fields | {"image": plain}])
+        assert painted(controlnets=[control_fields | {"image": f"data:image/png;base64,{plain}"}]) == first != painted()
+        assert parse_infotext(read_infotext(first) or "").fields["ControlNet 0"] == control.label
         [image] = [model.capabilities.image for model in client.models() if model.capabilities is not None]
         assert image is not None
         assert image.controlnets == ("edges",)
-        made = paint(client, file)
-        assert [(one.name, one.image, one.resize) for one in made.controlnets] == [("edges", told.image, True)]
+        new_image = paint(client, file)
+        assert [(control.name, control.image, control.resize) for control in new_image.controlnets] == [
+            ("edges", control.image, True)
+        ]
         with pytest.raises(InvalidRequest, match="'edges' is 128x64 px, the picture 64x64 px; give one of that aspect"):
             paint(client, encode_image(control_map(0, 128, 64)))
-        refused = httpx.post(url, json=fields | {"controlnets": [chosen | {"image": plain, "resize": False}]})
+        refused = httpx.post(url, json=fields | {"controlnets": [control_fields | {"image": plain, "resize": False}]})
         error = refused.json()["error"]
         assert (refused.status_code, error["param"], error["code"]) == (400, "controlnets", "invalid_image")
         assert error["message"] == (
@@ -76,19 +80,19 @@ def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], P
 
 
 async def at_the_page(url: str, upload: Path, file: bytes) -> None:
-    """A picture is chosen for a ControlNet, is no longer where it was sent, and is gone by."""
+    """Generate on the page with a ControlNet: without an image, with an invalid upload and with a valid one."""
     server = Server(url)
     page = Page(server)
     try:
-        chosen = {"control": "edges", "control_scale": "0.8", "control_steps": "0-0.5", "preprocessor": "canny"}
-        await page.rest(page.ask(**chosen))
+        fields = {"control": "edges", "control_scale": "0.8", "control_steps": "0-0.5", "preprocessor": "canny"}
+        await page.finish(page.ask(**fields))
         assert "has no picture to go by" in page.caption
         upload.write_bytes(b"no picture")
         assert 'role="alert"' in (await page.choose_control(upload))[1]
         upload.write_bytes(file)
         assert (await page.choose_control(upload))[0] == "edges.png, 128x128"
         assert not upload.exists()
-        await page.rest(page.ask(**chosen, size="64x64"))
+        await page.finish(page.ask(**fields, size="64x64"))
         [picture] = page.visitors.of(Request.session_hash).pictures
         assert "Module: canny, Model: edges, Weight: 0.8" in picture.infotext
         assert "Resize Mode: Just Resize" in picture.infotext

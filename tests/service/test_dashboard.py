@@ -1,4 +1,4 @@
-"""The dashboard and the alerts that are shipped, held against the metrics of a live server."""
+"""The shipped dashboard and alerts use only metrics that a live server exports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every expression, and the words that are shown with it."""
+    """Return every expression with the texts that are shown with it."""
     for panel in json.loads((CONFIGS / "grafana.json").read_text())["panels"]:
         for target in panel["targets"]:
             yield target["expr"], target["legendFormat"]
@@ -32,33 +32,33 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield rule["expr"], rule["annotations"]["summary"]
 
 
-def seen(server: RunningServer) -> dict[str, set[str]]:
-    """The labels of every metric that ``server`` tells, once it has painted, said and refused something."""
+def exported_labels(server: RunningServer) -> dict[str, set[str]]:
+    """Return the labels of every metric of ``server`` after it has generated, chatted and refused."""
     assert server.paint(stream=True, partial_images=1, num_steps=3).status_code == 200
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     assert server.client.post("/v1/chat/completions", json=body).status_code == 200
     assert server.client.get("/nowhere").status_code == 404
-    found: dict[str, set[str]] = {}
-    told = server.client.get("/metrics").text
-    assert re.search(r"^diffserve_image_encode_seconds_count [1-9]", told, re.MULTILINE)
-    for family in text_string_to_metric_families(told):
+    labels: dict[str, set[str]] = {}
+    text = server.client.get("/metrics").text
+    assert re.search(r"^diffserve_image_encode_seconds_count [1-9]", text, re.MULTILINE)
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
 
 
-def test_every_metric_and_label_that_is_drawn_or_watched_exists(text_server: RunningServer) -> None:
-    found = seen(text_server)
+def test_every_metric_and_label_of_dashboard_and_alerts_exists(text_server: RunningServer) -> None:
+    exported = exported_labels(text_server)
     unknown = []
     for expression, words in expressions():
         used = METRIC.findall(expression)
         assert used, expression
-        known = set.union(*(found.get(name, set()) for name, _ in used))
-        unknown += [name for name, _ in used if name not in found]
+        labels = set.union(*(exported.get(name, set()) for name, _ in used))
+        unknown += [name for name, _ in used if name not in exported]
         for name, matchers in used:
-            unknown += [f"{name}{{{one}}}" for one in set(MATCHED.findall(matchers)) - found.get(name, set())]
-        grouped = {one.strip() for group in GROUPED.findall(expression) for one in group.split(",")}
-        unknown += [f"{one} in {expression}" for one in grouped | set(SHOWN.findall(words)) if one not in known]
+            unknown += [f"{name}{{{label}}}" for label in set(MATCHED.findall(matchers)) - exported.get(name, set())]
+        grouped = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+        unknown += [f"{label} in {expression}" for label in grouped | set(SHOWN.findall(words)) if label not in labels]
         grouped.discard("le")
         is_aggregated = "sum" in expression
         assert not is_aggregated or set(SHOWN.findall(words)) <= grouped, f"{words} of {expression}"

@@ -1,4 +1,4 @@
-"""Edits and variations, by the real ``openai`` client where it can say it, over a real socket."""
+"""Edits and variations over a real socket, with the ``openai`` client where it supports them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_base64(pixels: NDArray[np.uint8]) -> str:
 
 
 def holed(width: int = 128, height: int = 64) -> bytes:
-    """A mask as OpenAI's: its left half is transparent, and repainted."""
+    """Return a mask in OpenAI's format whose transparent left half is repainted."""
     pixels = np.full((height, width, 4), 255, np.uint8)
     pixels[:, : width // 2, 3] = 0
     return file_of(pixels)
@@ -51,16 +51,16 @@ def pixels_of(b64_json: str | None) -> NDArray[np.uint8]:
 
 
 @pytest.mark.slow
-def test_openais_client_edits_one_picture_or_two_and_keeps_what_is_not_masked(client: OpenAI) -> None:
+def test_openai_client_edits_one_or_two_images_and_keeps_unmasked_pixels(client: OpenAI) -> None:
     before = picture()
-    one = client.images.edit(
+    answer = client.images.edit(
         model="gpt-image-1", image=("a.png", file_of(before)), mask=("m.png", holed()), prompt="a red fox", n=2,
         size="auto", extra_body=FEW,
     )  # fmt: skip
-    assert one.data is not None
-    assert len(one.data) == 2
-    assert one.size == "128x64"  # its own
-    for entry in one.data:
+    assert answer.data is not None
+    assert len(answer.data) == 2
+    assert answer.size == "128x64"  # the size of the image
+    for entry in answer.data:
         after = pixels_of(entry.b64_json)
         assert np.array_equal(after[:, 64:], before[:, 64:])
         assert not np.array_equal(after[:, :60], before[:, :60])
@@ -79,8 +79,8 @@ def test_openais_client_edits_one_picture_or_two_and_keeps_what_is_not_masked(cl
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's word on variations
-def test_openais_client_streams_an_edit_and_asks_for_variations(client: OpenAI) -> None:
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI deprecates variations
+def test_openai_client_streams_an_edit_and_requests_variations(client: OpenAI) -> None:
     stream = client.images.edit(
         image=("a.png", file_of(picture())), prompt="a red fox", stream=True, partial_images=1,
         extra_body=FEW | {"num_inference_steps": 4, "progress": False},
@@ -101,7 +101,7 @@ def test_openais_client_streams_an_edit_and_asks_for_variations(client: OpenAI) 
 
 
 @pytest.mark.slow
-def test_json_and_a_form_paint_the_same_and_our_client_speaks_json(server: RunningServer) -> None:
+def test_json_and_form_requests_give_equal_images_and_the_client_sends_json(server: RunningServer) -> None:
     file, mask = encode_image(Picture.from_array(picture())), holed()
     form = httpx.post(
         f"{server.url}/v1/images/edits",
@@ -110,39 +110,39 @@ def test_json_and_a_form_paint_the_same_and_our_client_speaks_json(server: Runni
         timeout=60,
     )
     assert form.status_code == 200, form.text
-    with Client(server.url) as ours:
-        asked: dict[str, Any] = {"num_inference_steps": 2, "seed": 5, "guidance_scale": 3.5}
-        whole = ours.edit("a red fox", file, mask, **asked)
-        *_, last = ours.edit_stream("a red fox", file, mask, **asked)
-        assert ours.vary(file, **asked, strength=0.5).strength == 0.5
-    assert form.json()["data"][0]["b64_json"] == base64.b64encode(whole.images[0].file).decode()
-    assert getattr(last, "file", None) == whole.images[0].file
+    with Client(server.url) as diffserve_client:
+        fields: dict[str, Any] = {"num_inference_steps": 2, "seed": 5, "guidance_scale": 3.5}
+        edited = diffserve_client.edit("a red fox", file, mask, **fields)
+        *_, last = diffserve_client.edit_stream("a red fox", file, mask, **fields)
+        assert diffserve_client.vary(file, **fields, strength=0.5).strength == 0.5
+    assert form.json()["data"][0]["b64_json"] == base64.b64encode(edited.images[0].file).decode()
+    assert getattr(last, "file", None) == edited.images[0].file
 
 
 @pytest.mark.slow
-def test_pictures_and_masks_are_named_by_files_of_ones_own(server: RunningServer, client: OpenAI) -> None:
+def test_images_and_masks_are_referenced_by_uploaded_files(server: RunningServer, client: OpenAI) -> None:
     file, mask = file_of(picture()), holed()
-    kept = [client.files.create(file=("a.png", one), purpose="vision").id for one in (file, mask)]
-    named = {"images": [{"file_id": kept[0]}], "mask": {"file_id": kept[1]}}
-    given = {"images": [base64.b64encode(file).decode()], "mask": base64.b64encode(mask).decode()}
+    file_ids = [client.files.create(file=("a.png", data), purpose="vision").id for data in (file, mask)]
+    by_file_id = {"images": [{"file_id": file_ids[0]}], "mask": {"file_id": file_ids[1]}}
+    by_value = {"images": [base64.b64encode(file).decode()], "mask": base64.b64encode(mask).decode()}
     edits = [
-        httpx.post(f"{server.url}/v1/images/edits", json={"prompt": "a red fox", **FEW, **one}, timeout=60)
-        for one in (named, given)
+        httpx.post(f"{server.url}/v1/images/edits", json={"prompt": "a red fox", **FEW, **fields}, timeout=60)
+        for fields in (by_file_id, by_value)
     ]
     assert edits[0].json()["data"][0]["b64_json"] == edits[1].json()["data"][0]["b64_json"]
     tool = {"type": "image_generation", **FEW}
     answers = []
-    for one, masked in (
-        ({"file_id": kept[0]}, {"file_id": kept[1]}),
-        ({"image_url": f"data:image/png;base64,{given['images'][0]}"}, {"image_url": given["mask"]}),
+    for image_url, masked in (
+        ({"file_id": file_ids[0]}, {"file_id": file_ids[1]}),
+        ({"image_url": f"data:image/png;base64,{by_value['images'][0]}"}, {"image_url": by_value["mask"]}),
     ):
-        content = [{"type": "input_text", "text": "a red fox"}, {"type": "input_image", **one}]
-        asked = {"input": [{"role": "user", "content": content}], "tools": [tool | {"input_image_mask": masked}]}
-        answers.append(httpx.post(f"{server.url}/v1/responses", json=asked, timeout=60).json()["output"][0]["result"])
+        content = [{"type": "input_text", "text": "a red fox"}, {"type": "input_image", **image_url}]
+        body = {"input": [{"role": "user", "content": content}], "tools": [tool | {"input_image_mask": masked}]}
+        answers.append(httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()["output"][0]["result"])
     assert answers[0] == answers[1]
-    for name in kept:
+    for name in file_ids:
         client.files.delete(name)
-    gone = httpx.post(f"{server.url}/v1/images/edits", json={"prompt": "a red fox", **named})
+    gone = httpx.post(f"{server.url}/v1/images/edits", json={"prompt": "a red fox", **by_file_id})
     assert (gone.status_code, gone.json()["error"]["code"]) == (400, "file_not_found")
 
 
@@ -151,7 +151,7 @@ SMALL = base64.b64encode(file_of(picture(64, 64))).decode()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({}, "image is missing; upload a PNG, JPEG or WebP file, send it in base64, or name one of /v1/files"),
         ({"image": "!!"}, "image is not base64"),
@@ -175,15 +175,15 @@ SMALL = base64.b64encode(file_of(picture(64, 64))).decode()
         ({"image": SMALL, "mask": in_base64(picture(32, 64))}, "mask is 32x64 and image 64x64; they must have"),  # 48
     ],
 )
-def test_bad_input_is_one_sentence(server: RunningServer, body: dict[str, Any], said: str) -> None:
+def test_bad_input_is_one_sentence(server: RunningServer, body: dict[str, Any], message: str) -> None:
     answer = httpx.post(f"{server.url}/v1/images/edits", json={"prompt": "a fox"} | body)
     assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
+    assert message in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a\0.png", "n" * 4096], ids=["up", "root", "zero", "long"])
-def test_what_a_file_is_called_means_nothing(server: RunningServer, name: str) -> None:
+def test_file_names_have_no_effect(server: RunningServer, name: str) -> None:
     files = {"image": (name, file_of(picture(64, 64)))}
     answer = httpx.post(f"{server.url}/v1/images/edits", files=files, data={"prompt": "x", **FEW}, timeout=60)
     assert answer.status_code == 200, answer.text  # row 51 of the bad input
@@ -191,14 +191,14 @@ def test_what_a_file_is_called_means_nothing(server: RunningServer, name: str) -
 
 
 @pytest.mark.slow
-def test_bad_forms_are_refused_and_large_json_is_read_only_where_pictures_are_taken(server: RunningServer) -> None:
+def test_bad_forms_are_refused_and_large_json_is_read_only_by_image_routes(server: RunningServer) -> None:
     url = f"{server.url}/v1/images/edits"
     black = file_of(np.zeros((64, 64), np.uint8))
     files = {"image": ("a.png", file_of(picture(64, 64)))}
     part = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nx\r\n--b--\r\n'
     raw = {"Content-Type": "multipart/form-data; boundary=b"}
     lines = part.replace(b"--b\r\n", b"--b\r\n" + b"X: y\r\n" * 10_000, 1)
-    for answer, said in (
+    for answer, message in (
         (httpx.post(url, files=files | {"mask": ("m.png", black)}, data={"prompt": "x"}), "leaves nothing to repaint"),
         (httpx.post(url, files=files | {"model": ("m", b"x")}, data={"prompt": "x"}), "no file 'model' is taken"),
         (httpx.post(url, files=files, data={"prompt": "x", "n": "many"}), 'n is "many"; it must be a whole number'),
@@ -212,7 +212,7 @@ def test_bad_forms_are_refused_and_large_json_is_read_only_where_pictures_are_ta
         (httpx.post(url, content=b"--x", headers={"Content-Type": "multipart/form-data"}), "the form cannot be read"),
     ):
         assert answer.status_code == 400, answer.text
-        assert said in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
     long = json.dumps({"prompt": "a fox", "image": "A" * PICTURE_BODY_BYTES})
     headers = {"Content-Type": "application/json"}
     assert httpx.post(url, content=long, headers=headers).status_code == 400

@@ -1,4 +1,4 @@
-"""OpenAI's own client and its embeddings over a real socket, and what is said of those that cannot be had."""
+"""Embeddings over a real socket with the ``openai`` client, and the errors."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ HOW: dict[str, Any] = {"size": "64x64", "num_inference_steps": 12, "seed": 7}
 
 def test_both_formats_hold_the_same_numbers(client: OpenAI, server: RunningServer) -> None:
     as_floats = client.embeddings.create(model="text-embedding-3-small", input="a red fox", encoding_format="float")
-    [one] = as_floats.data
-    assert (one.object, one.index, as_floats.object) == ("embedding", 0, "list")
+    [embedding] = as_floats.data
+    assert (embedding.object, embedding.index, as_floats.object) == ("embedding", 0, "list")
     assert as_floats.model == "sd15", "whose text encoder read it"
     assert (as_floats.usage.prompt_tokens, as_floats.usage.total_tokens) == (3, 3)
-    assert np.linalg.norm(one.embedding) == pytest.approx(1.0, abs=1e-5)
+    assert np.linalg.norm(embedding.embedding) == pytest.approx(1.0, abs=1e-5)
     as_bytes = client.embeddings.create(model="sd15", input=["a dog", "a red fox"])  # base64, unpacked by the client
     assert [entry.index for entry in as_bytes.data] == [0, 1]
-    assert as_bytes.data[1].embedding == one.embedding
+    assert as_bytes.data[1].embedding == embedding.embedding
     raw = server.client.post(EMBEDDINGS, json={"input": "a red fox", "encoding_format": "base64"}).json()
-    assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == one.embedding
+    assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == embedding.embedding
     shorter = client.embeddings.create(model="sd15", input="a red fox", dimensions=8).data[0].embedding
-    np.testing.assert_allclose(shorter, one.embedding[:8] / np.linalg.norm(one.embedding[:8]), rtol=1e-5)
+    np.testing.assert_allclose(shorter, embedding.embedding[:8] / np.linalg.norm(embedding.embedding[:8]), rtol=1e-5)
 
 
-def test_a_vector_depends_on_nobody_who_asks_beside_it(client: OpenAI, server: RunningServer) -> None:
+def test_a_vector_does_not_depend_on_concurrent_requests(client: OpenAI, server: RunningServer) -> None:
     words = [f"a red fox {number}" for number in range(40)]
-    alone = [client.embeddings.create(model="sd15", input=one).data[0].embedding for one in words[::8]]
+    alone = [client.embeddings.create(model="sd15", input=text).data[0].embedding for text in words[::8]]
     [picture] = files_of(server.client.post(GENERATIONS, json={"prompt": words[0], **HOW}))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0) as other:
         stream = other.images.generate(prompt=words[0], stream=True, size="64x64", extra_body=HOW)
-        told: Iterator[Any] = iter(stream)
-        next(told)
+        events: Iterator[Any] = iter(stream)
+        next(events)
         together = client.embeddings.create(model="sd15", input=words)
-        last = [event for event in told if event.type == "image_generation.completed"]
+        last = [event for event in events if event.type == "image_generation.completed"]
     assert [entry.embedding for entry in together.data][::8] == alone
     assert base64.b64decode(last[0].b64_json) == picture
 
@@ -80,20 +80,20 @@ def test_a_vector_depends_on_nobody_who_asks_beside_it(client: OpenAI, server: R
         ({"model": ""}, "model", "model_not_found"),
     ],
 )
-def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_invalid_input_is_reported(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
     body = {name: value for name, value in ({"input": "a"} | fields).items() if value is not ...}
-    said = {"Content-Type": "application/json"}
-    response = text_server.client.post(EMBEDDINGS, content=json.dumps(body), headers=said)
+    headers = {"Content-Type": "application/json"}
+    response = text_server.client.post(EMBEDDINGS, content=json.dumps(body), headers=headers)
     error = error_of(response)
     assert response.status_code == (404 if code == "model_not_found" else 400), error
     assert (error["param"], error["code"]) == (param, code), error
 
 
-def test_our_own_client_embeds(text_server: RunningServer) -> None:
+def test_the_diffserve_client_embeds(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
-        found = client.embed(["a red fox", "a dog"])
-        assert (found.model, found.usage.prompt_tokens, len(found.vectors)) == ("sd15", 5, 2)
-        assert client.embed("a dog", dimensions=4).vectors[0] != found.vectors[1]
-        assert client.embed("a dog").vectors[0] == found.vectors[1]
+        vectors = client.embed(["a red fox", "a dog"])
+        assert (vectors.model, vectors.usage.prompt_tokens, len(vectors.vectors)) == ("sd15", 5, 2)
+        assert client.embed("a dog", dimensions=4).vectors[0] != vectors.vectors[1]
+        assert client.embed("a dog").vectors[0] == vectors.vectors[1]
         with pytest.raises(InvalidRequest, match="empty"):
             client.embed("")

@@ -1,4 +1,4 @@
-"""Turns of encoders: a small picture goes before large ones, a large one is not overtaken for ever, none is lost."""
+"""Order of image encoding: small images go before large ones, without starvation or losses."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from diffserve.service.images.encoding_queue import AHEAD_S_PER_MPX, EncodingQue
 LARGE = 4_000_000
 
 
-def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
+def run(story: Coroutine[Any, Any, list[str]]) -> list[str]:
     return asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
+def test_a_small_image_goes_before_many_large_ones() -> None:
     async def story() -> list[str]:
-        turns, seen = EncodingQueue(1), list[str]()
+        turns, started = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                seen.append(name)
+                started.append(name)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(encode(f"large {number}", LARGE) for number in range(3)), encode("small", 100))
-        return seen
+        return started
 
-    assert order(story()) == ["large 0", "small", "large 1", "large 2"]
+    assert run(story()) == ["large 0", "small", "large 1", "large 2"]
 
 
-def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_image_that_waited_long_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
-        turns, seen = EncodingQueue(1), list[str]()
+        turns, started = EncodingQueue(1), list[str]()
 
         async def encode(name: str, num_pixels: int) -> None:
             async with turns.slot(num_pixels):
-                seen.append(name)
+                started.append(name)
 
         async with turns.slot(0):
             large = asyncio.create_task(encode("large", LARGE))
@@ -49,12 +49,12 @@ def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.
             small = asyncio.create_task(encode("small", 100))
             await asyncio.sleep(0)
         await asyncio.gather(large, small)
-        return seen
+        return started
 
-    assert order(story()) == ["large", "small"]
+    assert run(story()) == ["large", "small"]
 
 
-def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
+def test_a_cancelled_encoding_frees_its_place() -> None:
     async def story() -> list[str]:
         turns = EncodingQueue(2)
 
@@ -64,7 +64,7 @@ def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
 
         tasks = [asyncio.create_task(encode()) for _ in range(5)]
         await asyncio.sleep(0)
-        tasks[0].cancel()  # whoever is let in now is cancelled in the same moment
+        tasks[0].cancel()  # the task that gets the place is cancelled at the same moment
         tasks[4].cancel()
         await asyncio.sleep(0)
         tasks[2].cancel()
@@ -74,4 +74,4 @@ def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
         async with turns.slot(0), turns.slot(0):
             return ["both"]
 
-    assert order(story()) == ["both"]
+    assert run(story()) == ["both"]

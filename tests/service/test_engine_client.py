@@ -1,4 +1,4 @@
-"""Texts and wishes to a real engine process: the jobs of texts are jobs like those of images."""
+"""Text and rewrite jobs in a real engine process, which behave like image jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENDLESS = SamplingParams(temperature=1.0, max_tokens=4000, min_tokens=4000)
 
 
 class Engine:
-    """A client with a ready engine, and the loop in which it lives."""
+    """A client with a ready engine, and the event loop in which it runs."""
 
     def __init__(self, model: Path, language: Path | str) -> None:
         env = {"DIFFSERVE_TEXT_MODEL": str(language), "DIFFSERVE_MODEL_DTYPE": "float32"}
@@ -84,13 +84,13 @@ async def events_of(job: Any) -> list[Any]:
         return [event async for event in job]
 
 
-def test_the_engine_says_which_language_model_it_loaded(engine: Engine) -> None:
+def test_the_engine_reports_its_language_model(engine: Engine) -> None:
     info = engine.client.text_info
     assert info is not None
     assert (info.model_id, info.has_chat_template) == ("talker", True)
 
 
-def test_a_text_arrives_piece_by_piece_and_whole(engine: Engine) -> None:
+def test_a_text_arrives_in_pieces_and_complete(engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
     events = engine.run(events_of(engine.client.submit(TextRequest(messages=HELLO, params=params))))
     assert isinstance(events[-1], TextFinished)
@@ -102,16 +102,16 @@ def test_a_wish_comes_back_as_a_prompt(engine: Engine) -> None:
     request = RewriteRequest(wish="something cosy", num_prompts=2)
     events = engine.run(events_of(engine.client.submit(request)))
     assert isinstance(events[-1], RewriteFinished)
-    assert [one.prompt for one in events[-1].rewrites] == [SAYS, SAYS]
+    assert [rewrite.prompt for rewrite in events[-1].rewrites] == [SAYS, SAYS]
 
 
-def test_an_image_is_painted_from_the_rewritten_prompt(engine: Engine) -> None:
+def test_an_image_is_generated_from_the_rewritten_prompt(engine: Engine) -> None:
     events = engine.run(events_of(engine.client.submit(wish(rewriting=RewriteOptions()))))
     (painted,) = [event for event in events if isinstance(event, Painted)]
     assert (painted.result.prompt, painted.result.original_prompt) == (SAYS, "something cosy")
 
 
-def test_who_leaves_a_text_cancels_it(engine: Engine) -> None:
+def test_leaving_a_text_cancels_it(engine: Engine) -> None:
     async def leave() -> None:
         async with engine.client.submit(TextRequest(prompt="x", params=ENDLESS)) as job:
             async for event in job:
@@ -122,7 +122,7 @@ def test_who_leaves_a_text_cancels_it(engine: Engine) -> None:
     engine.run(leave())
 
 
-def test_a_refused_text_raises_what_the_engine_says(engine: Engine) -> None:
+def test_a_refused_text_raises_the_engines_error(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="context") as caught:
         engine.run(events_of(engine.client.submit(TextRequest(prompt="x" * 5000))))
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
@@ -131,7 +131,7 @@ def test_a_refused_text_raises_what_the_engine_says(engine: Engine) -> None:
         engine.run(events_of(engine.client.submit(request)))
 
 
-def test_prometheus_reads_what_happened(engine: Engine) -> None:
+def test_prometheus_metrics_count_the_jobs(engine: Engine) -> None:
     app = FastAPI()
     add_metrics(app, engine.client.metrics, engine.client.stats)
 

@@ -23,7 +23,7 @@ DISK_BYTES = 4_000_000
 
 
 def lines_of(server: RunningServer, request_id: str) -> list[dict[str, object]]:
-    """The log lines of a request, once its last one is written."""
+    """Return the log lines of a request, once its last one is written."""
 
     def look() -> list[dict[str, object]]:
         lines = server.errors.read_text().split("\n")[:-1]
@@ -46,7 +46,7 @@ def small_disk(server: RunningServer) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("path", [*PAGE, *API])
-def test_a_method_that_is_not_offered_is_answered_with_the_error_object(page_server: RunningServer, path: str) -> None:
+def test_an_unsupported_method_gets_the_error_object(page_server: RunningServer, path: str) -> None:
     for method in ("PUT", "PATCH", "TRACE", "BREW"):
         answer = page_server.client.request(method, path)
         error = error_of(answer)
@@ -72,7 +72,7 @@ def test_a_method_that_is_not_offered_is_answered_with_the_error_object(page_ser
         ("/gradio_api/upload_progress", 422, "invalid_value"),
     ],
 )
-def test_what_the_page_refuses_is_answered_with_the_error_object(
+def test_a_refusal_of_the_page_has_the_error_object(
     page_server: RunningServer, path: str, status: int, code: str
 ) -> None:
     answer = page_server.client.get(path)
@@ -80,7 +80,7 @@ def test_what_the_page_refuses_is_answered_with_the_error_object(
     assert page_server.client.head(path).status_code == status
 
 
-def test_an_upload_to_the_page_that_is_refused_is_answered_with_the_error_object(page_server: RunningServer) -> None:
+def test_a_refused_upload_to_the_page_gets_the_error_object(page_server: RunningServer) -> None:
     upload, file = "/gradio_api/upload", ("a.png", b"x" * 17_000_000)
     too_large = page_server.client.post(upload, files={"files": file})
     assert (too_large.status_code, error_of(too_large)["code"]) == (413, "body_too_large")

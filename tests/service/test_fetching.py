@@ -1,4 +1,4 @@
-"""Pictures by their addresses: from a real server with a real certificate, found by a resolver that may lie."""
+"""Images from URLs: a real server with a real certificate, found by a resolver that may lie."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @asynccontextmanager
 async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetcher], list[Any]]]:
-    """A host of pictures that is known as ``PUBLIC``: how a fetcher is made that reaches it, and what it was asked."""
-    seen: list[Any] = []
+    """Run an image host with the address ``PUBLIC``; yield a factory of fetchers that reach it, and its requests."""
+    received: list[Any] = []
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(chain.chain, chain.key)
-    served.sni_callback = lambda _, name, __: seen.append(name)
+    served.sni_callback = lambda _, name, __: received.append(name)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        seen.append(head)
+        received.append(head)
         writer.write(reply := ANSWERS[head.split()[1]])
         await writer.drain()
         await asyncio.sleep(0 if reply else 5)
@@ -59,32 +59,34 @@ async def picture_host(chain: Chain) -> AsyncIterator[tuple[Callable[..., Fetche
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=served)
     port = server.sockets[0].getsockname()[1]
 
-    async def connect(address: str, asked_port: int, **named: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        seen.append((address, asked_port))
-        return await asyncio.open_connection("127.0.0.1", port, **named)
+    async def connect(
+        address: str, asked_port: int, **options: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        received.append((address, asked_port))
+        return await asyncio.open_connection("127.0.0.1", port, **options)
 
-    def fetcher(*addresses: str, trusted: Path | None = None, **more: Any) -> Fetcher:
-        found = iter([list(addresses or [PUBLIC]), ["127.0.0.1"]])  # whoever asks twice is told otherwise
+    def fetcher(*addresses: str, trusted: Path | None = None, **options: Any) -> Fetcher:
+        answers = iter([list(addresses or [PUBLIC]), ["127.0.0.1"]])  # a second lookup gets another answer
         context = ssl.create_default_context(cafile=trusted or chain.root)
-        return Fetcher([HOST], resolve=lambda *_: next(found), connect=connect, context=context, **more)
+        return Fetcher([HOST], resolve=lambda *_: next(answers), connect=connect, context=context, **options)
 
     try:
-        yield fetcher, seen
+        yield fetcher, received
     finally:
         server.close()
 
 
-def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that_was_asked_for(
+def test_an_image_is_fetched_from_the_checked_address_with_the_requested_host_name(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
 
     async def story() -> None:
-        async with picture_host(chain) as (fetcher, seen):
+        async with picture_host(chain) as (fetcher, received):
             assert await fetcher().fetch(f"https://{HOST}/a.png#top") == b"picture"
-            assert seen[:2] == [(PUBLIC, 443), HOST]
-            assert seen[2].startswith("GET /a.png HTTP/1.1\r\n")
-            assert f"\r\nhost: {HOST}\r\n" in seen[2].lower()
+            assert received[:2] == [(PUBLIC, 443), HOST]
+            assert received[2].startswith("GET /a.png HTTP/1.1\r\n")
+            assert f"\r\nhost: {HOST}\r\n" in received[2].lower()
             assert await fetcher().fetch(f"https://{HOST.upper()}/chunked?size=2") == b"picture"
             body = EditBody.model_validate(
                 {"prompt": "https://a.b", "images": [{"image_url": f"https://{HOST}/a.png"}]}
@@ -93,16 +95,16 @@ def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that
             assert body.images is not None
             assert image_bytes(body.images[0].image_url, "image") == b"picture"  # type: ignore[union-attr, arg-type]
             unit = {"image": f"https://{HOST}/a.png", "model": "https://elsewhere.org"}
-            asked = Img2ImgBody.model_validate({"alwayson_scripts": {"controlnet": {"args": [unit]}}})
-            await fetcher().fill(asked)
+            img2img_body = Img2ImgBody.model_validate({"alwayson_scripts": {"controlnet": {"args": [unit]}}})
+            await fetcher().fill(img2img_body)
             assert unit["model"] == "https://elsewhere.org"
-            assert "https" not in str((asked.alwayson_scripts or {})["controlnet"]["args"][0]["image"])
+            assert "https" not in str((img2img_body.alwayson_scripts or {})["controlnet"]["args"][0]["image"])
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize(
-    ("path", "code", "said"),
+    ("path", "code", "message"),
     [
         ("/moved", "url_not_allowed", "redirects are not followed"),
         ("/gone", "url_unreadable", "answered 404"),
@@ -114,23 +116,23 @@ def test_a_picture_comes_from_the_address_that_was_looked_at_under_the_name_that
         ("/slow", "url_unreadable", "did not answer within 0.2 s"),
     ],
 )
-def test_an_answer_that_is_no_picture_is_refused(chain: Chain, path: str, code: str, said: str) -> None:
+def test_an_answer_that_is_not_an_image_is_refused(chain: Chain, path: str, code: str, message: str) -> None:
     async def story() -> None:
         async with picture_host(chain) as (fetcher, _):
-            with pytest.raises(InvalidRequest, match=said) as refused:
+            with pytest.raises(InvalidRequest, match=message) as refused:
                 await fetcher(limit_s=0.2 if path == "/slow" else 5.0).fetch(f"https://{HOST}{path}", "mask")
             assert (refused.value.param, refused.value.code) == ("mask", code)
 
     asyncio.run(story())
 
 
-def test_whom_nobody_vouches_for_is_not_believed(chain: Chain, tmp_path: Path) -> None:
+def test_an_untrusted_certificate_is_refused(chain: Chain, tmp_path: Path) -> None:
     async def story() -> None:
-        async with picture_host(chain) as (fetcher, seen):
+        async with picture_host(chain) as (fetcher, received):
             other = make_chain(tmp_path, HOST, host=True).root
             with pytest.raises(InvalidRequest, match="no certificate that can be believed"):
                 await fetcher(trusted=other).fetch(f"https://{HOST}/a.png")
-            assert not [one for one in seen if str(one).startswith("GET")]
+            assert not [line for line in received if str(line).startswith("GET")]
 
     asyncio.run(story())
 
@@ -144,7 +146,7 @@ def test_whom_nobody_vouches_for_is_not_believed(chain: Chain, tmp_path: Path) -
     ],
     ids=str,
 )  # fmt: skip
-def test_a_host_at_a_private_address_is_sent_nothing(chain: Chain, addresses: list[str]) -> None:
+def test_a_host_at_a_private_address_is_never_contacted(chain: Chain, addresses: list[str]) -> None:
     async def story() -> None:
         async def connect(*_: Any, **__: Any) -> Any:
             raise AssertionError("a packet was sent")
@@ -167,7 +169,7 @@ def test_a_host_at_a_private_address_is_sent_nothing(chain: Chain, addresses: li
         f"https://{HOST}./", f"https://{HOST}:99999/", f"https://{HOST}/\r\nX: y", "file:///etc/passwd", "ftp://a/b",
     ],
 )  # fmt: skip
-def test_an_address_that_is_not_listed_is_not_even_looked_up(url: str) -> None:
+def test_an_unlisted_host_is_not_resolved(url: str) -> None:
     def resolve(*_: Any) -> list[str]:
         raise AssertionError("a name was looked up")
 
@@ -177,12 +179,12 @@ def test_an_address_that_is_not_listed_is_not_even_looked_up(url: str) -> None:
         assert (refused.value.code, refused.value.param) == ("url_not_allowed", "image")
 
 
-def test_public_addresses_are_told_from_others() -> None:
-    told = {PUBLIC: True, "2606:4700::1111": True, "64:ff9b::5db8:d822": True, "192.168.1.1": False}
-    assert {address: is_public(ipaddress.ip_address(address)) for address in told} == told
+def test_public_addresses_are_recognized() -> None:
+    expected = {PUBLIC: True, "2606:4700::1111": True, "64:ff9b::5db8:d822": True, "192.168.1.1": False}
+    assert {address: is_public(ipaddress.ip_address(address)) for address in expected} == expected
 
 
-def test_seventeen_addresses_are_too_many() -> None:
+def test_seventeen_urls_are_too_many() -> None:
     images = [{"image_url": f"https://{HOST}/{number}"} for number in range(16)]
     body = EditBody.model_validate({"prompt": "a", "images": images, "mask": f"https://{HOST}/mask"})
     with pytest.raises(InvalidRequest, match="17 pictures are given by their addresses"):
@@ -197,7 +199,7 @@ def test_seventeen_addresses_are_too_many() -> None:
         "data:image/png;base64,", "//evil.test/a.png",
     ],
 )  # fmt: skip
-def test_text_that_is_no_picture_is_refused_without_a_look_anywhere(text: str) -> None:
+def test_text_that_is_not_an_image_is_refused_without_a_lookup(text: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         decode_image(image_bytes(text, "init_images"), name="init_images")
     assert refused.value.param == "init_images"

@@ -1,4 +1,4 @@
-"""Pictures named by files: of one's own key, within bounds, and wherever a body has a place for one."""
+"""Images referenced by file ids: only those of the same key, within limits, in every image field."""
 
 from __future__ import annotations
 
@@ -28,38 +28,40 @@ def edit_of(*names: str, mask: str | None = None) -> EditBody:
     return EditBody.model_validate({"prompt": "a fox", "images": [{"file_id": name} for name in names], **masked})
 
 
-def test_files_of_ones_own_are_read_and_others_were_never_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_files_are_read_and_other_files_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(Database(tmp_path), 1 << 20)
-    ours, theirs, long = (
+    own_file, other_file, long = (
         files.add(owner, "vision", "a.png", BytesIO(data), max_bytes=1 << 20).id
         for owner, data in (("", b"ours"), ("key-2", b"theirs"), ("", b"much longer"))
     )
     monkeypatch.setattr(file_pictures, "MAX_REQUEST_BYTES", 10)
-    found = FilePictures(files, Owners(load_settings(env={}).serve, None))
+    file_images = FilePictures(files, Owners(load_settings(env={}).serve, None))
     url = f"data:;base64,{base64.b64encode(b'ours').decode()}"
 
-    body = edit_of(ours, mask=ours)
-    asyncio.run(found.fill(REQUEST, body))
-    assert [one.image_url for one in (*(body.images or ()), body.mask)] == [url, url]
-    content = [{"type": "input_text", "text": "a"}, {"type": "input_image", "file_id": ours}]
-    tool = {"type": "image_generation", "input_image_mask": {"file_id": ours}, "file_id": "of no meaning"}
-    said = ResponseBody.model_validate({"input": [{"role": "user", "content": content}], "tools": [tool]})
-    asyncio.run(found.fill(REQUEST, said))
-    assert said.input[0].content[1].image_url == url  # type: ignore[union-attr, index]
-    assert said.tools is not None
-    assert said.tools[0].input_image_mask is not None
-    assert said.tools[0].input_image_mask.image_url == url
+    body = edit_of(own_file, mask=own_file)
+    asyncio.run(file_images.fill(REQUEST, body))
+    assert [image.image_url for image in (*(body.images or ()), body.mask)] == [url, url]
+    content = [{"type": "input_text", "text": "a"}, {"type": "input_image", "file_id": own_file}]
+    tool = {"type": "image_generation", "input_image_mask": {"file_id": own_file}, "file_id": "of no meaning"}
+    response_body = ResponseBody.model_validate({"input": [{"role": "user", "content": content}], "tools": [tool]})
+    asyncio.run(file_images.fill(REQUEST, response_body))
+    assert response_body.input[0].content[1].image_url == url  # type: ignore[union-attr, index]
+    assert response_body.tools is not None
+    assert response_body.tools[0].input_image_mask is not None
+    assert response_body.tools[0].input_image_mask.image_url == url
 
     for refused, code, name in (
-        (edit_of(ours, theirs), "file_not_found", "images[1].file_id"),
+        (edit_of(own_file, other_file), "file_not_found", "images[1].file_id"),
         (edit_of("../../etc/passwd"), "file_not_found", "images[0].file_id"),
         (edit_of(long), "image_too_large", "images[0].file_id"),
-        (edit_of(ours, ours, mask=ours), "image_too_large", "mask.file_id"),  # together they are longer
+        (
+            edit_of(own_file, own_file, mask=own_file),
+            "image_too_large",
+            "mask.file_id",
+        ),  # together they exceed the limit
     ):
         with pytest.raises(InvalidRequest) as caught:
-            asyncio.run(found.fill(REQUEST, refused))
+            asyncio.run(file_images.fill(REQUEST, refused))
         assert (caught.value.code, caught.value.param) == (code, name)
     with pytest.raises(InvalidRequest, match="this server keeps no files"):
-        asyncio.run(FilePictures(None, None).fill(REQUEST, edit_of(ours)))
+        asyncio.run(FilePictures(None, None).fill(REQUEST, edit_of(own_file)))

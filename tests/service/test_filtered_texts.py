@@ -1,7 +1,7 @@
-"""Every text that a picture is painted from passes the safety filter: all entry points times all of their text fields.
+"""Every text of an image passes the safety filter, for all entry points and all their text fields.
 
-Entry points and fields are read from the code. A new text field fails here until the filter judges it, or until it is
-listed below as one that reaches no text encoder.
+Entry points and fields come from the code. A new text field fails here until the filter judges it, or until it is
+listed below as a field that reaches no text encoder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diffserve.service.responses.response_plan import FROM_ELSEWHERE
 from diffserve.service.safety import Safety
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import ROOT, START_S, RunningServer, running_server, wait_for
-from tests.service.test_batches import begin, send, told, until_over
+from tests.service.test_batches import begin, lines_of, send, until_over
 from tests.service.test_edits import file_of, in_base64, picture
 
 FOX: Final = "a red fox"
@@ -131,7 +131,7 @@ def texts_in(path: str, schema: dict[str, Any], parts: dict[str, Any]) -> list[L
 
 
 def values_of(path: str, leaf: Leaf) -> list[str]:
-    """Return what has the filter refuse the field ``leaf`` at ``path``."""
+    """Return values of the field ``leaf`` at ``path`` that make the filter refuse."""
     if leaf[0] == "styles":
         return ["worded", "unworded"]
     if leaf[0] == "infotext":
@@ -199,7 +199,7 @@ def test_the_texts_of_a_request_are_all_of_its_text_fields() -> None:
 
 
 @pytest.mark.slow
-def test_every_post_route_is_known_to_paint_or_not_to_paint(described: dict[str, Any]) -> None:
+def test_every_post_route_is_classified_as_generating_or_not(described: dict[str, Any]) -> None:
     posts = {path for path, methods in described["paths"].items() if "post" in methods}
     assert posts - PAINTING.keys() <= NOT_PAINTING
     assert posts >= PAINTING.keys()
@@ -239,7 +239,7 @@ def test_every_text_field_of_a_batch_line_is_judged(filtered: RunningServer, des
         for path, lines in by_path.items():
             if "sdapi" not in path:
                 batch = until_over(client, begin(client, send(client, *lines), path))
-                failed = told(client, batch.error_file_id)
+                failed = lines_of(client, batch.error_file_id)
                 codes = {line["response"]["body"]["error"]["code"] for line in failed.values()}
                 assert (len(failed), codes) == (len(lines), {"moderation_blocked"}), path
 
@@ -262,7 +262,7 @@ def test_every_text_parameter_of_the_assistants_tools_is_judged(filtered: Runnin
 
 
 def _types(annotation: Any) -> set[Any]:
-    """Return the types of ``annotation``, of its parts where it is a union."""
+    """Return the members of ``annotation`` if it is a union, else itself."""
     inner = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
     return set(getattr(inner, "__args__", ())) | {inner}
 
@@ -337,7 +337,7 @@ def test_every_text_of_the_command_line_is_judged(
 
 
 @pytest.mark.slow
-def test_negative_prompts_have_a_method_of_their_own_where_the_filter_has_one(folder: Path) -> None:
+def test_negative_prompts_use_their_own_filter_method_if_there_is_one(folder: Path) -> None:
     def allows(safety: Safety, field: str, text: str) -> bool:
         return not safety._is_blocked(SafetyQuestion(text, is_negative=field == "negative_prompt"))
 

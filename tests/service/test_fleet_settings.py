@@ -1,4 +1,4 @@
-"""What each of several engines is started with, and how their numbers become one."""
+"""Settings of each engine in a pool, and the merging of their statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings(devices: str, **env: str) -> Settings:
 
 
 def stats(scale: int) -> EngineStats:
-    """Whose every number is a multiple of ``scale``."""
+    """Return statistics whose every number is a multiple of ``scale``."""
     tenant = TenantPages(
         tenant="unet", held_pages=scale, idle_pages=scale, evicted_pages=scale, asked_tokens=scale, found_tokens=scale
     )
@@ -50,16 +50,20 @@ def stats(scale: int) -> EngineStats:
     )
 
 
-def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_has_its_device_for_all_models_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "num_cores", lambda: 7)
     each = settings_per_device(settings("cuda:0, cpu,cpu"))
-    assert [(one.model.device, one.models[0].device) for one in each] == [("cuda:0",) * 2, ("cpu",) * 2, ("cpu",) * 2]
-    assert [one.engine.threads for one in each] == [None, 3, 3]
+    assert [(replica.model.device, replica.models[0].device) for replica in each] == [
+        ("cuda:0",) * 2,
+        ("cpu",) * 2,
+        ("cpu",) * 2,
+    ]
+    assert [replica.engine.threads for replica in each] == [None, 3, 3]
     assert (
         describe_engines(settings("cpu,cpu", DIFFSERVE_ENGINE_THREADS="1")) == "2 engines: cpu, 1 thread; cpu, 1 thread"
     )
     assert describe_engines(settings("cuda:0,cuda:1")) == "2 engines: cuda:0; cuda:1"
-    many = [one.engine.threads for one in settings_per_device(settings(",".join(["cpu"] * 20)))]
+    many = [replica.engine.threads for replica in settings_per_device(settings(",".join(["cpu"] * 20)))]
     assert many == [1] * 20
 
 
@@ -67,29 +71,29 @@ def test_without_devices_there_is_one_engine_as_configured() -> None:
     plain = load_settings(env={})
     assert settings_per_device(plain) == [plain]
     assert describe_engines(plain) == ""
-    [one] = settings_per_device(settings("cuda:1"))
-    assert (one.model.device, one.engine.threads, describe_engines(settings("cuda:1"))) == ("cuda:1", None, "")
+    [replica] = settings_per_device(settings("cuda:1"))
+    assert (replica.model.device, replica.engine.threads, describe_engines(settings("cuda:1"))) == ("cuda:1", None, "")
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [(["cuda:0", "cuda:0"], "twice"), (["cuda", "cuda:0"], "twice"), (["tpu"], "'tpu'"), (["cpu", ""], "''")],
 )
-def test_devices_that_cannot_be_are_refused(devices: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--devices: devices has .*{said}"):
+def test_invalid_devices_are_refused(devices: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--devices: devices has .*{message}"):
         load_settings(env={}, flags={"serve.devices": Flag("--devices", devices)})
 
 
 def test_numbers_of_several_engines_are_added_up() -> None:
     both = merged([stats(1), stats(2)])
     assert (both.num_live, both.images.num_painted, both.share.image_s, both.share.share) == (3, 3, 3, 0.25)
-    assert [(one.name, one.is_loaded, one.images.num_steps) for one in both.models] == [("photo", True, 3)]
+    assert [(model.name, model.is_loaded, model.images.num_steps) for model in both.models] == [("photo", True, 3)]
     assert both.pages is not None
     assert (both.pages.num_pages, both.pages.page_bytes, both.pages.tenants[0].found_tokens) == (3, 64, 3)
     assert (both.texts, merged([stats(4)])) == (None, stats(4))
 
 
-def test_of_an_engine_that_is_gone_the_counters_stay() -> None:
+def test_counters_of_a_lost_engine_are_retained() -> None:
     left = gone(stats(2))
     assert (left.num_live, left.images.num_running, left.images.num_lanes) == (0, 0, 0)
     assert (left.images.num_painted, left.images.busy_s, left.models[0].is_loaded) == (2, 2, False)

@@ -1,4 +1,4 @@
-"""Follow-ups about pictures: what changes the earlier prompt is merged with it, and a new prompt replaces it."""
+"""Follow-ups about images: changes are merged with the earlier prompt, and a new prompt replaces it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_prompt_of_a_conversation_is_folded_over_its_turns() -> None:
 
 
 @pytest.mark.slow
-def test_a_response_that_follows_another_paints_the_merged_prompt(client: OpenAI) -> None:
+def test_a_response_that_follows_another_generates_the_merged_prompt(client: OpenAI) -> None:
     tool: Any = {"type": "image_generation", "size": "64x64", "num_inference_steps": 2, "seed": 7}
     first = client.responses.create(model="gpt-5", input="a red fox", tools=[tool])
     later = client.responses.create(
@@ -106,7 +106,7 @@ def test_a_response_that_follows_another_paints_the_merged_prompt(client: OpenAI
 
 
 @pytest.mark.slow
-def test_a_chat_that_paints_merges_a_follow_up(server: RunningServer) -> None:
+def test_a_chat_with_images_merges_a_follow_up(server: RunningServer) -> None:
     how = {"modalities": ["image", "text"], "size": "64x64", "num_inference_steps": 2, "seed": 7}
     messages = [{"role": "user", "content": "a red fox"}]
     first = server.client.post("/v1/chat/completions", json={**how, "messages": messages}).json()

@@ -46,7 +46,7 @@ def check(read: Infotext) -> None:
 
 
 @pytest.mark.parametrize("name", READABLE)
-def test_json_values_are_read_whole(name: str) -> None:
+def test_json_values_are_read_completely(name: str) -> None:
     read = parse_infotext(HEAD + READABLE[name])
     check(read)
     assert read.warnings == ()
@@ -59,7 +59,7 @@ def test_json_values_keep_their_text() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_SKIPPED)
-def test_pair_outside_the_grammar_is_skipped_and_named(name: str) -> None:
+def test_pair_outside_the_grammar_is_skipped_and_reported(name: str) -> None:
     line, skipped = WITH_SKIPPED[name]
     read = parse_infotext(HEAD + line)
     check(read)
@@ -96,7 +96,7 @@ def test_empty_negative_prompt_line_is_no_part_of_the_prompt() -> None:
 
 
 @pytest.mark.slow
-def test_a1111_paints_from_foreign_infotext_and_names_what_it_skipped(server: RunningServer) -> None:
+def test_a1111_generates_from_foreign_infotext_and_reports_skipped_pairs(server: RunningServer) -> None:
     clean = server.client.post("/sdapi/v1/txt2img", json={"infotext": HEAD + PAIRS}).json()
     for line in [*READABLE.values(), *(line for line, _ in WITH_SKIPPED.values())]:
         answer = server.client.post("/sdapi/v1/txt2img", json={"infotext": HEAD + line})
@@ -107,7 +107,7 @@ def test_a1111_paints_from_foreign_infotext_and_names_what_it_skipped(server: Ru
 
 
 @pytest.mark.slow
-def test_png_info_reads_foreign_infotext_and_names_what_it_skipped(server: RunningServer) -> None:
+def test_png_info_reads_foreign_infotext_and_reports_skipped_pairs(server: RunningServer) -> None:
     for line, skipped in [*((line, "") for line in READABLE.values()), *WITH_SKIPPED.values()]:
         chunks, file = PngImagePlugin.PngInfo(), BytesIO()
         chunks.add_text("parameters", HEAD + line)
@@ -119,6 +119,6 @@ def test_png_info_reads_foreign_infotext_and_names_what_it_skipped(server: Runni
         assert skipped in answer.headers.get("x-diffserve-warnings", "")
 
 
-def test_page_takes_foreign_infotext_apart() -> None:
+def test_page_parses_foreign_infotext() -> None:
     form = form_of(f"{HEAD}{PAIRS}, Civitai resources: {CIVITAI}", None)
     assert (form.prompt, form.negative_prompt, form.steps, form.seed) == ("a red fox, (snow:1.2)", "dog", "2", "42")

@@ -1,4 +1,4 @@
-"""Fields of forms, which arrive as text, against what JSON of the same names would be."""
+"""Form fields, which arrive as text, compared with JSON fields of the same names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from diffserve.service.images.edit_schemas import EditBody
     [("strength", "NaN"), ("guidance_scale", "Infinity"), ("guidance_scale", "-Infinity"), ("seed", "1e400"),
      ("n", "NaN"), ("variation_strength", "NaN"), ("loras", '[{"name": "gift", "scale": NaN}]')],
 )  # fmt: skip
-def test_what_is_no_number_in_json_is_none_in_a_form(name: str, text: str) -> None:
+def test_values_that_are_not_numbers_in_json_are_not_numbers_in_a_form(name: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name} is "):
         parse_fields(EditBody, {"prompt": "a fox", name: text})
 
 
-def test_numbers_lists_and_texts_are_what_json_has() -> None:
+def test_numbers_lists_and_texts_equal_those_in_json() -> None:
     body = parse_fields(EditBody, {"prompt": "NaN", "strength": "1e-1", "n": "2", "loras": '[{"name": "gift"}]'})
     assert (body.prompt, body.strength, body.n) == ("NaN", 0.1, 2)
     assert body.loras is not None
-    assert [one.name for one in body.loras] == ["gift"]
+    assert [lora.name for lora in body.loras] == ["gift"]
 
 
 FORM = (
@@ -38,10 +38,10 @@ FORM = (
 
 
 def read(body: bytes, step: int) -> MultipartForm:
-    """The form ``body``, which comes in pieces of ``step`` bytes."""
+    """Return the parsed form ``body``, which arrives in pieces of ``step`` bytes."""
     pieces = [body[at : at + step] for at in range(0, len(body), step)]
-    told = [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
-    left = iter([*told, {"type": "http.request", "body": b"", "more_body": False}])
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    left = iter([*messages, {"type": "http.request", "body": b"", "more_body": False}])
 
     async def receive() -> Any:
         return next(left)
@@ -52,9 +52,9 @@ def read(body: bytes, step: int) -> MultipartForm:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_a_form_that_lost_its_end_is_refused_for_its_last_part_is_not_whole(step: int) -> None:
-    for whole in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
-        form = read(whole, step)
+def test_a_truncated_form_is_refused(step: int) -> None:
+    for raw_form in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
+        form = read(raw_form, step)
         assert form.fields == {"prompt": "a fox"}
         assert form.files == {"mask": [b"nearly --c--, and more"]}
     for cut in (6, 8, 30, 100):

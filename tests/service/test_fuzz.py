@@ -1,5 +1,6 @@
-"""Requests that were good until somebody changed some bytes: no answer says that the server failed, and no line in its
-log. ``TEST_MUTATIONS`` sets how many; the seed is fixed, and each mutation has its own.
+"""Mutated valid requests: no answer has a status of 500 or more, and no error is logged.
+
+``TEST_MUTATIONS`` sets their number. The seed is fixed, and each mutation has its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ JSON = "application/json"
 
 
 def request(line: str, body: str = "", media_type: str = JSON, extra: str = "") -> bytes:
-    """One good request."""
+    """Return one valid request."""
     length = f"Content-Type: {media_type}\r\nContent-Length: {len(body)}\r\n" if body else ""
     return f"{line} HTTP/1.1\r\nHost: localhost\r\n{length}{extra}\r\n{body}".encode()
 
@@ -166,7 +167,7 @@ def pipeline(data: bytes, chance: random.Random) -> bytes:
 
 
 def revalue(data: bytes, chance: random.Random) -> bytes:
-    """Another JSON value in the place of one, with a length that is right: this one gets to the routes."""
+    """Replace one JSON value and correct the content length, so that the request reaches a route."""
     head, separator, body = data.partition(b"\r\n\r\n")
     values = list(re.finditer(rb'(?<=[:\[,] )(?:"[^"]*"|-?[\d.]+|null|true|\[[^\]]*\])|(?<=\[)[^\],]+', body))
     if not values or b"chunked" in head:
@@ -183,7 +184,7 @@ MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 
 def mutant(number: int) -> bytes:
-    """The request of that number."""
+    """Return the mutated request with this number."""
     chance = random.Random(SEED * 1_000_003 + number)
     data = chance.choice(GOOD)
     for _ in range(chance.choice((1, 1, 2, 4))):
@@ -192,7 +193,7 @@ def mutant(number: int) -> bytes:
 
 
 def answers(port: int, data: bytes) -> list[int]:
-    """The statuses of the answers that come within a moment."""
+    """Return the statuses of the answers that arrive within a moment."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         try:
@@ -205,13 +206,13 @@ def answers(port: int, data: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
 
 
-def test_no_mutation_of_a_request_is_a_mistake_of_the_server(page_server: RunningServer) -> None:
+def test_no_mutated_request_causes_a_server_error(page_server: RunningServer) -> None:
     start, port = page_server.errors.stat().st_size, page_server.port
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-        found = list(clients.map(lambda number: answers(port, mutant(number)), range(NUM_MUTATIONS)))
-    counts = Counter(status for statuses in found for status in statuses)
-    failed = [number for number, statuses in enumerate(found) if any(status >= 500 for status in statuses)]
-    assert not failed, [(number, found[number], mutant(number)[:300]) for number in failed[:5]]
+        replies = list(clients.map(lambda number: answers(port, mutant(number)), range(NUM_MUTATIONS)))
+    counts = Counter(status for statuses in replies for status in statuses)
+    failed = [number for number, statuses in enumerate(replies) if any(status >= 500 for status in statuses)]
+    assert not failed, [(number, replies[number], mutant(number)[:300]) for number in failed[:5]]
     assert counts[200] > 0
     assert counts[400] > NUM_MUTATIONS // 10
     lines = page_server.errors.read_bytes()[start:].decode("utf-8", "replace").splitlines()

@@ -1,4 +1,4 @@
-"""OpenTelemetry's metrics of generative AI: what a reader in memory has of events, and when nothing is sent."""
+"""OpenTelemetry's metrics of generative AI, read from memory, and when none are sent."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PLACE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
 
 def points_of(*events: tuple[str, Any]) -> dict[str, list[tuple[dict[str, Any], int, float]]]:
-    """By the name of each metric (attributes, count, sum) of its points, after ``events`` of these kinds."""
+    """Return (attributes, count, sum) of each point by metric name, after ``events`` of these kinds."""
     reader = InMemoryMetricReader()
     metrics = GenAiMetrics(MeterProvider([reader]))
     for kind, event in events:
         metrics.observe(kind, event)
     assert not metrics._begun
-    told: Any = reader.get_metrics_data()
-    [scope] = told.resource_metrics[0].scope_metrics
+    data: Any = reader.get_metrics_data()
+    [scope] = data.resource_metrics[0].scope_metrics
     return {
-        one.name: [(dict(point.attributes), point.count, point.sum) for point in one.data.data_points]
-        for one in scope.metrics
+        metric.name: [(dict(point.attributes), point.count, point.sum) for point in metric.data.data_points]
+        for metric in scope.metrics
     }
 
 
-def test_a_text_is_a_duration_a_first_token_and_its_tokens() -> None:
+def test_a_text_records_duration_time_to_first_token_and_token_counts() -> None:
     timings = TextTimings(queue_s=0.1, ttft_s=0.5, tpot_s=0.02, total_s=2.0)
     usage = TextUsage(prompt_tokens=7, output_tokens=5, cached_tokens=0)
     points = points_of(("text", TextFinished(request_id="a", results=(), usage=usage, timings=timings)))
@@ -51,16 +51,20 @@ def test_a_text_is_a_duration_a_first_token_and_its_tokens() -> None:
         (Cancelled(request_id="a"), "cancelled"),
     ],
 )
-def test_pictures_are_a_duration_with_how_it_ended(end: Any, error: str | None) -> None:
-    begun = Accepted(request_id="a", seed=1, num_images=1, queue_position=0)
-    [(told, count, _)] = points_of(("image", begun), ("image", end))["gen_ai.server.request.duration"]
-    assert (told["gen_ai.operation.name"], told["gen_ai.output.type"], count) == ("generate_content", "image", 1)
-    assert told.get("error.type") == error
+def test_images_record_a_duration_and_the_outcome(end: Any, error: str | None) -> None:
+    accepted = Accepted(request_id="a", seed=1, num_images=1, queue_position=0)
+    [(attributes, count, _)] = points_of(("image", accepted), ("image", end))["gen_ai.server.request.duration"]
+    assert (attributes["gen_ai.operation.name"], attributes["gen_ai.output.type"], count) == (
+        "generate_content",
+        "image",
+        1,
+    )
+    assert attributes.get("error.type") == error
 
 
 @pytest.mark.parametrize(
     "env",
     [{}, OPT_IN, PLACE, {**OPT_IN, **PLACE, "OTEL_METRICS_EXPORTER": "none"}, {**PLACE, "OTEL_SDK_DISABLED": "true"}],
 )
-def test_nothing_is_sent_unless_the_environment_asks_for_it(env: dict[str, str]) -> None:
+def test_nothing_is_sent_unless_the_environment_enables_it(env: dict[str, str]) -> None:
     assert GenAiMetrics.from_environment(env) is None

@@ -1,4 +1,4 @@
-"""Pictures over a real socket: how many, how large, in which format, with which seed, and what is said about them."""
+"""Image generation over a real socket: count, size, format, seed and metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def size_of(file: bytes) -> tuple[int, int]:
     return image.size
 
 
-def test_a_prompt_alone_gives_one_png_of_the_native_size(server: RunningServer) -> None:
+def test_a_bare_prompt_gives_one_png_of_the_native_size(server: RunningServer) -> None:
     response = server.client.post("/v1/images/generations", json={"prompt": "a red fox", "steps": 2})
     body = response.json()
     (file,) = files_of(response)
@@ -36,24 +36,24 @@ def test_a_prompt_alone_gives_one_png_of_the_native_size(server: RunningServer) 
     assert "x-diffserve-warnings" not in response.headers
 
 
-def test_an_omitted_seed_is_random_and_told(server: RunningServer) -> None:
+def test_an_omitted_seed_is_random_and_reported(server: RunningServer) -> None:
     first, second = (server.paint(seed=-1), server.paint(seed=-1))
     seeds = [response.json()["data"][0]["seed"] for response in (first, second)]
     assert seeds[0] != seeds[1]
     assert files_of(server.paint(seed=seeds[0])) == files_of(first)
 
 
-def test_image_i_of_a_batch_is_the_picture_of_seed_plus_i(server: RunningServer) -> None:
+def test_image_i_of_a_batch_is_the_image_of_seed_plus_i(server: RunningServer) -> None:
     response = server.paint(seed=40, n=3)
     assert [entry["seed"] for entry in response.json()["data"]] == [40, 41, 42]
     assert files_of(response) == [files_of(server.paint(seed=seed))[0] for seed in (40, 41, 42)]
 
 
-def test_images_that_are_varied_have_one_seed_and_each_its_variation(server: RunningServer) -> None:
+def test_varied_images_share_a_seed_and_have_different_variation_seeds(server: RunningServer) -> None:
     response = server.paint(seed=7, variation_seed=-1, variation_strength=0.3, n=2)
     answer = response.json()
     first = answer["data"][0]["variation_seed"]
-    assert [(one["seed"], one["variation_seed"]) for one in answer["data"]] == [(7, first), (7, first + 1)]
+    assert [(image["seed"], image["variation_seed"]) for image in answer["data"]] == [(7, first), (7, first + 1)]
     assert answer["variation_strength"] == 0.3
     assert "variation_seed" not in answer, "each picture has its own"
     alone = server.paint(seed=7, variation_seed=first + 1, variation_strength=0.3)
@@ -63,8 +63,8 @@ def test_images_that_are_varied_have_one_seed_and_each_its_variation(server: Run
         "POST", GENERATIONS, json={"prompt": "a red fox", "num_inference_steps": 2, "seed": 7, "stream": True,
                                    "variation_strength": 0.3, "variation_seed": first + 1},
     ) as stream:  # fmt: skip
-        told = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
-    assert (told[-1]["seed"], told[-1]["variation_seed"], told[-1]["b64_json"]) == (
+        events = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert (events[-1]["seed"], events[-1]["variation_seed"], events[-1]["b64_json"]) == (
         7, first + 1, answer["data"][1]["b64_json"],
     )  # fmt: skip
 
@@ -80,14 +80,14 @@ def test_any_size_is_delivered_exactly(server: RunningServer, size: str) -> None
     assert ("x-diffserve-warnings" in response.headers) is painted_elsewhere
 
 
-def test_width_and_height_are_another_way_to_give_the_size(server: RunningServer) -> None:
+def test_width_and_height_are_equivalent_to_size(server: RunningServer) -> None:
     assert files_of(server.paint(width=96, height=72)) == files_of(server.paint(size="96x72"))
 
 
 @pytest.mark.parametrize(
     ("output_format", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")]
 )
-def test_every_format_tells_how_it_was_painted(server: RunningServer, output_format: str, magic: bytes) -> None:
+def test_every_format_records_its_parameters(server: RunningServer, output_format: str, magic: bytes) -> None:
     response = server.paint(
         "a red fox, at night",
         num_steps=3,
@@ -117,7 +117,7 @@ def test_compression_makes_a_smaller_file(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("fields", "other"),
     [
         ({"sampler": "dpmpp_2m", "sigma_schedule": "karras"}, {"sampler": "DPM++ 2M Karras"}),
         ({"sampler": "DPM++ 2M Karras"}, {"sampler_name": "dpmpp_2m", "scheduler": "Karras"}),
@@ -128,14 +128,14 @@ def test_compression_makes_a_smaller_file(server: RunningServer) -> None:
         ({}, {"n": None, "size": "auto", "response_format": "b64_json", "stream": False, "partial_images": 0}),
     ],
 )
-def test_two_ways_to_say_the_same_thing_give_the_same_picture(
-    server: RunningServer, one: dict[str, object], other: dict[str, object]
+def test_equivalent_requests_give_the_same_image(
+    server: RunningServer, fields: dict[str, object], other: dict[str, object]
 ) -> None:
-    assert files_of(server.paint(**one)) == files_of(server.paint(**other))  # type: ignore[arg-type]
+    assert files_of(server.paint(**fields)) == files_of(server.paint(**other))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields", [{"seed": 2}, {"num_steps": 3}, {"guidance_scale": 2.0}, {"sampler": "ddim"}])
-def test_every_setting_reaches_the_picture(server: RunningServer, fields: dict[str, object]) -> None:
+def test_every_setting_reaches_the_image(server: RunningServer, fields: dict[str, object]) -> None:
     assert files_of(server.paint()) != files_of(server.paint(**fields))  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ def test_every_setting_reaches_the_picture(server: RunningServer, fields: dict[s
         ({"sampler": "euler", "eta": 0.5}, "eta"),
     ],
 )
-def test_what_is_ignored_is_said(server: RunningServer, fields: dict[str, object], words: str) -> None:
+def test_ignored_fields_are_reported(server: RunningServer, fields: dict[str, object], words: str) -> None:
     response = server.paint(**fields)  # type: ignore[arg-type]
     assert any(words in warning for warning in response.json()["warnings"])
     assert words in response.headers["x-diffserve-warnings"]
@@ -166,20 +166,20 @@ def test_what_is_ignored_is_said(server: RunningServer, fields: dict[str, object
     ],
     ids=["emoji", "html", "template", "control", "rtl", "combining", "long"],
 )
-def test_odd_prompts_are_painted_like_others(server: RunningServer, prompt: str) -> None:
+def test_unusual_prompts_give_images(server: RunningServer, prompt: str) -> None:
     (file,) = files_of(server.paint(prompt))
     assert read_infotext(file) is not None
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_one_step_of_every_sampler_gives_a_picture(server: RunningServer, sampler: str) -> None:
+def test_one_step_of_every_sampler_gives_an_image(server: RunningServer, sampler: str) -> None:
     response = server.paint(num_steps=1, sampler=sampler)
     (file,) = files_of(response)
     assert response.json()["sampler"] == sampler
-    assert len(set(Image.open(BytesIO(file)).convert("L").tobytes())) > 1  # not of one colour
+    assert len(set(Image.open(BytesIO(file)).convert("L").tobytes())) > 1  # more than one color
 
 
-def test_the_description_names_every_field(server: RunningServer) -> None:
+def test_openapi_lists_every_field(server: RunningServer) -> None:
     paths = server.client.get("/openapi.json").json()["paths"]
     assert {"/v1/images/generations", "/v1/models", "/v1/models/{name}", "/livez", "/readyz"} <= set(paths)
     content = paths["/v1/images/generations"]["post"]["requestBody"]["content"]

@@ -1,4 +1,4 @@
-"""What was painted for a key is found by its words, painted again, and forgotten for good; by nobody else."""
+"""Image history: search, regeneration and permanent deletion, separately for each key."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
         now_s += 10
     history.add(new_entry_id(), "key-2", "other.png", "a red fox", "sd15", {})
 
-    def found(*words: str, **wanted: float | str) -> list[str]:
-        page = history.page("key-1", PageAsked(9), Wanted(words, **wanted))  # type: ignore[arg-type]
+    def search(*words: str, **filters: float | str) -> list[str]:
+        page = history.page("key-1", PageAsked(9), Wanted(words, **filters))  # type: ignore[arg-type]
         assert page is not None
-        return [one.recipe["prompt"] for one in page[0]]
+        return [entry.recipe["prompt"] for entry in page[0]]
 
-    assert found() == ["ein grüner FUCHS", "a red Hase, 100%", "a RED fox"]
-    assert found("Red") == ["a red Hase, 100%", "a RED fox"]
-    assert found("fox", "red") == ["a RED fox"]
-    assert found("GRÜNER") == ["ein grüner FUCHS"]
-    assert (found("%"), found("_")) == (["a red Hase, 100%"], [])
-    assert found("red", until_s=1e9 + 10) == ["a RED fox"]
-    assert found(since_s=1e9 + 20) == ["ein grüner FUCHS"]
-    assert found(model="other") == []
+    assert search() == ["ein grüner FUCHS", "a red Hase, 100%", "a RED fox"]
+    assert search("Red") == ["a red Hase, 100%", "a RED fox"]
+    assert search("fox", "red") == ["a RED fox"]
+    assert search("GRÜNER") == ["ein grüner FUCHS"]
+    assert (search("%"), search("_")) == (["a red Hase, 100%"], [])
+    assert search("red", until_s=1e9 + 10) == ["a RED fox"]
+    assert search(since_s=1e9 + 20) == ["ein grüner FUCHS"]
+    assert search(model="other") == []
     first = history.page("key-1", PageAsked(2), ALL)
     assert first is not None
-    rest = history.page("key-1", PageAsked(2, after=first[0][-1].id), ALL)
-    assert rest is not None
-    assert ([one.file for one in rest[0]], first[1], rest[1]) == (["a RED fox.png"], True, False)
+    second = history.page("key-1", PageAsked(2, after=first[0][-1].id), ALL)
+    assert second is not None
+    assert ([entry.file for entry in second[0]], first[1], second[1]) == (["a RED fox.png"], True, False)
     assert history.get("key-2", first[0][0].id) is None
     assert history.page("key-2", PageAsked(2, after=first[0][0].id), ALL) is None
     history.forget(["a RED fox.png"], for_good=True)
@@ -53,31 +53,31 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["euler", "euler_a", "dpmpp_2m"])
-def test_a_picture_is_remembered_painted_again_and_forgotten(server: RunningServer, sampler: str) -> None:
+def test_an_image_is_stored_regenerated_and_deleted(server: RunningServer, sampler: str) -> None:
     server.client.delete("/v1/history")
     fields = {"sampler": sampler, "guidance_scale": 3.0, "size": "72x64", "negative_prompt": "blurred"}
-    fields |= {"variation_strength": 0.3} if sampler == "euler" else {}  # by a seed that is drawn, and told
+    fields |= {"variation_strength": 0.3} if sampler == "euler" else {}  # with a random seed, which is reported
     answer = server.paint("a red fox & <b>", num_steps=3, seed=7, response_format="url", **fields)
     [file], [entry] = files_of(answer), answer.json()["data"]
     assert server.paint("a blue whale").status_code == 200
     page = server.client.get("/v1/history", params={"q": "FOX red"}).json()
-    [found] = page["data"]
-    assert (found["id"], found["seed"], page["has_more"]) == (entry["history_id"], 7, False)
-    one = server.client.get(f"/v1/history/{found['id']}").json()
-    assert one == found
-    content = server.client.get(found["content"])
+    [found_entry] = page["data"]
+    assert (found_entry["id"], found_entry["seed"], page["has_more"]) == (entry["history_id"], 7, False)
+    detail = server.client.get(f"/v1/history/{found_entry['id']}").json()
+    assert detail == found_entry
+    content = server.client.get(found_entry["content"])
     assert (content.content, content.headers["content-type"]) == (file, "image/png")
-    small = server.client.get(found["thumbnail"])
+    small = server.client.get(found_entry["thumbnail"])
     with Image.open(io.BytesIO(small.content)) as thumbnail:
         assert (small.headers["content-type"], thumbnail.format, thumbnail.size) == ("image/webp", "WEBP", (72, 64))
-    assert one["restore"]["needs"] == []
-    again = server.client.post(one["restore"]["url"], json=one["restore"]["body"])
+    assert detail["restore"]["needs"] == []
+    again = server.client.post(detail["restore"]["url"], json=detail["restore"]["body"])
     assert files_of(again) == [file], again.json()["warnings"]
     [url_before] = [httpx.get(entry["url"]).status_code]
-    assert server.client.delete(f"/v1/history/{found['id']}").json()["deleted"]
+    assert server.client.delete(f"/v1/history/{found_entry['id']}").json()["deleted"]
     assert (url_before, httpx.get(entry["url"]).status_code) == (200, 404), "wherever it was kept"
     for path in ("", "/content", "/thumbnail"):
-        assert server.status(f"/v1/history/{found['id']}{path}") == 404
+        assert server.status(f"/v1/history/{found_entry['id']}{path}") == 404
     assert server.client.delete("/v1/history").json()["num_deleted"] == 2
     assert server.client.get("/v1/history").json()["data"] == []
     for query, param in (("limit=0", "limit"), ("q=" + "a" * 501, "q"), ("since=x", "since"), ("after=x", "after")):
@@ -85,7 +85,7 @@ def test_a_picture_is_remembered_painted_again_and_forgotten(server: RunningServ
 
 
 @pytest.mark.slow
-def test_edits_a1111_and_streams_are_remembered(server: RunningServer) -> None:
+def test_edits_a1111_and_streams_are_recorded(server: RunningServer) -> None:
     server.client.delete("/v1/history")
     [file] = files_of(server.paint(size="64x64"))
     start = base64.b64encode(file).decode()
@@ -96,7 +96,7 @@ def test_edits_a1111_and_streams_are_remembered(server: RunningServer) -> None:
     streamed = server.paint("a streamed hill", stream=True)
     assert b"history_id" in streamed.content
     listed = server.client.get("/v1/history", params={"order": "asc"}).json()["data"]
-    assert [one["prompt"] for one in listed] == ["a red fox", "snow", "a hill", "a streamed hill"]
+    assert [entry["prompt"] for entry in listed] == ["a red fox", "snow", "a hill", "a streamed hill"]
     assert server.client.get(listed[2]["content"]).content == base64.b64decode(by_a1111[0])
     restore = listed[1]["restore"]
     assert (restore["url"], restore["needs"]) == ("/v1/images/edits", ["image"])
@@ -104,15 +104,15 @@ def test_edits_a1111_and_streams_are_remembered(server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_history_is_its_keys_own_and_outlives_the_server_unless_it_is_not_wanted(
+def test_history_is_separate_per_key_survives_restarts_and_can_be_disabled(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     keys = Keys(Database(tmp_path / "data"))
-    own, other = ({"Authorization": f"Bearer {keys.add(name)[0]}"} for name in ("own", "other"))
+    own_headers, other = ({"Authorization": f"Bearer {keys.add(name)[0]}"} for name in ("own", "other"))
     body = {"prompt": "a secret", "num_inference_steps": 1, "size": "64x64"}
     with running_server(tiny_model("sd15"), tmp_path) as server:
         server.wait_until_ready()
-        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, headers=own, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, headers=own_headers, timeout=60)
         name = answer.json()["data"][0]["history_id"]
         for path in (name, f"{name}/content", f"{name}/thumbnail"):
             assert httpx.get(f"{server.url}/v1/history/{path}", headers=other).status_code == 404
@@ -122,11 +122,13 @@ def test_a_history_is_its_keys_own_and_outlives_the_server_unless_it_is_not_want
         server.process.kill()
         server.process.wait()
     with running_server(tiny_model("sd15"), tmp_path) as server:
-        [entry] = httpx.get(f"{server.url}/v1/history", headers=own).json()["data"]
-        assert httpx.get(f"{server.url}{entry['content']}", headers=own).content == files_of(answer)[0]
+        [entry] = httpx.get(f"{server.url}/v1/history", headers=own_headers).json()["data"]
+        assert httpx.get(f"{server.url}{entry['content']}", headers=own_headers).content == files_of(answer)[0]
     with running_server(tiny_model("sd15"), tmp_path, config="[serve]\nhistory_days = 0.0\n") as server:
         server.wait_until_ready()
-        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, headers=own, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, headers=own_headers, timeout=60)
         assert "history_id" not in answer.json()["data"][0]
-        assert httpx.get(f"{server.url}/v1/history", headers=own).json()["data"] == [], "nor is what was kept before"
+        assert httpx.get(f"{server.url}/v1/history", headers=own_headers).json()["data"] == [], (
+            "nor is what was kept before"
+        )
         assert list((tmp_path / "data" / "history").iterdir()) == []

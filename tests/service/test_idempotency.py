@@ -1,4 +1,4 @@
-"""One answer for each Idempotency-Key: without an engine, and of a real server that is killed between."""
+"""Idempotency-Key: one answer for each key, without an engine and with a server that is killed in between."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.service.server import GENERATIONS, RunningServer, error_of, files_of,
 KEY = "Idempotency-Key"
 
 
-def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> None:
-    """Together, one after the other, and by an application that knows nothing but the file."""
-    asked: list[bytes] = []
+def test_equal_requests_get_one_answer_and_different_ones_are_refused(tmp_path: Path) -> None:
+    """Send requests concurrently, sequentially, and to an application that only shares the database file."""
+    bodies: list[bytes] = []
     release = asyncio.Event()
 
     async def work(request: Request) -> Response:
-        asked.append(await request.body())
+        bodies.append(await request.body())
         await release.wait()
-        if b"wrong" in asked[-1]:
+        if b"wrong" in bodies[-1]:
             raise QueueFull("full", retry_after_s=1.0)
-        return JSONResponse({"number": len(asked)}, headers={"x-diffserve-warnings": "one"})
+        return JSONResponse({"number": len(bodies)}, headers={"x-diffserve-warnings": "one"})
 
     def application() -> FastAPI:
         app = FastAPI()
@@ -55,37 +55,42 @@ def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> Non
         def client() -> httpx.AsyncClient:
             return httpx.AsyncClient(transport=httpx.ASGITransport(application()), base_url="http://x")
 
-        async with client() as one:
-            both = [asyncio.create_task(one.post("/v1/a", json={"a": 1, "b": 2}, headers={KEY: "k"})) for _ in range(5)]
-            while not asked:
+        async with client() as http_client:
+            both = [
+                asyncio.create_task(http_client.post("/v1/a", json={"a": 1, "b": 2}, headers={KEY: "k"}))
+                for _ in range(5)
+            ]
+            while not bodies:
                 await asyncio.sleep(0.001)
-            other = await one.post("/v1/a", json={"a": 2}, headers={KEY: "k"})
+            other = await http_client.post("/v1/a", json={"a": 2}, headers={KEY: "k"})
             assert (other.status_code, error_of(other)["code"]) == (422, "idempotency_key_reused")
             release.set()
             answers = await asyncio.gather(*both)
             assert [answer.json() for answer in answers] == [{"number": 1}] * 5
             assert [answer.headers.get("idempotent-replayed") for answer in answers] == [None, *["true"] * 4]
-            assert (await one.post("/v1/b", json={"a": 1, "b": 2}, headers={KEY: "k"})).json() == {"number": 2}
-            assert (await one.post("/v1/a", json={"a": 1, "b": 2})).json() == {"number": 3}, "without a key, anew"
+            assert (await http_client.post("/v1/b", json={"a": 1, "b": 2}, headers={KEY: "k"})).json() == {"number": 2}
+            assert (await http_client.post("/v1/a", json={"a": 1, "b": 2})).json() == {"number": 3}, (
+                "without a key, anew"
+            )
             for number in (4, 5):
-                refused = await one.post("/v1/a", json={"wrong": 1}, headers={KEY: "w"})
-                assert (refused.status_code, len(asked)) == (429, number), "what failed is done again"
+                refused = await http_client.post("/v1/a", json={"wrong": 1}, headers={KEY: "w"})
+                assert (refused.status_code, len(bodies)) == (429, number), "what failed is done again"
             for file in (b"x", b"x", b"y"):
-                sent = await one.post("/v1/a", files={"file": file}, headers={KEY: "form"})
-            assert (sent.status_code, len(asked)) == (422, 6), "a form is the same whatever its boundary"
+                sent = await http_client.post("/v1/a", files={"file": file}, headers={KEY: "form"})
+            assert (sent.status_code, len(bodies)) == (422, 6), "a form is the same whatever its boundary"
             for bad in (b"", b"k" * 256, "schlüssel".encode("latin-1"), b"a\tb"):
-                answer = await one.post("/v1/a", json={}, headers=[(KEY.encode(), bad)])
+                answer = await http_client.post("/v1/a", json={}, headers=[(KEY.encode(), bad)])
                 assert (answer.status_code, error_of(answer)["param"]) == (400, KEY)
         async with client() as later:
             again = await later.post("/v1/a/".rstrip("/"), content=b'{"b":2,  "a":1}', headers={KEY: "k"})
-            assert (again.status_code, len(asked)) == (422, 6), "JSON that does not say so is something else"
+            assert (again.status_code, len(bodies)) == (422, 6), "JSON that does not say so is something else"
             again = await later.post("/v1/a", json={"b": 2, "a": 1}, headers={KEY: "k"})
             assert (again.json(), again.headers["x-diffserve-warnings"]) == ({"number": 1}, "one")
 
     asyncio.run(ask_all())
 
 
-def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
+def test_answers_are_stored_for_a_day_within_limits(tmp_path: Path) -> None:
     from diffserve.store.replies import Reply, name_of
 
     now_s = 1e9
@@ -93,8 +98,8 @@ def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
     for number in range(4):
         replies.add(name_of("", "/a", str(number)), Reply(b"d", 200, {}, b"x" * 40))
         now_s += 1
-    kept = [replies.get(name_of("", "/a", str(number))) is not None for number in range(4)]
-    assert kept == [False, False, True, True]
+    is_stored = [replies.get(name_of("", "/a", str(number))) is not None for number in range(4)]
+    assert is_stored == [False, False, True, True]
     replies.add(name_of("", "/a", "long"), Reply(b"d", 200, {}, b"x" * 101))
     assert replies.get(name_of("", "/a", "long")) is None
     assert replies.get(name_of("key-other", "/a", "3")) is None
@@ -103,23 +108,23 @@ def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) -> None:
-    """Because the disk takes nothing, or because it is too long: to whoever waits for it, too."""
+def test_an_answer_that_cannot_be_stored_is_reported(tmp_path: Path, is_full: bool) -> None:
+    """Check a full disk and an answer that is too long, also for a request that waits for the same answer."""
     database = Database(tmp_path)
     if is_full:
         with database.connected() as connection:
             connection.execute("CREATE TRIGGER full BEFORE INSERT ON replies BEGIN SELECT RAISE(ABORT, 'full'); END")
     replies = Replies(database, max_bytes=1 << 20 if is_full else 8)
-    app, asked, release = FastAPI(), list[bytes](), asyncio.Event()
+    app, bodies, release = FastAPI(), list[bytes](), asyncio.Event()
     idempotency = Idempotency(replies, Owners(load_settings(env={}).serve, None))
 
     async def work(request: Request) -> Response:
-        asked.append(await request.body())
+        bodies.append(await request.body())
         await release.wait()
-        if b"text" in asked[-1]:
+        if b"text" in bodies[-1]:
             return Response(b"no JSON at all")
-        if b"plain" in asked[-1]:
-            return JSONResponse([len(asked), "a list"])
+        if b"plain" in bodies[-1]:
+            return JSONResponse([len(bodies), "a list"])
         return JSONResponse({"data": "ä", "warnings": ["one"]}, headers={"x-diffserve-warnings": "one"})
 
     async def answer(request: Request) -> Response:
@@ -130,32 +135,32 @@ def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) ->
     async def ask_all() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             both = [asyncio.create_task(client.post("/v1/a", json={}, headers={KEY: "k"})) for _ in range(2)]
-            while not asked:
+            while not bodies:
                 await asyncio.sleep(0.001)
             release.set()
-            for told in await asyncio.gather(*both):
-                assert told.json() == {"data": "ä", "warnings": ["one", UNKEPT]}
-                assert told.headers["x-diffserve-warnings"] == f"{UNKEPT} | one"
+            for reply in await asyncio.gather(*both):
+                assert reply.json() == {"data": "ä", "warnings": ["one", UNKEPT]}
+                assert reply.headers["x-diffserve-warnings"] == f"{UNKEPT} | one"
             again = await client.post("/v1/a", json={}, headers={KEY: "k"})
-            assert (again.headers.get("idempotent-replayed"), len(asked)) == (None, 2)
+            assert (again.headers.get("idempotent-replayed"), len(bodies)) == (None, 2)
             for kind in ("text", "plain"):
-                told = await client.post("/v1/a", json={kind: 1}, headers={KEY: kind})
-                assert (told.status_code, told.headers["x-diffserve-warnings"]) == (200, UNKEPT)
-                assert UNKEPT not in told.text
+                reply = await client.post("/v1/a", json={kind: 1}, headers={KEY: kind})
+                assert (reply.status_code, reply.headers["x-diffserve-warnings"]) == (200, UNKEPT)
+                assert UNKEPT not in reply.text
 
     asyncio.run(ask_all())
 
 
 @pytest.mark.slow
-def test_a_picture_comes_to_whoever_asks_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its first client hangs up; a second waits for the same work; a third asks a server that was killed since."""
+def test_a_repeated_request_gets_the_same_image(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Disconnect the first client, let a second one wait for the same work, and a third one ask after a restart."""
     body: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 150, "size": "64x64"}
-    told = {KEY: "my order"}
+    headers = {KEY: "my order"}
     with running_server(tiny_model("sd15"), tmp_path) as server:
         server.wait_until_ready()
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}{GENERATIONS}", json=body, headers=told, timeout=0.5)
-        waited = server.client.post(GENERATIONS, json=body, headers=told)
+            httpx.post(f"{server.url}{GENERATIONS}", json=body, headers=headers, timeout=0.5)
+        waited = server.client.post(GENERATIONS, json=body, headers=headers)
         assert waited.headers["idempotent-replayed"] == "true"
         first = files_of(waited)
         assert server.num_ended("finished") == 1
@@ -172,7 +177,7 @@ def test_a_picture_comes_to_whoever_asks_again(tiny_model: Callable[[str], Path]
         server.process.wait()
     with running_server(tiny_model("sd15"), tmp_path) as server:
         server.wait_until_ready()
-        assert files_of(server.client.post(GENERATIONS, json=body, headers=told)) == first
+        assert files_of(server.client.post(GENERATIONS, json=body, headers=headers)) == first
         assert server.num_ended("finished") == 0
 
 
@@ -188,7 +193,7 @@ def _hang_up(server: RunningServer, body: dict[str, Any], key: str) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_at_once_paint_one_picture(server: RunningServer) -> None:
+def test_fifty_concurrent_requests_generate_one_image(server: RunningServer) -> None:
     before = server.num_ended("finished")
     body = {"prompt": "a blue whale", "num_inference_steps": 5, "size": "64x64"}
     seeds: list[int] = []

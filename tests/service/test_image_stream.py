@@ -1,4 +1,4 @@
-"""Pictures on their way, with OpenAI's own client and with the bare events: previews, progress, cancel, hang-up."""
+"""Streamed images with the ``openai`` client and as raw events: previews, progress, cancel, disconnect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG: dict[str, Any] = {**SOON, "num_inference_steps": 1000}
 
 
 def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The events among ``lines``; each names its type twice."""
+    """Return the events among ``lines``; each names its type twice."""
     name = ""
     for line in lines:
         if line.startswith("event: "):
@@ -68,17 +68,17 @@ def kind(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def pixels_of(event: Any, side_px: int = 64) -> NDArray[np.float64]:
-    """The picture in an event, at one size, as numbers that can be subtracted."""
+    """Return the image in an event at a fixed size, as signed numbers."""
     text = event["b64_json"] if isinstance(event, dict) else event.b64_json
     return resize(decode_image(base64.b64decode(text)), side_px, side_px).array.astype(np.float64)
 
 
-def test_openais_client_sees_the_picture_become_clearer(client: OpenAI) -> None:
-    asked = client.images.generate(
+def test_openai_client_receives_previews_of_increasing_quality(client: OpenAI) -> None:
+    stream = client.images.generate(
         prompt="a red fox", stream=True, partial_images=3,
         extra_body={"num_inference_steps": 40, "sampler": "ddim", "seed": 5},
     )  # fmt: skip
-    events: list[Any] = [event for event in asked if event.type in (PARTIAL, COMPLETED)]
+    events: list[Any] = [event for event in stream if event.type in (PARTIAL, COMPLETED)]
     assert [event.type for event in events] == [PARTIAL] * 3 + [COMPLETED]
     *partials, last = events
     assert [event.partial_image_index for event in partials] == [0, 1, 2]
@@ -89,29 +89,29 @@ def test_openais_client_sees_the_picture_become_clearer(client: OpenAI) -> None:
     assert last.usage.total_tokens == last.usage.input_tokens + last.usage.output_tokens
 
 
-def test_openais_client_passes_over_our_own_events(client: OpenAI) -> None:
-    asked = client.images.generate(prompt="a red fox", stream=True, extra_body={"num_inference_steps": 5})
-    types = [str(event.type) for event in asked]
+def test_openai_client_ignores_diffserve_events(client: OpenAI) -> None:
+    stream = client.images.generate(prompt="a red fox", stream=True, extra_body={"num_inference_steps": 5})
+    types = [str(event.type) for event in stream]
     assert types[0] == PROGRESS
     assert types[-1] == COMPLETED
     assert set(types) == {PROGRESS, COMPLETED}
 
 
-def test_a_streamed_picture_is_the_one_that_is_not_streamed(server: RunningServer) -> None:
+def test_streamed_and_plain_images_are_equal(server: RunningServer) -> None:
     [completed] = kind(events_of(server, partial_images=2, size="96x80"), COMPLETED)
     plain = server.client.post(GENERATIONS, json={**SOON, "stream": False, "size": "96x80"})
     assert [base64.b64decode(completed["b64_json"])] == files_of(plain)
-    told = plain.json()
-    same = set(completed) & set(told)
-    for answer in (completed, told):
+    reply = plain.json()
+    same = set(completed) & set(reply)
+    for answer in (completed, reply):
         assert answer["usage"].pop("device_s") > 0
     same -= {"id", "created", "timings", "history_id"}
-    assert {name: completed[name] for name in same} == {name: told[name] for name in same}
+    assert {name: completed[name] for name in same} == {name: reply[name] for name in same}
     assert {"sampler", "size", "usage", "warnings", "model_digest"} <= same
     assert (completed["seed"], completed["revised_prompt"]) == (5, None)
 
 
-def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: RunningServer) -> None:
+def test_progress_starts_with_an_id_and_ends_with_the_last_step(server: RunningServer) -> None:
     progress = kind(events_of(server), PROGRESS)
     first, last = progress[0], progress[-1]
     assert first["id"].startswith("img-")
@@ -126,16 +126,16 @@ def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: Run
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_steps", "steps"),
+    ("num_previews", "num_steps", "steps"),
     [(0, 20, []), (1, 20, [10]), (3, 20, [5, 10, 15]), (3, 2, [1]), (3, 7, [2, 4, 6]), (2, 1, [])],
 )
-def test_previews_are_spread_evenly(server: RunningServer, asked: int, num_steps: int, steps: list[int]) -> None:
-    partials = kind(events_of(server, partial_images=asked, num_inference_steps=num_steps), PARTIAL)
+def test_previews_are_spread_evenly(server: RunningServer, num_previews: int, num_steps: int, steps: list[int]) -> None:
+    partials = kind(events_of(server, partial_images=num_previews, num_inference_steps=num_steps), PARTIAL)
     assert [(event["partial_image_index"], event["step"]) for event in partials] == list(enumerate(steps))
 
 
 @pytest.mark.parametrize(("output_format", "magic"), [("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")])
-def test_previews_have_the_format_that_was_asked_for_and_say_their_own_size(
+def test_previews_have_the_requested_format_and_their_actual_size(
     server: RunningServer, output_format: str, magic: bytes
 ) -> None:
     [partial] = kind(events_of(server, partial_images=1, output_format=output_format, size="512x512"), PARTIAL)
@@ -146,7 +146,7 @@ def test_previews_have_the_format_that_was_asked_for_and_say_their_own_size(
     assert partial["size"] == f"{picture.width_px}x{picture.height_px}"
 
 
-def test_each_picture_of_a_request_is_completed_by_itself(server: RunningServer) -> None:
+def test_each_image_of_a_request_has_its_own_completed_event(server: RunningServer) -> None:
     events = events_of(server, n=3, partial_images=1)
     completed = sorted(kind(events, COMPLETED), key=lambda event: event["image_index"])
     assert [(event["image_index"], event["seed"]) for event in completed] == [(0, 5), (1, 6), (2, 7)]
@@ -163,7 +163,7 @@ def test_a_wish_is_rewritten_in_a_stream_too(text_server: RunningServer) -> None
     assert 'Original prompt: "with a fox"' in text
 
 
-def test_a_stream_can_be_cancelled_by_its_id_and_its_neighbour_goes_on(server: RunningServer) -> None:
+def test_a_stream_can_be_cancelled_by_its_id_without_affecting_others(server: RunningServer) -> None:
     with stream(server, {**LONG, "n": 4}) as leaving, stream(server, SOON) as staying:
         request_id = next(leaving)["id"]
         assert next(leaving)["step"] >= 1
@@ -179,17 +179,17 @@ def test_a_stream_can_be_cancelled_by_its_id_and_its_neighbour_goes_on(server: R
     assert (again.status_code, error_of(again)["code"]) == (404, "request_not_found")
 
 
-def test_openais_client_raises_when_its_stream_is_cancelled(server: RunningServer, client: OpenAI) -> None:
-    asked = client.images.generate(prompt="a red fox", stream=True, extra_body={**LONG, "stream": True})
-    request_id = asked.response.headers["x-request-id"]
-    assert next(asked).type
+def test_openai_client_raises_when_its_stream_is_cancelled(server: RunningServer, client: OpenAI) -> None:
+    stream = client.images.generate(prompt="a red fox", stream=True, extra_body={**LONG, "stream": True})
+    request_id = stream.response.headers["x-request-id"]
+    assert next(stream).type
     server.client.post(f"{GENERATIONS}/{request_id}/cancel")
     with pytest.raises(openai.APIError, match="cancelled") as caught:
-        list(asked)
+        list(stream)
     assert caught.value.code == "cancelled"
 
 
-def test_a_client_that_leaves_half_way_frees_the_lane(server: RunningServer) -> None:
+def test_a_disconnect_midway_frees_the_slot(server: RunningServer) -> None:
     with stream(server, {**LONG, "n": 2}) as events:
         request_id = next(events)["id"]
         assert next(events)["step"] >= 1
@@ -203,13 +203,13 @@ def test_a_client_that_leaves_half_way_frees_the_lane(server: RunningServer) -> 
     assert all(call == [after] * len(call) for call in calls[last_of_the_leaver + 1 :])
 
 
-def test_a_wrong_value_in_a_stream_is_an_ordinary_error(server: RunningServer, client: OpenAI) -> None:
+def test_an_invalid_value_in_a_stream_is_a_plain_error(server: RunningServer, client: OpenAI) -> None:
     response = server.client.post(GENERATIONS, json={**SOON, "num_inference_steps": 0})
     assert (response.status_code, error_of(response)["param"]) == (400, "num_inference_steps")
     with pytest.raises(openai.BadRequestError):
         client.images.generate(prompt=" ", stream=True)
 
 
-def test_partial_images_without_a_stream_are_named(server: RunningServer) -> None:
+def test_partial_images_without_a_stream_are_reported(server: RunningServer) -> None:
     answer = server.paint(partial_images=2)
     assert any("partial_images" in warning for warning in answer.json()["warnings"])

@@ -1,4 +1,4 @@
-"""``POST /v1/images/generations/{id}/interrupt``: a request ends early and is answered with its unfinished pictures."""
+"""``POST /v1/images/generations/{id}/interrupt`` ends a request early with its unfinished images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = 900
 
 
 def interrupt_after_a_step(client: Client, num_images: int) -> list[CompletedImage]:
-    """Ask for images of many steps, interrupt them once, and return what comes of them."""
+    """Request images of many steps, interrupt them once, and return the answer."""
     completed, is_interrupted = [], False
     for event in client.generate_stream("a red fox", num_inference_steps=LONG, seed=1, size="64x64", n=num_images):
         if isinstance(event, Progress) and event.step and not is_interrupted:
@@ -24,7 +24,7 @@ def interrupt_after_a_step(client: Client, num_images: int) -> list[CompletedIma
 
 
 @pytest.mark.slow
-def test_interrupted_stream_ends_with_the_unfinished_pictures(server: RunningServer) -> None:
+def test_interrupted_stream_ends_with_the_unfinished_images(server: RunningServer) -> None:
     with Client(server.url) as client:
         completed = interrupt_after_a_step(client, 2)
         assert len(completed) == 2
@@ -37,7 +37,7 @@ def test_interrupted_stream_ends_with_the_unfinished_pictures(server: RunningSer
 
 
 @pytest.mark.slow
-def test_interrupted_request_leaves_its_lanes(server: RunningServer) -> None:
+def test_interrupted_request_frees_its_slots(server: RunningServer) -> None:
     with Client(server.url) as client:
         num_finished = server.num_ended("finished")
         [completed] = interrupt_after_a_step(client, 1)

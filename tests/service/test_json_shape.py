@@ -1,4 +1,4 @@
-"""What JSON may look like at all: found out in linear time, and said by name."""
+"""Limits on the shape of JSON: checked in linear time and reported by name."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def refusal(data: bytes) -> InvalidRequest:
         (b'{"n": %s, "x": 1, "x": 1}' % (b"9" * 10_000), "x"),
     ],
 )
-def test_a_key_that_is_given_twice_is_named(data: bytes, name: str) -> None:
+def test_a_duplicate_key_is_reported(data: bytes, name: str) -> None:
     error = refusal(data)
     assert (error.code, error.param) == ("duplicate_parameter", name)
 
 
-def test_a_saving_that_is_out_of_bounds_is_told_its_bounds() -> None:
-    for field, value, wanted in (
+def test_an_out_of_range_saving_is_refused_with_its_bounds() -> None:
+    for field, value, expected in (
         ("similarity_threshold", 0, "must be more than 0"),
         ("similarity_threshold", 1.01, "must be at most 1"),
         ("token_merging", 0.8, "must be at most 0.75"),
         ("cache_interval", 0, "must be at least 1"),
         ("guidance_interval", "0,1", "must be a list"),
     ):
-        with pytest.raises(InvalidRequest, match=wanted) as caught:
+        with pytest.raises(InvalidRequest, match=expected) as caught:
             parse(GenerateBody, json.dumps({"prompt": "a", field: value}).encode())
         assert caught.value.param == field
 
 
-def test_the_same_key_in_two_objects_is_none_too_many() -> None:
+def test_the_same_key_in_two_objects_is_accepted() -> None:
     check_strict(b'[{"a": {"a": 1}}, {"a": 2}]')
 
 
@@ -68,7 +68,7 @@ def test_keys_and_values_are_counted() -> None:
     assert refusal(json.dumps([1] * (MAX_VALUES + 1)).encode()).code == "body_too_complex"
 
 
-def test_marks_within_a_text_count_for_nothing() -> None:
+def test_brackets_within_a_string_do_not_count() -> None:
     check_strict(json.dumps({"a": '\\",:{[' * 100_000, "b": "[" * 1000}).encode())
 
 
@@ -83,14 +83,14 @@ def test_marks_within_a_text_count_for_nothing() -> None:
     ],
     ids=["quotes", "escaped-quotes", "escaped-escapes", "escapes", "empty-texts"],
 )
-def test_what_never_ends_is_passed_over_once(data: bytes) -> None:
+def test_unterminated_values_are_scanned_once(data: bytes) -> None:
     started_s = time.process_time()
     with pytest.raises(InvalidRequest):
         check_strict(data + b',"x":1' * 2000)
-    assert time.process_time() - started_s < 10  # in the square of its length it is an hour
+    assert time.process_time() - started_s < 10  # quadratic time would take an hour
 
 
 @pytest.mark.parametrize("data", [b"", b"NaN", b"[1e400]", b'"\\ud800"', b'"\xff"', b"[1,]", b"\xef\xbb\xbf{}", b"1 2"])
-def test_what_is_no_json_is_refused_strictly_and_left_to_others_otherwise(data: bytes) -> None:
+def test_invalid_json_is_refused_only_in_strict_mode(data: bytes) -> None:
     assert refusal(data).code == "invalid_json"
     check_shape(data)

@@ -1,4 +1,4 @@
-"""Who may come in: every route of the application is closed without a key, but those that are listed as open."""
+"""Authorization: every route is closed without a key, except those listed as open."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class House:
         self.folder = folder
         self.routes: list[tuple[str, str]] = []
 
-    def ask(self, *asked: tuple[str, str, dict[str, str]], own: str = "") -> list[httpx.Response]:
-        """Answers to (method, path, headers)."""
+    def ask(self, *requests: tuple[str, str, dict[str, str]], environment_key: str = "") -> list[httpx.Response]:
+        """Return the answers to (method, path, headers)."""
 
         async def all_of_them() -> list[httpx.Response]:
             config = load_settings(env={"DIFFSERVE_SERVE_DEBUG": "true"})
@@ -50,7 +50,7 @@ class House:
             page.route.open_for(PATHS)
             database = Database(self.folder)
             app = create_app(
-                EngineClient(config), config.serve, Gate(), page=page.route, ring=KeyRing(database, own),
+                EngineClient(config), config.serve, Gate(), page=page.route, ring=KeyRing(database, environment_key),
                 pictures=ImageStore(self.folder / "pictures", max_bytes=1), database=database,
             )  # fmt: skip
             for route in app.routes:
@@ -59,7 +59,7 @@ class House:
                     self.routes.append((method, re.sub(r"\{\w+(:path)?\}", "x", path)))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-                return [await client.request(method, path, headers=told) for method, path, told in asked]
+                return [await client.request(method, path, headers=headers) for method, path, headers in requests]
 
         return asyncio.run(all_of_them())
 
@@ -89,12 +89,12 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
     for path in ("/", "/docs", "/openapi.json", "/metrics", "/assets/x", "/static/x", "/gradio_api/file=x"):
         assert ("GET", path) in closed
     wrong = [{}, bearer("ds-wrong"), bearer(""), {"X-Api-Key": house.texts["generate"].upper()}]
-    answers = house.ask(*((method, path, told) for method, path in closed for told in wrong))
+    answers = house.ask(*((method, path, headers) for method, path in closed for headers in wrong))
     assert {answer.status_code for answer in answers} == {401}
     assert {answer.headers["www-authenticate"] for answer in answers} == {"Bearer"}
     assert all("key" in answer.text for answer in answers)
-    for scope, others in (("metrics", lambda path: path.rstrip("/") != "/metrics"), ("generate", is_admins)):
-        beyond = [(method, path, bearer(house.texts[scope])) for method, path in closed if others(path)]
+    for scope, is_forbidden in (("metrics", lambda path: path.rstrip("/") != "/metrics"), ("generate", is_admins)):
+        beyond = [(method, path, bearer(house.texts[scope])) for method, path in closed if is_forbidden(path)]
         assert beyond
         assert {answer.status_code for answer in house.ask(*beyond)} == {403}
     [picture] = house.ask(("GET", "/v1/images/files/00112233445566778899aabbccddeeff.png", {}))
@@ -104,13 +104,13 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
 
 
 @pytest.mark.parametrize("scope", ["none", "metrics", "admin"])
-def test_head_is_answered_as_get_without_the_body(house: House, scope: str) -> None:
+def test_head_equals_get_without_the_body(house: House, scope: str) -> None:
     house.ask()
-    told = {"Accept": "text/html"} | (bearer(house.texts[scope]) if scope != "none" else {})
-    paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # which counts them
+    headers = {"Accept": "text/html"} | (bearer(house.texts[scope]) if scope != "none" else {})
+    paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # counts the requests
     assert len(paths) > 50
-    heads = house.ask(*(("HEAD", path, told) for path in paths))
-    gets = house.ask(*(("GET", path, told) for path in paths))
+    heads = house.ask(*(("HEAD", path, headers) for path in paths))
+    gets = house.ask(*(("GET", path, headers) for path in paths))
     for path, head, get in zip(paths, heads, gets, strict=True):
         assert (head.status_code, head.content) == (get.status_code, b""), path
         for name in OF_ONE_ANSWER:
@@ -119,14 +119,14 @@ def test_head_is_answered_as_get_without_the_body(house: House, scope: str) -> N
     assert 405 not in {head.status_code for head in heads}
 
 
-def test_what_an_address_does_not_take_is_told_with_all_that_it_takes(house: House) -> None:
-    admin, one = bearer(house.texts["admin"]), "/v1/responses/x"
-    asked = house.ask(("PUT", "/v1/models", admin), ("PUT", one, admin), ("HEAD", "/v1/images/generations", admin))
-    assert [answer.status_code for answer in asked] == [405, 405, 405]
-    assert [answer.headers["allow"] for answer in asked] == ["GET, HEAD", "DELETE, GET, HEAD", "POST"]
+def test_an_unsupported_method_lists_the_allowed_ones(house: House) -> None:
+    admin, path = bearer(house.texts["admin"]), "/v1/responses/x"
+    answers = house.ask(("PUT", "/v1/models", admin), ("PUT", path, admin), ("HEAD", "/v1/images/generations", admin))
+    assert [answer.status_code for answer in answers] == [405, 405, 405]
+    assert [answer.headers["allow"] for answer in answers] == ["GET, HEAD", "DELETE, GET, HEAD", "POST"]
 
 
-def test_no_websocket_passes_whatever_key_it_brings(house: House) -> None:
+def test_no_websocket_is_accepted_with_any_key(house: House) -> None:
     async def connect(path: str) -> list[Any]:
         config, sent = load_settings(env={}), list[Any]()
         page = Page(lambda *_: ())
@@ -153,20 +153,20 @@ def is_admins(path: str) -> bool:
     return path.startswith("/debug/") or path.rstrip("/").endswith(("/metrics", "/usage/keys"))
 
 
-def test_a_key_may_come_in_each_way_that_clients_send_one(house: House) -> None:
+def test_keys_are_accepted_in_every_form_that_clients_send(house: House) -> None:
     text = house.texts["generate"]
 
-    def basic(told: str) -> dict[str, str]:
-        return {"Authorization": f"Basic {base64.b64encode(told.encode()).decode()}"}
+    def basic(credentials: str) -> dict[str, str]:
+        return {"Authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
 
     good = [bearer(text), {"X-Api-Key": text}, basic(f"me:{text}"), basic(f"{text}:"), basic(text)]
     bad = [basic(":"), {"Authorization": text}, {"Authorization": "Basic !!"}, bearer(text[:-1]), bearer(f"{text}x")]
-    answers = house.ask(*(("POST", "/sdapi/v1/interrupt", told) for told in (*good, *bad)))
+    answers = house.ask(*(("POST", "/sdapi/v1/interrupt", headers) for headers in (*good, *bad)))
     assert [answer.status_code for answer in answers] == [200] * len(good) + [401] * len(bad)
     assert set(answers[-1].json()) == {"error", "detail", "body", "errors", "code"}, "in the words of who asks there"
 
 
-def test_revoked_keys_end_within_a_second_and_the_house_stays_closed(tmp_path: Path) -> None:
+def test_revoked_keys_end_within_a_second_and_authorization_stays_required(tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path))
     assert not KeyRing(Database(tmp_path)).is_closed
     ring = KeyRing(Database(tmp_path))
@@ -200,10 +200,10 @@ def test_sessions_end(tmp_path: Path) -> None:
     assert ring.key_of_session(session) is None
 
 
-def test_a_key_of_the_environment_opens_everything_and_must_be_long(
+def test_the_environment_key_has_every_scope_and_must_be_long(
     house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    [answer] = house.ask(("GET", "/debug/trace", bearer("0123456789abcdef")), own="0123456789abcdef")
+    [answer] = house.ask(("GET", "/debug/trace", bearer("0123456789abcdef")), environment_key="0123456789abcdef")
     assert answer.status_code == 503
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / "new"), "DIFFSERVE_SERVE_HOST": "0.0.0.0"})
     monkeypatch.setenv("DIFFSERVE_API_KEY", "short")
@@ -213,13 +213,13 @@ def test_a_key_of_the_environment_opens_everything_and_must_be_long(
     check_open(config.serve, open_ring(open_database(config.serve)))
 
 
-def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_one_without_keys(tmp_path: Path) -> None:
+def test_an_unreadable_folder_does_not_disable_authorization(tmp_path: Path) -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_DATA_DIR": str(tmp_path / ("x" * 300))})
     with pytest.raises(ConfigError, match="xxx"):
         open_database(config.serve)
 
 
-def test_a_browser_comes_in_by_a_form_and_the_page_asks_for_itself(house: House) -> None:
+def test_a_browser_signs_in_by_a_form_and_the_page_authenticates_its_requests(house: House) -> None:
     text = house.texts["generate"]
 
     async def visit() -> None:
@@ -254,7 +254,7 @@ def test_a_browser_comes_in_by_a_form_and_the_page_asks_for_itself(house: House)
     asyncio.run(visit())
 
 
-def test_requests_of_a_key_are_limited_by_the_minute(tmp_path: Path) -> None:
+def test_requests_of_a_key_are_limited_per_minute(tmp_path: Path) -> None:
     now_s = 0.0
     _, key = Keys(Database(tmp_path)).add("app", ["generate"], 3)
     limits = RateLimits(lambda: now_s)
@@ -266,7 +266,7 @@ def test_requests_of_a_key_are_limited_by_the_minute(tmp_path: Path) -> None:
     assert limits.take(key)["x-ratelimit-reset-requests"] == "60.0s"
 
 
-def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) -> None:
+def test_limits_apply_through_the_page_and_separately_per_key(tmp_path: Path) -> None:
     house = House(tmp_path)
     text, key = house.keys.add("few", ["generate"], 2)
     token = _visitor.set("")
@@ -276,7 +276,7 @@ def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) ->
     finally:
         _visitor.reset(token)
     ways = [bearer(text), by_page, bearer(text), bearer(house.texts["generate"])]
-    answers = house.ask(*(("POST", "/sdapi/v1/interrupt", told) for told in ways))
+    answers = house.ask(*(("POST", "/sdapi/v1/interrupt", headers) for headers in ways))
     assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
     assert answers[0].headers["x-ratelimit-remaining-requests"] == "1"
     assert int(answers[2].headers["retry-after"]) == 30
@@ -284,8 +284,10 @@ def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) ->
     assert answers[2].headers["x-ratelimit-remaining-requests"] == "0"
     assert "rate_limit_exceeded" in answers[2].text
 
-    def name_of(key_id: str, **told: str) -> str:
-        raw = [(HEADER.lower().encode() if name == "behalf" else name.encode(), v.encode()) for name, v in told.items()]
+    def name_of(key_id: str, **headers: str) -> str:
+        raw = [
+            (HEADER.lower().encode() if name == "behalf" else name.encode(), v.encode()) for name, v in headers.items()
+        ]
         scope: dict[str, Any] = {"type": "http", "headers": raw, "client": ("1.2.3.4", 1), "state": {"key_id": key_id}}
         with Clients().known(Request(scope)) as name:
             return name
@@ -294,7 +296,7 @@ def test_limits_hold_through_the_page_and_keys_are_told_apart(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_server_asks_for_keys_that_are_made_while_it_runs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_server_requires_keys_created_while_it_runs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path) as server:
         server.wait_until_ready()
         assert server.paint().status_code == 200

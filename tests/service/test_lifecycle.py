@@ -1,4 +1,4 @@
-"""From start to end: a load that fails, an engine that dies, a queue that is full, a server told to stop or killed."""
+"""Server lifecycle: a load that fails, an engine that dies, a full queue, a server that is stopped or killed."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ Model = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with room for few that outlives what happens to its engine, until the last test with it."""
+    """Run a small server that survives losses of its engine, until the last test that uses it."""
     config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 3\n"
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=config) as server:
         yield server
 
 
-def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(lasting: RunningServer) -> None:
+def test_a_lost_engine_is_503_at_once_and_returns_with_the_same_images(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     before = files_of(lasting.paint(seed=77))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(lasting.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
         wait_for(lambda: lasting.num_requests() == 2, SOON_S, "both to be taken")
-        lost = lasting.engine
-        lost.kill()
+        engine = lasting.engine
+        engine.kill()
         for future in waiting:
             response = future.result(timeout=SOON_S)
             assert response.status_code == 503
@@ -59,11 +59,11 @@ def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(last
     assert lasting.status("/readyz") == 503
     assert lasting.paint().status_code == 503
     lasting.wait_until_ready()
-    assert lasting.engine.pid != lost.pid
+    assert lasting.engine.pid != engine.pid
     assert files_of(lasting.paint(seed=77)) == before
 
 
-def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: RunningServer) -> None:
+def test_a_hanging_engine_is_not_ready_until_it_continues(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     engine = lasting.engine
     engine.suspend()
@@ -76,7 +76,7 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: Running
     assert len(files_of(lasting.paint())) == 1
 
 
-def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(lasting: RunningServer) -> None:
+def test_a_full_queue_refuses_with_429_and_finishes_accepted_requests(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     with ThreadPoolExecutor(6) as pool:
         responses = list(pool.map(lambda seed: lasting.paint(seed=seed, num_steps=60), range(6)))
@@ -94,15 +94,15 @@ def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(lasting: RunningServ
 def test_the_engine_does_not_outlive_a_killed_server(lasting: RunningServer) -> None:
     lasting.wait_until_ready()
     engine = lasting.engine
-    with socket.create_connection(("127.0.0.1", lasting.port)) as held:
-        held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", lasting.port)) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         lasting.process.kill()
         lasting.process.wait(SOON_S)
     engine.wait(SOON_S)
     assert not engine.is_running()
 
 
-def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never_loaded_torch(
+def test_a_stopped_server_finishes_its_work_exits_with_0_and_never_loaded_torch(
     tiny_model: Model, tmp_path: Path
 ) -> None:
     config, script = FULL_PRECISION + "[serve]\ndebug = true\nshutdown_timeout_s = 300.0\n", tmp_path / "tell.py"
@@ -129,12 +129,12 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never
         assert '"type":"image_generation.completed"' in watching.result(timeout=300).text
         assert server.process.wait(SOON_S) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-        (told,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
-    assert {"fastapi", "schedulers", "PIL"} <= set(told.split())
-    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(told.split())
+        (loaded_line,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
+    assert {"fastapi", "schedulers", "PIL"} <= set(loaded_line.split())
+    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(loaded_line.split())
 
 
-def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:
+def test_requests_unfinished_at_shutdown_get_503(tiny_model: Model, tmp_path: Path) -> None:
     config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 0.3\n"
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(2) as pool:
         server.wait_until_ready()
@@ -152,7 +152,7 @@ def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path
 def test_a_signal_to_all_processes_lets_running_and_queued_images_finish(
     tiny_model: Model, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """A terminal that is closed sends SIGHUP to every process of a server, systemd SIGTERM."""
+    """Send signals to every process: a closed terminal sends SIGHUP that way, systemd SIGTERM."""
     config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\n[serve]\nshutdown_timeout_s = 300.0\n"
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(4) as pool:
         server.wait_until_ready()
@@ -188,10 +188,10 @@ def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: 
         engine = wait_for(lambda: server.engine, SOON_S, "the engine's process")
         server.process.kill()
         server.process.wait(SOON_S)
-        engine.wait(SOON_S)  # Python itself may be busy importing: then nobody reads the socket for a while
+        engine.wait(SOON_S)  # Python may be importing, during which the socket is not read
 
 
-def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
+def test_every_load_failure_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     for folder in ("unet", "vae", "text_encoder", "tokenizer", "scheduler"):
         (pickled / folder).mkdir(parents=True)
@@ -233,7 +233,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     )
 
 
-def test_a_second_signal_is_not_waited_on(tiny_model: Model, tmp_path: Path) -> None:
+def test_a_second_signal_stops_at_once(tiny_model: Model, tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
         server.wait_until_ready()
         thread = threading.Thread(target=lambda: server.paint(**LONG))  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""What a server says on standard error while clients err: JSON lines, no prompt in any, no error where the mistake is
-the client's.
-"""
+"""Server logs during client errors: JSON lines without prompts, and no errors for mistakes of clients."""
 
 from __future__ import annotations
 
@@ -29,30 +27,30 @@ def broken_chunk(path: str, kind: str, chunk: bytes) -> bytes:
 
 
 class Log:
-    """The lines of a server's standard error since this was made."""
+    """Lines of a server's standard error since this object was created."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self._since = len(server.errors.read_bytes())
 
     def records(self) -> list[dict[str, Any]]:
-        """Them, after checking what holds for all."""
+        """Return the records after checking the invariants of all lines."""
         text = self._server.errors.read_bytes()[self._since :].decode()
         lines = [json.loads(line) for line in text.splitlines()]
         assert SECRET not in text
         return lines
 
     def wait_for(self, event: str, **facts: Any) -> dict[str, Any]:
-        """The first record of ``event`` with ``facts``."""
+        """Return the first record of ``event`` with ``facts``."""
 
         def look() -> dict[str, Any] | None:
-            fitting = (one for one in self.records() if facts.items() <= one.items())
-            return next((one for one in fitting if one["event"] == event), None)
+            fitting = (record for record in self.records() if facts.items() <= record.items())
+            return next((record for record in fitting if record["event"] == event), None)
 
         return wait_for(look, SOON_S, f"{event} with {facts} in the log")
 
     def assert_nobody_blames_the_server(self) -> None:
-        assert [one for one in self.records() if one["level"] in ("error", "critical")] == []
+        assert [record for record in self.records() if record["level"] in ("error", "critical")] == []
 
 
 def send_raw(server: RunningServer, data: bytes, *, patience_s: float = 20.0) -> bytes:
@@ -66,7 +64,7 @@ def send_raw(server: RunningServer, data: bytes, *, patience_s: float = 20.0) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_weight_that_cannot_be_is_told_to_the_client_and_not_to_the_log(server: RunningServer, stream: bool) -> None:
+def test_an_invalid_weight_is_reported_to_the_client_and_not_logged(server: RunningServer, stream: bool) -> None:
     log = Log(server)
     answer = server.paint(f"a ({SECRET}:999) fox", stream=stream)
     assert SECRET in answer.text
@@ -84,7 +82,7 @@ def test_a_broken_chunk_is_a_400_without_a_traceback(server: RunningServer, path
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
     log.wait_for("request")
     log.assert_nobody_blames_the_server()
-    assert [one for one in log.records() if "traceback" in one] == []
+    assert [record for record in log.records() if "traceback" in record] == []
 
 
 PAGE = "/gradio_api"
@@ -98,13 +96,13 @@ def test_a_broken_chunk_for_the_page_is_a_400_without_a_traceback(page_server: R
     kind = "multipart/form-data; boundary=x" if path == "/upload" else "application/json"
     data = broken_chunk(f"{PAGE}{path}", kind, b'5\r\n{"proXXXX\r\n')
     assert send_raw(page_server, data).startswith(b"HTTP/1.1 400 ")
-    time.sleep(0.5)  # the page's requests are quiet: there is no line to wait for
+    time.sleep(0.5)  # requests of the page are not logged, so there is no line to wait for
     log.assert_nobody_blames_the_server()
-    assert [one for one in log.records() if "traceback" in one] == []
+    assert [record for record in log.records() if "traceback" in record] == []
 
 
 @pytest.mark.slow
-def test_a_visitors_mistakes_are_no_errors(page_server: RunningServer) -> None:
+def test_mistakes_of_visitors_are_not_logged_as_errors(page_server: RunningServer) -> None:
     wait_for(lambda: page_server.status("/config") == 200, SOON_S, "the page")
     log, client = Log(page_server), page_server.client
     for data in ([SECRET], [SECRET] * 13, [{"path": f"/etc/{SECRET}", "meta": {"_type": "gradio.FileData"}}] * 13):
@@ -117,7 +115,7 @@ def test_a_visitors_mistakes_are_no_errors(page_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_every_line_of_a_server_is_json_and_none_holds_a_prompt(text_server: RunningServer) -> None:
+def test_every_log_line_is_json_without_prompts(text_server: RunningServer) -> None:
     log, client = Log(text_server), text_server.client
     hello = [{"role": "user", "content": SECRET}]
     bodies: dict[str, list[dict[str, Any]]] = {
@@ -142,8 +140,8 @@ def test_every_line_of_a_server_is_json_and_none_holds_a_prompt(text_server: Run
         assert {"ts", "level", "event"} <= set(json.loads(line))
 
 
-def told_by(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
-    """What is logged of a process that runs ``program``."""
+def records_of(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """Return the log records of a process that runs ``program``."""
 
     async def run() -> None:
         with EngineOutput() as output:
@@ -157,7 +155,7 @@ def told_by(program: str, caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [(record.levelname, vars(record).get("text") or vars(record).get("json_line")) for record in caplog.records]
 
 
-def test_what_an_engines_libraries_print_is_told_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_of_the_engines_libraries_is_logged_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
     program = f"""
 import os
 os.write(1, b"[W1234 context.cpp:1] cublas is slow\\n")
@@ -165,28 +163,28 @@ os.write(2, b"token '{SECRET}' is odd\\n\\n")
 os.write(2, b'{{"ts": "2026", "level": "info", "event": "ready"}}\\n')
 os.write(2, b'{{"ts": broken\\n' + b"x" * 400_000 + b"\\nlast words")
 """
-    told = told_by(program, caplog)
-    assert told[:3] == [
+    records = records_of(program, caplog)
+    assert records[:3] == [
         ("WARNING", "[W1234 context.cpp:1] cublas is slow"),
         ("WARNING", "token … is odd"),
         ("WARNING", '{"ts": "2026", "level": "info", "event": "ready"}'),
     ]
-    assert told[3] == ("WARNING", "{…: broken")
-    assert told[-1] == ("WARNING", "last words")
-    assert all(len(text) <= 400 for _, text in told)
+    assert records[3] == ("WARNING", "{…: broken")
+    assert records[-1] == ("WARNING", "last words")
+    assert all(len(text) <= 400 for _, text in records)
 
 
-def test_the_last_words_of_an_engine_that_crashes_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    told = told_by("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", caplog)
-    assert ("WARNING", "Fatal Python error: Segmentation fault") in told
+def test_the_last_output_of_a_crashed_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    records = records_of("import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)", caplog)
+    assert ("WARNING", "Fatal Python error: Segmentation fault") in records
 
 
 @pytest.mark.slow
-def test_what_the_engine_of_a_server_says_goes_through_its_log(server: RunningServer) -> None:
+def test_engine_output_goes_through_the_server_log(server: RunningServer) -> None:
     assert Path(f"/proc/{server.engine.pid}/fd/2").readlink() != Path(f"/proc/{server.process.pid}/fd/2").readlink()
 
 
-def test_refusals_within_the_application_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_within_the_application_are_not_logged_as_errors(caplog: pytest.LogCaptureFixture) -> None:
     from diffserve.service.http.middleware import BodyLimit, Outermost
 
     async def reads_it_all(scope: Any, receive: Any, send: Any) -> None:

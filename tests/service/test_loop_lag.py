@@ -1,4 +1,4 @@
-"""Nobody keeps the event loop for long: not with any input, on any route, nor with a hundred readers."""
+"""The event loop stays responsive with any input, on any route, and with a hundred readers."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from tests.service.test_bad_input import WRONG_VALUES
 
 
 def seen_while(work: Callable[[], object]) -> tuple[float, float]:
-    """The longest (late, blocked), in seconds, that is seen while ``work`` runs within the loop."""
-    seen: list[tuple[float, float]] = []
+    """Return the longest (late, blocked) in seconds while ``work`` runs in the loop."""
+    delays: list[tuple[float, float]] = []
 
     async def run() -> None:
-        watching = asyncio.create_task(watch_loop(lambda late_s, blocked_s: seen.append((late_s, blocked_s))))
+        watching = asyncio.create_task(watch_loop(lambda late_s, blocked_s: delays.append((late_s, blocked_s))))
         await asyncio.sleep(LOOK_EVERY_S / 2)
         work()
         await asyncio.sleep(2 * LOOK_EVERY_S)
         watching.cancel()
 
     asyncio.run(run())
-    return max(late_s for late_s, _ in seen), max(blocked_s for _, blocked_s in seen)
+    return max(late_s for late_s, _ in delays), max(blocked_s for _, blocked_s in delays)
 
 
 def compute(seconds: float) -> None:
-    """Keep a core busy, by this thread's own time."""
+    """Keep a core busy for this much CPU time of the thread."""
     until_s = time.thread_time() + seconds
     while time.thread_time() < until_s:
         hashlib.sha256(b"x" * 1000)
 
 
-def test_what_computes_within_the_loop_is_seen() -> None:
+def test_computation_within_the_loop_is_detected() -> None:
     late_s, blocked_s = seen_while(lambda: compute(0.4))
     assert late_s >= 0.3
     assert 0.3 <= blocked_s <= late_s
 
 
-def test_what_does_not_compute_is_lateness_alone() -> None:
+def test_sleeping_counts_as_late_but_not_as_blocked() -> None:
     late_s, blocked_s = seen_while(lambda: time.sleep(0.4))
     assert late_s >= 0.3
     assert blocked_s < 0.3
@@ -83,8 +83,8 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def hostile_pictures() -> dict[str, bytes]:
-    """PNGs that were made to keep a reader busy; the first froze the server for a minute."""
-    whole = encode_image(Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8)))
+    """Return PNGs that are built to keep a reader busy; the first once blocked the server for a minute."""
+    file = encode_image(Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8)))
     pairs = ", ".join(f"k{i}: v" for i in range(250_000)).encode()
     inflated = zlib.compress(b"a" * 1_000_000)
     within = {
@@ -93,20 +93,20 @@ def hostile_pictures() -> dict[str, bytes]:
         "inflating": b"".join(chunk(b"zTXt", b"k%d\0\0" % i + inflated) for i in range(60)),
         "many-chunks": b"".join(chunk(b"tEXt", b"k%d\0v" % i) for i in range(500_000)),
     }
-    return {name: whole[:33] + chunks + whole[33:] for name, chunks in within.items()}
+    return {name: file[:33] + chunks + file[33:] for name, chunks in within.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("path", [*POST_ROUTES, *PAGE_ROUTES])
-def test_a_hostile_body_stops_nobody(page_server: RunningServer, path: str, body: bytes) -> None:
+def test_a_hostile_body_does_not_block_the_loop(page_server: RunningServer, path: str, body: bytes) -> None:
     answer = page_server.client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code < 500 or path in PAGE_ROUTES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", POST_ROUTES)
-def test_the_table_of_wrong_values_stops_nobody(text_server: RunningServer, path: str) -> None:
+def test_invalid_values_do_not_block_the_loop(text_server: RunningServer, path: str) -> None:
     for _, fields, *_ in WRONG_VALUES:
         body = {"prompt": "a red fox", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | fields
         sent = {name: value for name, value in body.items() if value is not ...}
@@ -114,7 +114,7 @@ def test_the_table_of_wrong_values_stops_nobody(text_server: RunningServer, path
 
 
 @pytest.mark.slow
-def test_a_hostile_picture_stops_nobody_and_gets_an_answer_soon(page_server: RunningServer) -> None:
+def test_a_hostile_image_does_not_block_the_loop_and_is_answered_soon(page_server: RunningServer) -> None:
     client = page_server.client
     for name, picture in hostile_pictures().items():
         [path] = client.post("/gradio_api/upload", files={"files": (f"{name}.png", picture)}).json()
@@ -126,9 +126,9 @@ def test_a_hostile_picture_stops_nobody_and_gets_an_answer_soon(page_server: Run
 
 
 @pytest.mark.slow
-def test_large_pictures_stop_nobody(page_server: RunningServer) -> None:
-    asked: list[dict[str, Any]] = [{}, {"stream": True, "partial_images": 3}, {"output_format": "webp"}]
-    for fields in asked:
+def test_large_images_do_not_block_the_loop(page_server: RunningServer) -> None:
+    bodies: list[dict[str, Any]] = [{}, {"stream": True, "partial_images": 3}, {"output_format": "webp"}]
+    for fields in bodies:
         answer = page_server.paint(size="2048x2048", n=4, response_format="url", **fields)
         assert answer.status_code == 200
     for url in re.findall(r'"url":"([^"]+)"', answer.text):
@@ -136,7 +136,7 @@ def test_large_pictures_stop_nobody(page_server: RunningServer) -> None:
 
 
 async def read_at_once(server: RunningServer, calls: list[dict[str, Any]], patience_s: float) -> list[int | None]:
-    """The status of every call, all made at once; ``None`` for those whose answer goes on after ``patience_s``."""
+    """Return the status of every concurrent call; ``None`` where the answer continues after ``patience_s``."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=SOON_S, trust_env=False, limits=limits) as client:
 
@@ -154,7 +154,7 @@ async def read_at_once(server: RunningServer, calls: list[dict[str, Any]], patie
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", GET_ROUTES)
-def test_a_hundred_readers_stop_nobody(page_server: RunningServer, path: str) -> None:
+def test_a_hundred_readers_do_not_block_the_loop(page_server: RunningServer, path: str) -> None:
     calls = [{"method": "GET", "url": path} for _ in range(NUM_READERS)]
     statuses = set(asyncio.run(read_at_once(page_server, calls, SOON_S)))
     assert statuses == {page_server.status(path)}
@@ -162,14 +162,14 @@ def test_a_hundred_readers_stop_nobody(page_server: RunningServer, path: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/gradio_api/heartbeat/{}", "/gradio_api/queue/data?session_hash={}"])
-def test_a_hundred_visitors_who_come_and_go_stop_nobody(page_server: RunningServer, path: str) -> None:
+def test_a_hundred_visitors_do_not_block_the_loop(page_server: RunningServer, path: str) -> None:
     calls = [{"method": "GET", "url": path.format(f"reader{i}")} for i in range(NUM_READERS)]
     assert set(asyncio.run(read_at_once(page_server, calls, 2.0))) <= {None, 200}
-    time.sleep(2.0)  # that they left is noticed a moment later
+    time.sleep(2.0)  # the server notices the disconnects a moment later
 
 
 @pytest.mark.slow
-def test_a_hundred_streams_stop_nobody(server: RunningServer) -> None:
+def test_a_hundred_streams_do_not_block_the_loop(server: RunningServer) -> None:
     body = {"prompt": "a red fox", "steps": 4, "stream": True, "partial_images": 3, "size": "512x512"}
     calls = [{"method": "POST", "url": GENERATIONS, "json": body | {"seed": i}} for i in range(NUM_READERS)]
     assert set(asyncio.run(read_at_once(server, calls, 4 * SOON_S))) <= {200, 429}

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: a folder that is looked at anew, a field, tags in the prompt, and a PNG that paints itself."""
+"""LoRAs over HTTP: a folder that is rescanned, the field, tags in the prompt, and a PNG that reproduces itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.service.server import error_of, files_of, running_server
 
 
 @pytest.mark.slow
-def test_a_picture_with_an_adapter_paints_itself_again_and_one_that_is_added_is_served(
+def test_an_image_with_a_lora_is_reproducible_and_an_added_lora_is_served(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = load_model(tiny_model("sd15"), dtype="float32", device="cpu")
@@ -38,14 +38,14 @@ def test_a_picture_with_an_adapter_paints_itself_again_and_one_that_is_added_is_
         server.wait_until_ready()
         url = f"{server.url}/v1/images/generations"
 
-        def painted(**more: object) -> tuple[bytes, str]:
-            answer = httpx.post(url, json=fields | more, timeout=60).raise_for_status().json()
-            assert answer["loras"] == ([] if more == {"prompt": "a cat"} else [{"name": "ink", "scale": 0.8}])
+        def painted(**more_fields: object) -> tuple[bytes, str]:
+            answer = httpx.post(url, json=fields | more_fields, timeout=60).raise_for_status().json()
+            assert answer["loras"] == ([] if more_fields == {"prompt": "a cat"} else [{"name": "ink", "scale": 0.8}])
             data = base64.b64decode(answer["data"][0]["b64_json"])
             return data, read_infotext(data) or ""
 
-        first, told = painted(prompt="a cat", loras=[{"name": "ink", "scale": 0.8}])
-        prompt = parse_infotext(told).prompt
+        first, infotext = painted(prompt="a cat", loras=[{"name": "ink", "scale": 0.8}])
+        prompt = parse_infotext(infotext).prompt
         assert prompt == "a cat <lora:ink:0.8>"
         assert painted(prompt=prompt)[0] == first != painted(prompt="a cat")[0]
         with Client(server.url) as client:
@@ -55,12 +55,12 @@ def test_a_picture_with_an_adapter_paints_itself_again_and_one_that_is_added_is_
             with pytest.raises(InvalidRequest, match="there is no LoRA 'fur'; there are ink"):
                 client.generate("a cat", loras=[{"name": "fur"}])
             save_file(lora_tensors(model, ATTENTION, 1, 80), folder / "fur.safetensors")
-            made = client.generate("a cat", loras=[{"name": "fur", "scale": -0.5}], num_inference_steps=1, seed=1)
-            assert [(one.name, one.scale) for one in made.loras] == [("fur", -0.5)]
+            new_image = client.generate("a cat", loras=[{"name": "fur", "scale": -0.5}], num_inference_steps=1, seed=1)
+            assert [(lora.name, lora.scale) for lora in new_image.loras] == [("fur", -0.5)]
 
 
 @pytest.mark.slow
-def test_what_the_model_cannot_take_is_refused_in_one_sentence_and_a_neighbour_is_painted_as_ever(
+def test_an_unsuitable_lora_is_refused_without_affecting_other_requests(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, other = (load_model(tiny_model(kind), dtype="float32", device="cpu") for kind in ("sd15", "sdxl"))
@@ -80,10 +80,10 @@ def test_what_the_model_cannot_take_is_refused_in_one_sentence_and_a_neighbour_i
         neighbour: dict[str, Any] = {"prompt": "a fox <lora:ink:0.8>", "num_steps": 80, "size": "64x64"}
         alone = files_of(server.paint(**neighbour))
         server.wait_until_idle()
-        with ThreadPoolExecutor(1) as beside:
-            painting = beside.submit(server.paint, **neighbour)
+        with ThreadPoolExecutor(1) as pool:
+            painting = pool.submit(server.paint, **neighbour)
             server.wait_for_requests(1)
-            for prompt, param, said in (
+            for prompt, param, message in (
                 ("a cat <lora:xl>", "loras", "this adapter was made for another base"),
                 ("a cat <lora:torn>", "loras", "their ranks must be equal"),
                 ("a cat <lora:face>", "loras", "holds an IP-Adapter"),
@@ -91,7 +91,7 @@ def test_what_the_model_cannot_take_is_refused_in_one_sentence_and_a_neighbour_i
             ):
                 answer = server.paint(prompt, size="64x64")
                 error = error_of(answer)
-                assert (answer.status_code, error["param"], said in error["message"]) == (400, param, True), error
+                assert (answer.status_code, error["param"], message in error["message"]) == (400, param, True), error
                 assert str(tmp_path) not in error["message"]
             assert not painting.done(), "nobody was beside them"
             assert files_of(painting.result()) == alone

@@ -1,4 +1,4 @@
-"""An engine that is there and of no use any more: its device is gone, it hangs, or it says nothing."""
+"""Engines that run but are unusable: a lost device, a hang or silence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def start_with_faults(*arguments):
 
 connection.EngineConnection.start = start_with_faults
 own = {"DIFFSERVE_SERVE_PORT": "0", "DIFFSERVE_SERVE_DATA_DIR": os.environ["DIFFSERVE_SERVE_DATA_DIR"]}
-own["DIFFSERVE_ENGINE_COMPILE"] = "warm"  # packages would be left in the cache folder that all tests share
+own["DIFFSERVE_ENGINE_COMPILE"] = "warm"  # avoids packages in the cache folder that all tests share
 serve(load_settings(model=sys.argv[2], config=sys.argv[6], env=own))
 """
 """A server that is sooner told, and each of whose engines begins with the faults that are written in a file by then."""
@@ -61,34 +61,35 @@ Model = Callable[[str], Path]
 
 
 class BreakingServer:
-    """A server with an engine that breaks on purpose, in another way each time."""
+    """A server whose engine breaks on purpose, in a different way each time."""
 
     def __init__(self, server: RunningServer, faults: Path) -> None:
         self.server = server
         self._faults = faults
 
     def break_next(self, faults: str) -> None:
-        """The next engine has ``faults``."""
+        """Give ``faults`` to the next engine."""
         self._faults.write_text(faults)
 
     @contextmanager
     def losing(self, kind: str, reason: str) -> Iterator[RunningServer]:
-        """The server, whose engine is lost in this block and replaced at its end, once, with ``kind`` counted and
-        ``reason`` in the log.
+        """Yield the server while its engine is lost in this block.
+
+        At the end the engine was replaced once, ``kind`` is counted and ``reason`` is in the log.
         """
         self.server.wait_until_ready()
-        lost, before, num_told = self.server.engine, losses(self.server), len(reasons(self.server))
+        engine, before, num_reasons = self.server.engine, losses(self.server), len(reasons(self.server))
         yield self.server
         self.server.wait_until_ready()
-        assert self.server.engine.pid != lost.pid
-        [told] = wait_for(lambda: reasons(self.server)[num_told:], SOON_S, "the reason in the log")
-        assert reason in told
+        assert self.server.engine.pid != engine.pid
+        [logged_reason] = wait_for(lambda: reasons(self.server)[num_reasons:], SOON_S, "the reason in the log")
+        assert reason in logged_reason
         assert losses(self.server) == before | {kind: before.get(kind, 0.0) + 1.0}
 
 
 @pytest.fixture(scope="module")
 def breaking(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakingServer]:
-    """One server for four losses; five within five minutes end it."""
+    """Run one server for four losses; five within five minutes end it."""
     folder = tmp_path_factory.mktemp("breaking")
     script, faults = folder / "serve.py", folder / "faults"
     script.write_text(SERVE)
@@ -99,7 +100,7 @@ def breaking(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def check_unavailable(response: httpx.Response) -> None:
-    """A 503 that a client will retry, and knows when."""
+    """Check for a 503 with a Retry-After."""
     assert response.status_code == 503, response.text[:300]
     assert error_of(response)["code"] == "engine_unavailable"
     assert re.fullmatch(r"\d+", response.headers["retry-after"])
@@ -108,18 +109,18 @@ def check_unavailable(response: httpx.Response) -> None:
 
 
 def reasons(server: RunningServer) -> list[str]:
-    """Why engines were lost, as the log tells."""
+    """Return the logged reasons for which engines were lost."""
     lines = [json.loads(line) for line in server.errors.read_text().splitlines() if line.startswith("{")]
     return [line["reason"] for line in lines if line["event"] == "engine lost"]
 
 
 def losses(server: RunningServer) -> dict[str, float]:
-    """What /metrics counts, by kind."""
-    found = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
-    return {kind: float(count) for kind, count in found}
+    """Return the numbers of lost engines in ``/metrics`` by kind."""
+    samples = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
+    return {kind: float(count) for kind, count in samples}
 
 
-def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_the_next_one_paints(
+def test_a_persistent_device_error_replaces_the_engine_with_503_for_its_requests(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("device", "device-side assert") as server, ThreadPoolExecutor(3) as pool:
@@ -128,12 +129,12 @@ def test_a_device_error_that_sticks_ends_the_engine_with_503_for_all_inside_and_
         watching = pool.submit(server.paint, **LONG, stream=True, partial_images=1)
         for future in waiting:
             check_unavailable(future.result(timeout=SOON_S))
-        told = watching.result(timeout=SOON_S)
-        assert told.status_code == 503 or '"code":"engine_unavailable"' in told.text.rstrip().rpartition("\n")[2]
+        events = watching.result(timeout=SOON_S)
+        assert events.status_code == 503 or '"code":"engine_unavailable"' in events.text.rstrip().rpartition("\n")[2]
     assert len(files_of(server.paint(num_steps=1))) == 1
 
 
-def test_one_failed_picture_costs_one_picture_and_a_device_that_fails_in_unknown_words_the_engine(
+def test_one_failed_image_fails_alone_and_an_unknown_device_error_replaces_the_engine(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("device", "a fault on purpose, and for good") as server:
@@ -146,21 +147,21 @@ def test_one_failed_picture_costs_one_picture_and_a_device_that_fails_in_unknown
         check_unavailable(server.paint(**LONG))
 
 
-def test_an_engine_that_hangs_inside_a_call_is_replaced_although_it_answers_pings(breaking: BreakingServer) -> None:
+def test_an_engine_hanging_in_a_call_is_replaced_although_it_answers_pings(breaking: BreakingServer) -> None:
     with breaking.losing("hang", "has taken") as server:
         breaking.break_next("")
         check_unavailable(server.paint(**LONG))
     assert len(files_of(server.paint())) == 1
 
 
-def test_while_the_engine_is_silent_work_is_refused_at_once_on_every_route_and_then_it_is_replaced(
+def test_a_silent_engine_is_replaced_and_every_route_refuses_work_meanwhile(
     breaking: BreakingServer,
 ) -> None:
     with breaking.losing("silence", "no word for") as server, ThreadPoolExecutor(1) as pool:
-        lost = server.engine
+        engine = server.engine
         waiting = pool.submit(server.paint, **LONG)
         wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
-        lost.suspend()
+        engine.suspend()
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
         for route, body in WORK.items():
             for stream in (False, True):

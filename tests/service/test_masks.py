@@ -28,7 +28,7 @@ def gray_alpha(gray: NDArray[np.uint8] | int, alpha: NDArray[np.uint8] | int) ->
 
 
 def transparent_palette(alpha: NDArray[np.uint8]) -> Image.Image:
-    """A palette image of two equal colors, of which the second is transparent."""
+    """Return a palette image of two equal colors, of which the second is transparent."""
     image = Image.fromarray((alpha == 0).astype(np.uint8), "P")
     image.putpalette([255] * 6)
     image.info["transparency"] = b"\xff\x00"

@@ -38,7 +38,7 @@ COMMENTS: dict[str, tuple[bytes, str]] = {
 
 
 def with_comment(comment: bytes, kind: str, byte_order: str = "<", tag_type: int = 7, side_px: int = 16) -> bytes:
-    """An image file whose EXIF block holds ``comment``, written byte for byte."""
+    """Return an image file whose EXIF block holds ``comment``, written byte for byte."""
     exif_ifd_offset, comment_offset = 26, 44
     order = byte_order
     tiff = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8)
@@ -50,7 +50,7 @@ def with_comment(comment: bytes, kind: str, byte_order: str = "<", tag_type: int
 
 
 def with_chunk(kind: bytes, content: bytes) -> bytes:
-    """A PNG with one more chunk before its pixels."""
+    """Return a PNG with one more chunk before its pixels."""
     file = BytesIO()
     Image.fromarray(picture(16, 16)).save(file, "PNG")
     png = file.getvalue()
@@ -86,7 +86,7 @@ def test_user_comment_is_read_in_every_encoding(server: RunningServer, encoding:
     comment, text = COMMENTS[encoding]
     for byte_order in "<>":
         assert info_of(server, with_comment(comment, kind, byte_order)) == text
-    for tag_type in (1, 2):  # BYTE and ASCII, where 7, UNDEFINED, is specified
+    for tag_type in (1, 2):  # BYTE and ASCII; the specification requires 7, UNDEFINED
         if tag_type == 1 or b"\0" not in comment:
             assert info_of(server, with_comment(comment, kind, tag_type=tag_type)) == text
 
@@ -106,7 +106,7 @@ def test_blank_user_comment_is_no_text(server: RunningServer, comment: bytes) ->
 
 @pytest.mark.slow
 def test_comment_without_settings_is_neither_a_prompt_nor_parameters(server: RunningServer) -> None:
-    """Cameras and phones write such comments, for example "Screenshot"."""
+    """Check comments that cameras and phones write, for example "Screenshot"."""
     file = with_comment(b"ASCII\0\0\0Screenshot", "JPEG", side_px=64)
     image = {"image": base64.b64encode(file).decode()}
     varied = server.client.post("/v1/images/variations", json=image | FEW)
@@ -116,7 +116,7 @@ def test_comment_without_settings_is_neither_a_prompt_nor_parameters(server: Run
 
 
 @pytest.mark.parametrize("text", ["\u72d0", "fox", "a", "\u00fc", "\U0001f98a", WIDE, LATIN])
-def test_short_texts_survive_the_encodings_that_are_written_most(text: str) -> None:
+def test_short_texts_survive_the_most_common_encodings(text: str) -> None:
     assert decode_user_comment(b"UNICODE\0" + text.encode("utf-16-be")) == text
     assert decode_user_comment(text.encode()) == text
 

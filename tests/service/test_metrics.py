@@ -1,4 +1,4 @@
-"""What Prometheus reads: times from the events that end requests, the rest from the engine's snapshot."""
+"""Prometheus metrics: times from the final events of requests, the other values from the engine's snapshot."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ STATS = EngineStats(
 
 
 def shown(metrics: Metrics, stats: EngineStats | None = None) -> dict[str, float]:
-    """Every sample by its name and labels, without histogram buckets."""
+    """Return every sample by its name and labels, without histogram buckets."""
     families = text_string_to_metric_families(metrics.render(stats).decode())
     return {
         " ".join([sample.name.removeprefix("diffserve_"), *(f"{k}={v}" for k, v in sorted(sample.labels.items()))]): (
@@ -126,42 +126,44 @@ def finished(*entropies: float) -> TextFinished:
     return TextFinished(request_id="a", results=results, usage=USAGE, timings=TIMINGS)
 
 
-def test_times_of_answers_go_into_histograms_by_kind() -> None:
+def test_answer_times_go_into_histograms_by_kind() -> None:
     metrics = Metrics()
     metrics.observe("text", finished(0.5, 1.5))
     metrics.observe("text", finished(0.1))
-    found = shown(metrics)
-    assert found["llm_time_to_first_token_seconds_count kind=text"] == 2
-    assert found["llm_time_to_first_token_seconds_sum kind=text"] == pytest.approx(0.06)
-    assert found["llm_time_per_output_token_seconds_sum kind=text"] == pytest.approx(0.008)
-    assert found["llm_entropy_nats_count kind=text"] == 3
-    assert found["engine_requests_total kind=text outcome=finished"] == 2
+    values = shown(metrics)
+    assert values["llm_time_to_first_token_seconds_count kind=text"] == 2
+    assert values["llm_time_to_first_token_seconds_sum kind=text"] == pytest.approx(0.06)
+    assert values["llm_time_per_output_token_seconds_sum kind=text"] == pytest.approx(0.008)
+    assert values["llm_entropy_nats_count kind=text"] == 3
+    assert values["engine_requests_total kind=text outcome=finished"] == 2
 
 
 @pytest.mark.parametrize(
     ("event", "stage"),
     [
-        *((ImageFailed(**LOST, message=f"{said}; try another."), stage) for stage, said in NOT_FINITE.items()),
+        *((ImageFailed(**LOST, message=f"{message}; try another."), stage) for stage, message in NOT_FINITE.items()),
         (Failed(request_id="img", code="numerical_error", message="the language model gave logits"), "text"),
         (ImageFailed(request_id="img", image_index=0, code="insufficient_memory", message="x"), ""),
     ],
 )
-def test_what_was_not_finite_is_counted_by_where_that_was_seen(event: ipc.AnyEvent, stage: str) -> None:
+def test_nonfinite_values_are_counted_by_stage(event: ipc.AnyEvent, stage: str) -> None:
     metrics = Metrics()
     metrics.observe("image", event)
-    found = {name: value for name, value in shown(metrics).items() if name.startswith("nonfinite_total")}
-    assert found == {f"nonfinite_total stage={one}": float(one == stage) for one in (*NOT_FINITE, "text")}
+    values = {name: value for name, value in shown(metrics).items() if name.startswith("nonfinite_total")}
+    assert values == {
+        f"nonfinite_total stage={stage_name}": float(stage_name == stage) for stage_name in (*NOT_FINITE, "text")
+    }
 
 
 def test_an_answer_of_one_token_has_no_time_per_later_token() -> None:
     metrics = Metrics()
     metrics.observe("text", msgspec.structs.replace(finished(0.5), usage=TextUsage(prompt_tokens=3, output_tokens=1)))
-    found = shown(metrics)
-    assert found["llm_time_to_first_token_seconds_count kind=text"] == 1
-    assert found["llm_time_per_output_token_seconds_count kind=text"] == 0
+    values = shown(metrics)
+    assert values["llm_time_to_first_token_seconds_count kind=text"] == 1
+    assert values["llm_time_per_output_token_seconds_count kind=text"] == 0
 
 
-def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
+def test_prompt_fallbacks_are_counted_by_reason() -> None:
     metrics = Metrics()
     taken = Rewrite(prompt="p", answer="p", mean_entropy=0.2)
     left = Rewrite(prompt="w", answer="?", mean_entropy=3.0, fallback="unsure", warning="the model was unsure.")
@@ -169,9 +171,9 @@ def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
         request_id="a", rewrites=(taken, left), style="tags", model="m", usage=USAGE, timings=TIMINGS
     )
     metrics.observe("rewrite", event)
-    found = shown(metrics)
-    assert found["rewrite_fallbacks_total reason=unsure"] == 1
-    assert found["llm_entropy_nats_sum kind=rewrite"] == pytest.approx(3.2)
+    values = shown(metrics)
+    assert values["rewrite_fallbacks_total reason=unsure"] == 1
+    assert values["llm_entropy_nats_sum kind=rewrite"] == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +184,17 @@ def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
         (Cancelled(request_id="a"), "cancelled"),
     ],
 )
-def test_every_end_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None:
+def test_every_outcome_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None:
     metrics = Metrics()
     metrics.observe("image", event)
     metrics.ended("image", "rejected")
-    found = shown(metrics)
-    assert found[f"engine_requests_total kind=image outcome={outcome}"] == 1
-    assert found["engine_requests_total kind=image outcome=rejected"] == 1
+    values = shown(metrics)
+    assert values[f"engine_requests_total kind=image outcome={outcome}"] == 1
+    assert values["engine_requests_total kind=image outcome=rejected"] == 1
 
 
-def test_the_engines_snapshot_is_shown_whole() -> None:
-    found = shown(Metrics(), STATS)
+def test_the_engines_snapshot_is_exported_completely() -> None:
+    values = shown(Metrics(), STATS)
     expected = {
         "up": 1,
         "live_requests": 5,
@@ -232,33 +234,33 @@ def test_the_engines_snapshot_is_shown_whole() -> None:
         "pages_evicted_total tenant=llm": 4,
         "prefix_hit_ratio tenant=llm": 0.25,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: values[name] for name in expected} == expected
 
 
-def test_an_engine_that_does_not_answer_is_down_and_shown_as_it_was() -> None:
+def test_an_unresponsive_engine_is_down_with_its_last_values() -> None:
     metrics = Metrics()
     assert shown(metrics)["up"] == 0
     assert "live_requests" not in shown(metrics)
     shown(metrics, STATS)
-    found = shown(metrics)
-    assert (found["up"], found["live_requests"]) == (0, 5)
+    values = shown(metrics)
+    assert (values["up"], values["live_requests"]) == (0, 5)
 
 
-def test_a_server_without_a_language_model_shows_nothing_of_texts() -> None:
-    found = shown(Metrics(), msgspec.structs.replace(STATS, texts=None, pages=None))
-    assert not [name for name in found if name.startswith(("llm_tokens", "pages", "pool", "kv_cache"))]
-    assert found["busy_seconds_total side=texts"] == 0.0
+def test_a_server_without_a_language_model_has_no_text_metrics() -> None:
+    values = shown(Metrics(), msgspec.structs.replace(STATS, texts=None, pages=None))
+    assert not [name for name in values if name.startswith(("llm_tokens", "pages", "pool", "kv_cache"))]
+    assert values["busy_seconds_total side=texts"] == 0.0
 
 
 def test_steps_of_several_engines_add_up() -> None:
-    one = ImageStats(
+    image_stats = ImageStats(
         num_running=0, num_waiting=0, num_steps=4, num_rows=104, num_painted=0, num_failed=0, busy_s=0.0,
         steps=TALLY.stats,
     )  # fmt: skip
     assert sum_of([]).steps == StepTally().stats
-    assert sum_of([one]).steps == TALLY.stats
-    assert sum_of([one, one]).steps.num_steps == (2, 4, 0, 0, 0, 0, 2)
-    assert sum(sum_of([one, one]).steps.seconds) == pytest.approx(2 * 9.22)
+    assert sum_of([image_stats]).steps == TALLY.stats
+    assert sum_of([image_stats, image_stats]).steps.num_steps == (2, 4, 0, 0, 0, 0, 2)
+    assert sum(sum_of([image_stats, image_stats]).steps.seconds) == pytest.approx(2 * 9.22)
 
 
 @pytest.mark.parametrize(
@@ -280,14 +282,14 @@ def test_steps_of_several_engines_add_up() -> None:
 def test_every_answer_has_an_outcome(status: int, code: str, outcome: str, counted: str) -> None:
     metrics = Metrics()
     metrics.answered("/v1/images/generations", status, code, 0.5)
-    found = shown(metrics)
-    assert found[f"requests_total endpoint=/v1/images/generations outcome={outcome} status={status}"] == 1
-    assert found["request_duration_seconds_sum endpoint=/v1/images/generations"] == 0.5
-    why = {name for name, value in found.items() if value and ("reason=" in name or "phase=" in name)}
+    values = shown(metrics)
+    assert values[f"requests_total endpoint=/v1/images/generations outcome={outcome} status={status}"] == 1
+    assert values["request_duration_seconds_sum endpoint=/v1/images/generations"] == 0.5
+    why = {name for name, value in values.items() if value and ("reason=" in name or "phase=" in name)}
     assert why == ({counted} if counted else set())
 
 
-def test_nothing_that_a_client_says_becomes_a_label() -> None:
+def test_client_input_never_becomes_a_label() -> None:
     async def say() -> tuple[str, str]:
         config = load_settings(env={})
         engine = EngineClient(config)
@@ -295,16 +297,16 @@ def test_nothing_that_a_client_says_becomes_a_label() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 
-            async def said(word: str) -> str:
+            async def metrics_after(word: str) -> str:
                 for path in (f"/{word}", f"/v1/models/{word}", f"/v1/images/generations/{word}/cancel"):
                     for method in ("GET", "POST", word):
-                        told = {"User-Agent": word, "Authorization": f"Bearer {word}", "X-Request-Id": word}
-                        await client.request(method, path, headers=told, json={"model": word, "prompt": word})
+                        headers = {"User-Agent": word, "Authorization": f"Bearer {word}", "X-Request-Id": word}
+                        await client.request(method, path, headers=headers, json={"model": word, "prompt": word})
                 return (await client.get("/metrics")).text
 
-            first = await said("WORD0")
+            first = await metrics_after("WORD0")
             for number in range(1, 20):
-                last = await said(f"WORD{number}")
+                last = await metrics_after(f"WORD{number}")
         return first, last
 
     first, last = asyncio.run(say())
@@ -317,7 +319,7 @@ def test_nothing_that_a_client_says_becomes_a_label() -> None:
     assert 'endpoint="/v1/images/generations/{request_id}/cancel"' in last
 
 
-def test_the_store_tells_its_commits_its_log_and_the_batches_that_are_not_over(tmp_path: Path) -> None:
+def test_the_store_exports_commits_log_size_and_open_batches(tmp_path: Path) -> None:
     now_s = 1000.0
     metrics, database = Metrics(), Database(tmp_path)
     batches = Batches(database, Files(database, 1 << 20), clock=lambda: now_s)
@@ -327,41 +329,41 @@ def test_the_store_tells_its_commits_its_log_and_the_batches_that_are_not_over(t
         batches.move(batch.id, "in_progress", of=["validating"])
         batches.finish_lines(batch.id, [LineDone(0, b"{}\n", False), LineDone(1, b"{}\n", True)])
         now_s += 60.0
-        found = shown(metrics)
-        assert found["db_commit_seconds_count"] == 3
-        assert found["db_wal_bytes"] > 0
-        by_status = [found[f"batches status={one}"] for one in ("validating", "in_progress", "finalizing")]
-        assert (by_status, found["batch_lines_left"], found["oldest_batch_age_seconds"]) == ([0, 1, 0], 3, 60.0)
+        values = shown(metrics)
+        assert values["db_commit_seconds_count"] == 3
+        assert values["db_wal_bytes"] > 0
+        by_status = [values[f"batches status={status}"] for status in ("validating", "in_progress", "finalizing")]
+        assert (by_status, values["batch_lines_left"], values["oldest_batch_age_seconds"]) == ([0, 1, 0], 3, 60.0)
         batches.finish(batch.id, "completed")
-        found = shown(metrics)
+        values = shown(metrics)
     over = ("batches status=in_progress", "batch_lines_left", "oldest_batch_age_seconds")
-    assert [found[name] for name in over] == [0, 0, 0]
+    assert [values[name] for name in over] == [0, 0, 0]
 
 
-def test_steps_that_led_to_no_picture_are_wasted_by_reason() -> None:
+def test_steps_without_an_image_are_counted_as_wasted_by_reason() -> None:
     def job(*steps: int) -> Job[Event]:
-        made = Job[Event](GenerationRequest(prompt="a"), lambda _: None)
+        new_job = Job[Event](GenerationRequest(prompt="a"), lambda _: None)
         for index, step in enumerate(steps):
             for before in range(1, step + 1):
-                made.wasted_steps(Progress(request_id="a", image_index=index, step_index=before, num_steps=9))
-        return made
+                new_job.wasted_steps(Progress(request_id="a", image_index=index, step_index=before, num_steps=9))
+        return new_job
 
     late = Failed(request_id="a", code="deadline_exceeded", message="x")
     assert job(3, 4).wasted_steps(late) == ("deadline", 7)
     assert job(2).wasted_steps(None) == ("cancelled", 2)
     assert job(2, 1).wasted_steps(EngineUnavailable("x")) == ("lost", 3)
-    lost = job(5, 6)
-    assert lost.wasted_steps(ImageFailed(request_id="a", image_index=0, code="x", message="x")) == ("failed", 5)
-    assert lost.wasted_steps(None) == ("cancelled", 6)
-    assert lost.wasted_steps(None) == ("cancelled", 0)
+    lost_job = job(5, 6)
+    assert lost_job.wasted_steps(ImageFailed(request_id="a", image_index=0, code="x", message="x")) == ("failed", 5)
+    assert lost_job.wasted_steps(None) == ("cancelled", 6)
+    assert lost_job.wasted_steps(None) == ("cancelled", 0)
 
 
 @pytest.mark.slow
-def test_steps_for_a_client_that_hung_up_are_told_as_wasted(server: RunningServer) -> None:
+def test_steps_for_a_disconnected_client_are_counted_as_wasted(server: RunningServer) -> None:
     def wasted() -> float:
-        found = re.search(r'steps_wasted_total{reason="cancelled"} (\S+)', server.client.get("/metrics").text)
-        assert found is not None
-        return float(found[1])
+        match = re.search(r'steps_wasted_total{reason="cancelled"} (\S+)', server.client.get("/metrics").text)
+        assert match is not None
+        return float(match[1])
 
     before = wasted()
     body = {"prompt": "a red fox", "num_inference_steps": 1000, "stream": True}

@@ -14,7 +14,7 @@ MISSING = ("llguidance", "openvino", "torchao", "torchmetrics", "matplotlib", "s
 
 
 @pytest.mark.slow
-def test_a_server_starts_without_packages_of_single_features(tmp_path: Path) -> None:
+def test_a_server_starts_without_optional_packages(tmp_path: Path) -> None:
     environment = environment_without(MISSING, tmp_path)
     with running_server(Path("embedded"), tmp_path / "server", env=environment) as server:
         server.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Two models behind one server: each by its name, loaded when asked for, and back after the engine was lost."""
+"""Two models behind one server: selected by name, loaded on demand, and restored after the engine was lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.service.server import SOON_S, error_of, files_of, running_server, wai
 pytestmark = pytest.mark.slow
 
 
-def test_a_server_paints_with_the_model_that_a_request_names(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_server_generates_with_the_requested_model(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no weights")
     config = (
@@ -24,11 +24,11 @@ def test_a_server_paints_with_the_model_that_a_request_names(tiny_model: Callabl
     )
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, Client(server.url) as client:
         server.wait_until_ready()
-        known = {model.id: (model.loaded, model.problem) for model in client.models() if model.loaded is not None}
-        assert {name: is_loaded for name, (is_loaded, _) in known.items()} == {
+        states = {model.id: (model.loaded, model.problem) for model in client.models() if model.loaded is not None}
+        assert {name: is_loaded for name, (is_loaded, _) in states.items()} == {
             "sd15": True, "other": False, "broken": False,
         }  # fmt: skip
-        assert "broken is not a safetensors file" in known["broken"][1]
+        assert "broken is not a safetensors file" in states["broken"][1]
         capabilities = client.model("other").capabilities
         assert capabilities is not None
         assert capabilities.image is not None
@@ -36,16 +36,16 @@ def test_a_server_paints_with_the_model_that_a_request_names(tiny_model: Callabl
 
         names = ["sd15", "other", None, "other", "sd15", "other"]
         with ThreadPoolExecutor(len(names)) as pool:
-            asked = [
+            answers = [
                 {"size": "64x64", "seed": seed} | ({"model": name} if name else {}) for seed, name in enumerate(names)
             ]
-            together = [pool.submit(server.paint, **fields) for fields in asked]  # type: ignore[arg-type]
+            together = [pool.submit(server.paint, **fields) for fields in answers]  # type: ignore[arg-type]
             assert server.status("/readyz") == 200, "while the other one is loaded"
             files = [files_of(painting.result()) for painting in together]
         assert len({file for (file,) in files}) == len(names)
         assert client.model("other").loaded
         assert [painting.result().json()["model"] for painting in together[:3]] == ["sd15", "other", "sd15"]
-        assert files == [files_of(server.paint(**fields)) for fields in asked]  # type: ignore[arg-type]
+        assert files == [files_of(server.paint(**fields)) for fields in answers]  # type: ignore[arg-type]
         painted = re.findall(
             r'^diffserve_images_total\{model="(\w+)",outcome="painted"\} (\S+)$',
             server.client.get("/metrics").text,
@@ -62,4 +62,4 @@ def test_a_server_paints_with_the_model_that_a_request_names(tiny_model: Callabl
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "the loss")
         server.wait_until_ready()
         assert client.model("other").loaded is False
-        assert files_of(server.paint(**asked[1])) == files[1]  # type: ignore[arg-type]
+        assert files_of(server.paint(**answers[1])) == files[1]  # type: ignore[arg-type]

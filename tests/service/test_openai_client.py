@@ -31,7 +31,7 @@ def test_it_generates_an_image(client: OpenAI) -> None:
     assert answer.usage.total_tokens > 0
 
 
-def test_it_generates_what_it_asks_of_a_newer_model(client: OpenAI) -> None:
+def test_it_generates_with_the_fields_of_newer_models(client: OpenAI) -> None:
     answer = client.images.generate(
         model="gpt-image-1",
         prompt="a red fox",
@@ -56,7 +56,7 @@ def test_it_lists_models(client: OpenAI) -> None:
     assert client.models.retrieve("sd15").owned_by == "diffserve"
 
 
-def test_it_reads_our_errors(client: OpenAI) -> None:
+def test_it_parses_the_errors(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="steps") as caught:
         client.images.generate(prompt="a red fox", extra_body={"num_inference_steps": 0})
     assert (caught.value.code, caught.value.param) == ("invalid_value", "num_inference_steps")

@@ -174,7 +174,7 @@ def test_completions_and_embeddings_have_the_fields_of_openais_types(text_server
         body = {"model": "talker", "prompt": "a fox", **fields}
         assert_exact(client.post("/v1/completions", json=body), Completion)
         for event in events_of(client.post("/v1/completions", json=body | {"stream": True})):
-            for choice in event["choices"]:  # null before the end of a text, which the type has no room for
+            for choice in event["choices"]:  # null before the end of a text, which the type does not allow
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
             assert_exact(event, Completion)
     assert_exact(client.post("/v1/embeddings", json={"model": "sd15", "input": "a fox"}), CreateEmbeddingResponse)
@@ -197,7 +197,7 @@ def test_models_have_the_fields_of_openais_type(text_server: RunningServer) -> N
         ("variations", {"image": PICTURE}, ImageEditStreamEvent),
     ],
 )
-def test_pictures_have_the_fields_of_openais_types(
+def test_images_have_the_fields_of_openais_types(
     text_server: RunningServer, path: str, body: dict[str, Any], kind: Any
 ) -> None:
     request = {"prompt": "a red fox", **HOW, "num_inference_steps": 6, **body}
@@ -206,7 +206,7 @@ def test_pictures_have_the_fields_of_openais_types(
     events = list(events_of(stream))
     assert {event["type"].rpartition(".")[2] for event in events} == {"progress", "partial_image", "completed"}
     for event in events:
-        if not event["type"].endswith(".progress"):  # this server's own, which the client passes over
+        if not event["type"].endswith(".progress"):  # an event of this server, which the client ignores
             assert_exact(event, kind)
 
 

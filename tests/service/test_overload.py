@@ -1,4 +1,4 @@
-"""More than the engine can do: the front door says no by itself, at once, and lets nobody take everything."""
+"""Overload: requests beyond the capacity are refused at once, and one client cannot use everything."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ LONG: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 1000, "sam
 def small_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server with room for few."""
+    """Run a server with a small queue."""
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("small"), config=CONFIG) as server:
         server.wait_until_ready()
         yield server
 
 
 @contextmanager
-def held(
+def full_queue(
     server: RunningServer, headers: dict[str, str] | None = None, *, waiting: dict[str, Any] = LONG
 ) -> Iterator[None]:
-    """A house as full as one client can make it: one request has all lanes, others are ``waiting``. In the end all hang
-    up.
+    """Fill the server as far as one client can: one request has all slots, others are ``waiting``.
+
+    At the end all connections are closed.
     """
     with ExitStack() as stack:
         first = stack.enter_context(sent(server, {**LONG, "stream": True}, headers=headers))
@@ -70,15 +71,15 @@ def held(
 
 
 def metric(server: RunningServer, name: str) -> float:
-    """A number of ``/metrics``."""
-    found = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
+    """Return a value of ``/metrics``."""
+    match = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
+    return 0.0 if match is None else float(match[1])
 
 
 def sent(
     server: RunningServer, body: dict[str, Any], *, num_bytes: int | None = None, headers: dict[str, str] | None = None
 ) -> socket.socket:
-    """A connection on which ``body``, or its first ``num_bytes``, is sent and nothing is read."""
+    """Open a connection, send ``body`` or its first ``num_bytes``, and read nothing."""
     content = json.dumps(body).encode()
     lines = [f"POST {GENERATIONS} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"{name}: {value}" for name, value in {"Content-Length": len(content), **(headers or {})}.items()]
@@ -90,7 +91,7 @@ def sent(
 
 @contextmanager
 def asleep(server: RunningServer) -> Iterator[None]:
-    """The engine's process does nothing for the length of the block."""
+    """Suspend the engine's process during the block."""
     server.engine.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -99,7 +100,7 @@ def asleep(server: RunningServer) -> Iterator[None]:
 
 
 def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> None:
-    with held(small_server):
+    with full_queue(small_server):
         with asleep(small_server):
             answers = [small_server.paint("a blue boat") for _ in range(5)]
         for answer in answers:
@@ -108,28 +109,28 @@ def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> 
             assert 1 <= int(answer.headers["retry-after"]) <= 60
 
 
-def test_a_refusal_does_not_wait_for_the_body_and_the_connection_goes_on(small_server: RunningServer) -> None:
+def test_a_refusal_does_not_wait_for_the_body_and_the_connection_stays_open(small_server: RunningServer) -> None:
     body = {"prompt": "a red fox " * 1000}
-    with held(small_server), sent(small_server, body, num_bytes=100) as connection:
+    with full_queue(small_server), sent(small_server, body, num_bytes=100) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 429")
-        rest = json.dumps(body).encode()[100:]
-        connection.sendall(rest + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        tail = json.dumps(body).encode()[100:]
+        connection.sendall(tail + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: b"HTTP/1.1 200" in connection.recv(1 << 16), SOON_S, "the next answer")
 
 
-def test_a_stream_is_refused_with_a_status_and_not_with_an_event(small_server: RunningServer) -> None:
-    with held(small_server):
+def test_a_stream_is_refused_with_a_status_instead_of_an_event(small_server: RunningServer) -> None:
+    with full_queue(small_server):
         refused = small_server.paint("a blue boat", stream=True)
         assert refused.status_code == 429
         assert refused.headers["content-type"] == "application/json"
 
 
-def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(small_server: RunningServer) -> None:
-    """All lanes and places that one may have are taken by pictures of a thousand steps; the guest's is done first."""
+def test_a_client_that_fills_the_server_delays_another_by_at_most_one_turn(small_server: RunningServer) -> None:
+    """Fill all slots and queue places of one client with long images; the second client is served first."""
     crowd, guest = ({"Authorization": f"Bearer {name}"} for name in ("crowd", "guest"))
     small = {"prompt": "a red fox", "num_inference_steps": 2}
 
-    with held(small_server, crowd):
+    with full_queue(small_server, crowd):
         painted = 'images_total{model="sd15",outcome="painted"}'
         before = metric(small_server, painted)
         assert small_server.client.post(GENERATIONS, json=small, headers=crowd).status_code == 429
@@ -139,7 +140,7 @@ def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(sm
         assert small_server.num_requests() >= MAX_WAITING // 2, "the crowd is still there"
 
 
-def test_those_who_wait_are_told_when_they_move_up(small_server: RunningServer) -> None:
+def test_queued_streams_get_their_new_position(small_server: RunningServer) -> None:
     streamed = {**LONG, "stream": True}
     with (
         stream(small_server, streamed) as running,
@@ -153,8 +154,8 @@ def test_those_who_wait_are_told_when_they_move_up(small_server: RunningServer) 
         moved = next(last_one)
         assert (moved["queue_position"], moved["step"], moved["image_index"]) == (0, 0, None)
         small_server.client.post(f"{GENERATIONS}/{next_id}/cancel")
-        begun = next(last_one)
-        assert (begun["queue_position"], begun["image_index"]) == (None, 0)
+        started = next(last_one)
+        assert (started["queue_position"], started["image_index"]) == (None, 0)
 
 
 def test_an_experiment_waits_while_the_queue_is_full(
@@ -178,13 +179,13 @@ def test_an_experiment_waits_while_the_queue_is_full(
             return run, num_waits
 
     with ExitStack() as crowd:
-        crowd.enter_context(held(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
+        crowd.enter_context(full_queue(small_server, waiting={**LONG, "num_inference_steps": 1, "n": 1}))
         run, num_waits = asyncio.run(paint(crowd.close))
     assert (run.error, run.board.num_painted, num_waits) == (None, 4, 1)
 
 
-def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_over(small_server: RunningServer) -> None:
-    """Counted in pictures and not in seconds: as many as are painted in the time of five are asked for tenfold."""
+def test_a_tenfold_burst_is_served_or_refused_quickly(small_server: RunningServer) -> None:
+    """Request ten times the images that finish in the time of five; counts do not depend on the machine."""
     body = {"prompt": "a red fox", "num_inference_steps": 10, "sampler": "ddim"}
 
     async def send(number: int) -> Answer:
@@ -202,7 +203,9 @@ def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_ov
     statuses = Counter(answer.status for answer in answers)
     assert set(statuses) == {200, 429}, statuses
     assert statuses[200] >= MAX_WAITING - 2, "those who fit in were let in"
-    painted, refused = ([one for one in answers if one.status == status] for status in (200, 429))
-    assert all(one.retry_after_s is not None and 1 <= one.retry_after_s <= 60 for one in refused)
-    assert quantile([one.seconds for one in refused], 0.5) < 0.25 * quantile([one.seconds for one in painted], 0.5)
+    painted, refused = ([answer for answer in answers if answer.status == status] for status in (200, 429))
+    assert all(answer.retry_after_s is not None and 1 <= answer.retry_after_s <= 60 for answer in refused)
+    assert quantile([answer.seconds for answer in refused], 0.5) < 0.25 * quantile(
+        [answer.seconds for answer in painted], 0.5
+    )
     wait_for(lambda: small_server.num_requests() == 0, SOON_S, "the end of it")

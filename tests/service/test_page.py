@@ -1,4 +1,4 @@
-"""The page's place beside the API: what reaches it, what does not, and what is said before it is there."""
+"""The page next to the API: which requests reach it, and answers before it is ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Story = Callable[[httpx.AsyncClient, Page], Awaitable[None]]
 
 
 def tell(story: Story, mount: MountPage) -> None:
-    """``story(client, page)`` of an application with the page that ``mount`` builds."""
+    """Run ``story(client, page)`` with an application and the page that ``mount`` builds."""
 
     async def run() -> None:
         config, page = load_settings(env={}), Page(mount)
@@ -36,7 +36,7 @@ def tell(story: Story, mount: MountPage) -> None:
 
 
 def small_page(lives: list[str]) -> MountPage:
-    """A page that answers everything with its path, and writes down its life."""
+    """Return a page that answers everything with its path and records its lifecycle."""
 
     def mount(app: FastAPI, url: str) -> tuple[str, ...]:
         @asynccontextmanager
@@ -55,7 +55,7 @@ def small_page(lives: list[str]) -> MountPage:
     return mount
 
 
-def test_it_says_that_it_is_coming_then_is_there_then_is_gone() -> None:
+def test_the_page_answers_before_during_and_after_its_lifetime() -> None:
     lives: list[str] = []
 
     async def story(client: httpx.AsyncClient, page: Page) -> None:
@@ -89,7 +89,7 @@ def test_it_says_that_it_is_coming_then_is_there_then_is_gone() -> None:
         ("GET", "/openapi.json", 200, "/v1/images/generations"),
     ],
 )
-def test_only_its_own_paths_reach_it(method: str, path: str, status: int, text: str) -> None:
+def test_only_paths_of_the_page_reach_it(method: str, path: str, status: int, text: str) -> None:
     async def story(client: httpx.AsyncClient, page: Page) -> None:
         await page.open("http://127.0.0.1:1")
         answer = await client.request(method, path)
@@ -100,22 +100,22 @@ def test_only_its_own_paths_reach_it(method: str, path: str, status: int, text: 
     tell(story, small_page([]))
 
 
-def test_the_guards_stand_before_it() -> None:
+def test_the_guards_apply_before_the_page() -> None:
     async def story(client: httpx.AsyncClient, page: Page) -> None:
         await page.open("http://127.0.0.1:1")
         foreign = await client.post("/config", headers={"Origin": "http://elsewhere.example"})
         assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "origin_not_allowed")
         rebound = await client.get("/", headers={"Host": "elsewhere.example"})
         assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
-        own = await client.get("/")
-        assert "default-src 'self'" in own.headers["content-security-policy"]
-        assert own.headers["x-content-type-options"] == "nosniff"
+        reply = await client.get("/")
+        assert "default-src 'self'" in reply.headers["content-security-policy"]
+        assert reply.headers["x-content-type-options"] == "nosniff"
         await page.close()
 
     tell(story, small_page([]))
 
 
-def test_where_it_cannot_be_built_the_api_goes_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_api_works_if_the_page_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
     def mount(app: FastAPI, url: str) -> tuple[str, ...]:
         raise RuntimeError("no page today")
 
@@ -129,7 +129,7 @@ def test_where_it_cannot_be_built_the_api_goes_on_without_it(caplog: pytest.LogC
     assert "the page could not be built" in caplog.text
 
 
-def test_the_page_is_a_setting() -> None:
+def test_the_page_can_be_disabled() -> None:
     assert load_settings(env={}).serve.page
     assert not load_settings(env={"DIFFSERVE_SERVE_PAGE": "false"}).serve.page
     assert not load_settings(env={}, flags={"serve.page": Flag("--page/--no-page", False)}).serve.page

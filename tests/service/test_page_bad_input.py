@@ -1,4 +1,4 @@
-"""Whatever is sent to the page's own routes, nobody gets a 500 for it, and the log has a line and no traceback."""
+"""Invalid requests to the page's own routes: no answer is a 500, and the log has one line without traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ODD: tuple[Any, ...] = (None, "", "x", -1, 1e308, 2**70, True, [], {}, [[[]]], {
 
 @pytest.fixture
 def page(page_server: RunningServer) -> Iterator[httpx.Client]:
-    """A client of the page, of whose requests not one was a mistake of the server's."""
+    """Yield a client of the page, and check that no request caused a server error."""
     start = page_server.errors.stat().st_size
     yield page_server.client
     lines = page_server.errors.read_bytes()[start:].decode().splitlines()
@@ -33,9 +33,9 @@ def page(page_server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def events(page: httpx.Client) -> list[dict[str, Any]]:
-    """The page's events, as it tells them to browsers."""
-    found: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
-    return found
+    """Return the page's events as it lists them to browsers."""
+    dependencies: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
+    return dependencies
 
 
 @pytest.mark.parametrize("path", ["/queue/join", "/run/predict", "/run/nosuch", "/run/generate", "/cancel", "/reset"])
@@ -62,7 +62,7 @@ def events(page: httpx.Client) -> list[dict[str, Any]]:
         b"\xff",
     ],
 )
-def test_json_that_its_page_would_never_send_is_refused(page: httpx.Client, path: str, body: bytes) -> None:
+def test_json_that_the_page_never_sends_is_refused(page: httpx.Client, path: str, body: bytes) -> None:
     answer = page.post(API + path, content=body, headers=JSON)
     assert 400 <= answer.status_code < 500, answer.text
 
@@ -79,7 +79,7 @@ def test_json_under_another_name_is_not_even_read(page: httpx.Client, page_serve
     assert page_server.num_stalls() == stalls
 
 
-def test_every_event_bears_every_value(page: httpx.Client) -> None:
+def test_every_event_accepts_or_refuses_every_value(page: httpx.Client) -> None:
     answers = [
         page.post(f"{API}/run/predict", json={"data": [odd] * num, "fn_index": event["id"], "session_hash": "bad"})
         for event in events(page)
@@ -92,7 +92,7 @@ def test_every_event_bears_every_value(page: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("odd", [None, "x", {"path": "/etc/passwd"}, [[]]], ids=["null", "text", "path", "list"])
-def test_an_event_in_the_queue_fails_in_a_sentence(page: httpx.Client, odd: object) -> None:
+def test_a_queued_event_fails_with_a_message(page: httpx.Client, odd: object) -> None:
     for event in events(page):
         if event["queue"] and event["inputs"]:
             body = {"data": [odd] * len(event["inputs"]), "fn_index": event["id"], "session_hash": "queued"}
@@ -102,12 +102,12 @@ def test_an_event_in_the_queue_fails_in_a_sentence(page: httpx.Client, odd: obje
             assert last["msg"] in ("process_completed", "close_stream")
 
 
-def test_head_is_named_among_what_the_page_allows(page: httpx.Client) -> None:
+def test_head_is_among_the_allowed_methods_of_the_page(page: httpx.Client) -> None:
     answer = page.put("/config")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
-def test_a_session_that_is_not_there_is_told_so(page: httpx.Client) -> None:
+def test_a_missing_session_is_reported(page: httpx.Client) -> None:
     with page.stream("GET", f"{API}/queue/data", params={"session_hash": "nobody"}) as stream:
         assert "session_not_found" in stream.read().decode()
 
@@ -127,7 +127,7 @@ def test_a_session_that_is_not_there_is_told_so(page: httpx.Client) -> None:
         ("bytes=99999-", 416),
     ],
 )
-def test_a_file_is_given_in_one_piece(page: httpx.Client, value: str, status: int) -> None:
+def test_range_requests_get_the_complete_file_or_an_error(page: httpx.Client, value: str, status: int) -> None:
     (name,) = page.post(f"{API}/upload", files={"files": ("a.txt", b"twelve bytes", "text/plain")}).json()
     answer = page.get(f"{API}/file={name}", headers={"Range": value})
     assert answer.status_code == status
@@ -148,7 +148,7 @@ def test_a_file_is_given_in_one_piece(page: httpx.Client, value: str, status: in
         ("text/plain", b"a"),
     ],
 )
-def test_an_upload_that_is_no_form_with_files_is_refused(page: httpx.Client, media_type: str, body: bytes) -> None:
+def test_an_upload_without_a_form_of_files_is_refused(page: httpx.Client, media_type: str, body: bytes) -> None:
     for path in ("/upload", "/upload?upload_id=watched"):
         answer = page.post(API + path, content=body, headers={"Content-Type": media_type})
         assert 400 <= answer.status_code < 500
@@ -171,11 +171,11 @@ def test_an_upload_is_one_file(page: httpx.Client, parts: list[Any]) -> None:
 
 
 def uploaded(page: httpx.Client, data: bytes, name: str = "a.png") -> Path:
-    """Where a file with ``data`` lies that was uploaded."""
+    """Upload a file with ``data`` and return its path on the server."""
     return Path(page.post(f"{API}/upload", files={"files": (name, data, "image/png")}).json()[0])
 
 
-def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_server: RunningServer) -> None:
+def test_reading_an_image_leaves_no_file_and_no_log_line(page_server: RunningServer) -> None:
     page, start = page_server.client, page_server.errors.stat().st_size
     file, text = BytesIO(), PngInfo()
     text.add_text("parameters", "a fox\nSteps: 5, Sampler: DDIM, Seed: 1, Spacing: ZEBRASECRET")
@@ -193,7 +193,7 @@ def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_s
 
 
 @pytest.mark.parametrize(
-    ("samplers", "steps", "prompts", "said"),
+    ("samplers", "steps", "prompts", "message"),
     [
         (["ddim"] * 100_000, "5", "a fox", "1 picture"),
         (["ddim"], "5," * 240_000 + "5", "a fox", "Steps has 480001 characters"),
@@ -204,14 +204,14 @@ def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_s
     ],
     ids=["samplers", "steps", "prompts", "caption", "digits", "sampler"],
 )
-def test_a_form_of_any_length_keeps_nobody_waiting(
-    page: httpx.Client, samplers: list[str], steps: str, prompts: str, said: str
+def test_a_form_of_any_length_does_not_stall_the_server(
+    page: httpx.Client, samplers: list[str], steps: str, prompts: str, message: str
 ) -> None:
-    """The fixture sees to it that nobody waited."""
+    """Send long forms; the fixture checks that the event loop did not stall."""
     form = {"data": [samplers, steps, prompts, 1, 0, "3", False, ""]}
     answer = page.post(f"{API}/run/experiment_estimate", json=form)
     assert answer.status_code == 200
-    assert said in answer.json()["data"][0]
+    assert message in answer.json()["data"][0]
 
 
 def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
@@ -225,7 +225,7 @@ def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
     assert "The suggestion has 1000000 characters" in answer.json()["error"]["message"]
 
 
-def test_a_seed_that_no_picture_has_changes_nothing(page: httpx.Client) -> None:
+def test_an_unknown_seed_changes_nothing(page: httpx.Client) -> None:
     answer = page.post(f"{API}/run/reuse_seed", json={"data": ["x" * 20_000]})
     assert answer.json()["data"] == [{"__type__": "update"}] * 4
     answer = page.post(f"{API}/run/vary", json={"data": ["x" * 20_000]})
@@ -234,22 +234,22 @@ def test_a_seed_that_no_picture_has_changes_nothing(page: httpx.Client) -> None:
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-Proto"])
 @pytest.mark.parametrize("value", ["[::", "a b", "x:y:z", "http://x", ""])
-def test_what_a_proxy_says_is_taken_only_where_it_can_be_read(page: httpx.Client, name: str, value: str) -> None:
+def test_unreadable_proxy_headers_are_ignored(page: httpx.Client, name: str, value: str) -> None:
     for path in ("/", "/config"):
         assert page.get(path, headers={name: value}).status_code == 200
 
 
-def test_its_mistakes_have_a_line_in_the_log(page_server: RunningServer) -> None:
+def test_errors_of_the_page_are_logged(page_server: RunningServer) -> None:
     answer = page_server.client.post(f"{API}/queue/join", content=b"{", headers=JSON)
     request_id = answer.headers["x-request-id"]
 
-    def lines() -> list[str]:  # the answer may be here before its line
+    def lines() -> list[str]:  # the answer may arrive before its log line
         return [line for line in page_server.errors.read_text().split("\n")[:-1] if request_id in line]
 
     (line,) = wait_for(lines, 30.0, "the line in the log")
     assert json.loads(line)["status"] == 400
 
 
-def test_a_page_keeps_its_connection_to_nothing_but_itself(page: httpx.Client) -> None:
+def test_the_page_connects_only_to_its_own_server(page: httpx.Client) -> None:
     for url in ("http://127.0.0.1:1/", "http://example.com/", "file:///etc/passwd"):
         assert page.get(f"{API}/file={url}").status_code == 403

@@ -1,4 +1,4 @@
-"""From a body to a request and from an error to an answer, without a socket."""
+"""Conversion of bodies to requests and of errors to answers, without a socket."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def plan(**fields: Any) -> ImagePlan:
     return plan_images(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 
-def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() -> None:
+def test_brackets_of_a_plain_prompt_have_no_weight_and_a_wish_is_unchanged() -> None:
     prompts = {"prompt": "a (red) fox", "negative_prompt": "[night]"}
-    for syntax, wanted in ((None, ("a (red) fox", "[night]")), ("plain", ("a \\(red\\) fox", "\\[night\\]"))):
+    for syntax, expected in ((None, ("a (red) fox", "[night]")), ("plain", ("a \\(red\\) fox", "\\[night\\]"))):
         request = plan(**prompts, prompt_syntax=syntax).request
-        assert (request.prompt, request.negative_prompt) == wanted
+        assert (request.prompt, request.negative_prompt) == expected
     assert plan(**prompts, prompt_syntax="plain", prompt_rewriter="auto").request.prompt == "a (red) fox"
     with pytest.raises(InvalidRequest, match="prompt_syntax is"):
         plan(prompt_syntax="comfy")
 
 
 @pytest.mark.parametrize(
-    ("default", "said", "expected"),
+    ("default", "field", "expected"),
     [
         ("off", None, None),
         ("auto", None, RewriteOptions()),
@@ -83,21 +83,23 @@ def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() ->
         ("off", {"seed": -1, "system": "be brief", "force": True}, RewriteOptions(system="be brief", force=True)),
     ],
 )
-def test_the_rewriter_is_the_bodys_choice_and_else_the_servers(
-    default: RewriterMode, said: object, expected: RewriteOptions | None
+def test_the_rewriter_option_comes_from_the_body_or_the_server_default(
+    default: RewriterMode, field: object, expected: RewriteOptions | None
 ) -> None:
-    body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
+    body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": field}).encode())
     assert plan_images(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
 
 
-@pytest.mark.parametrize(("asked", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)])
-def test_previews_are_spread_over_the_steps(asked: int, steps: int | None, every: int) -> None:
-    fields = {"partial_images": asked, "steps": steps}
+@pytest.mark.parametrize(
+    ("num_previews", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)]
+)
+def test_previews_are_spread_over_the_steps(num_previews: int, steps: int | None, every: int) -> None:
+    fields = {"partial_images": num_previews, "steps": steps}
     assert plan(stream=True, **fields).request.preview_every == every
     assert plan(**fields).request.preview_every == 0
 
 
-def test_previews_are_spread_over_the_steps_that_an_adapter_of_few_steps_takes() -> None:
+def test_previews_are_spread_over_the_steps_of_a_few_step_adapter() -> None:
     few = "a fox <lora:sdxl_lightning_4step_lora>"
     assert plan(stream=True, partial_images=1, prompt=few).request.preview_every == 2
     assert plan(stream=True, partial_images=1, prompt=few, steps=20).request.preview_every == 10
@@ -112,7 +114,7 @@ def test_a_bare_prompt_leaves_everything_to_the_model() -> None:
     assert (painting.image_format, painting.compression, painting.warnings) == ("png", 100, ())
 
 
-def test_every_field_finds_its_place() -> None:
+def test_every_field_reaches_the_request() -> None:
     request = plan(
         negative_prompt="rain",
         n=3,
@@ -134,14 +136,14 @@ def test_every_field_finds_its_place() -> None:
 @pytest.mark.parametrize(
     ("size", "painted"), [("512x512", (128, 128)), ("1024x1536", (128, 192)), ("64x64", (128, 128))]
 )
-def test_a_size_is_painted_where_the_model_does_well(size: str, painted: tuple[int, int]) -> None:
+def test_a_size_is_generated_at_a_resolution_that_suits_the_model(size: str, painted: tuple[int, int]) -> None:
     painting = plan(size=size)
     assert (painting.request.width_px, painting.request.height_px) == painted
     assert size in painting.warnings[0]
 
 
 @pytest.mark.parametrize("seed", [None, -1])
-def test_no_seed_means_a_random_one(seed: int | None) -> None:
+def test_a_missing_seed_is_random(seed: int | None) -> None:
     assert plan(seed=seed).request.seed is None
 
 
@@ -166,14 +168,14 @@ def test_every_error_has_its_status_type_and_code(error: DiffserveError, status:
     assert ("Retry-After" in reply.headers) is (status in (429, 503))
 
 
-@pytest.mark.parametrize(("after_s", "told"), [(0.0, "1"), (3.2, "4"), (1e9, "60"), (60.0, "60")])
-def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, told: str) -> None:
+@pytest.mark.parametrize(("after_s", "header"), [(0.0, "1"), (3.2, "4"), (1e9, "60"), (60.0, "60")])
+def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, header: str) -> None:
     headers = reply_to(QueueFull("x", retry_after_s=after_s)).headers
-    assert headers["Retry-After"] == told
+    assert headers["Retry-After"] == header
     assert 0 < int(headers["retry-after-ms"]) <= 60_000
 
 
-def test_an_error_that_is_not_ours_tells_nothing_of_its_inside() -> None:
+def test_an_internal_error_reveals_no_details() -> None:
     full = reply_to(OSError(errno.ENOSPC, "No space left on device", "/secret/path"))
     assert (full.status, b"no room" in full.body, b"secret" in full.body) == (507, True, False)
     limited = reply_to(OSError(errno.EFBIG, "File too large", "/secret/path"))
@@ -201,7 +203,7 @@ def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[Dif
     assert "secret" not in error.message
 
 
-def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
+def test_a_model_is_selected_by_its_id_and_by_every_alias() -> None:
     models = [ServedModel(name="embedded", info=INFO, is_loaded=True)]
     for name in (None, "embedded", *ALIASES):
         assert find_model(name, models) is INFO
@@ -211,7 +213,7 @@ def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
         find_model("nope", models)
 
 
-def test_of_several_models_each_goes_by_its_name_and_the_first_by_none_and_by_aliases() -> None:
+def test_several_models_are_selected_by_name_and_the_first_is_the_default() -> None:
     other = msgspec.structs.replace(INFO, model_id="gpt-image-1")
     models = [
         ServedModel(name="embedded", info=INFO, is_loaded=True),
@@ -220,9 +222,9 @@ def test_of_several_models_each_goes_by_its_name_and_the_first_by_none_and_by_al
     ]
     assert [find_model(name, models) for name in (None, "embedded", "dall-e-3")] == [INFO] * 3
     assert find_model("gpt-image-1", models) is other, "a name goes before an alias"
-    told = told_of(models, None, CONFIG)
-    assert [one["loaded"] for one in told.values()] == [True, False, False]
-    assert told["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
+    models_by_name = told_of(models, None, CONFIG)
+    assert [entry["loaded"] for entry in models_by_name.values()] == [True, False, False]
+    assert models_by_name["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
     for name in ("nope", "../embedded", "/models/embedded", ""):
         with pytest.raises(ModelNotFound, match="embedded, gpt-image-1, broken are served"):
             find_model(name, models)
@@ -230,7 +232,7 @@ def test_of_several_models_each_goes_by_its_name_and_the_first_by_none_and_by_al
         find_model("broken", models)
 
 
-def test_a_header_holds_printable_ascii_of_bounded_length() -> None:
+def test_a_header_has_printable_ascii_of_bounded_length() -> None:
     text = header_text(["a\r\nb", "狐", "x" * 5000])
     assert text.startswith("a  b | \\u72d0 | xxx")
     assert len(text) == 1000

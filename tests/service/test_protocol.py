@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is no clean HTTP/1.1, what comes too slowly, and too many at once."""
+"""Raw connections: invalid HTTP/1.1, slow requests and too many connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Story = Callable[[int], Awaitable[None]]
 
 
 def tell(story: Story, *, max_connections: int = 64) -> None:
-    """``story(port)`` of a server without an engine."""
+    """Run ``story(port)`` with a server without an engine."""
 
     async def run() -> None:
         async with served(max_connections) as port, asyncio.timeout(PATIENCE_S):
@@ -65,17 +65,17 @@ async def served(max_connections: int) -> AsyncIterator[int]:
         try:
             yield listener.getsockname()[1]
         finally:
-            for caller in Caller.made:
+            for caller in Caller.callers:
                 caller.writer.close()
-            Caller.made.clear()
+            Caller.callers.clear()
             server.should_exit = server.force_exit = True
             await serving
 
 
 class Caller:
-    """A client that sends what it likes."""
+    """A client that sends arbitrary bytes."""
 
-    made: ClassVar[list[Caller]] = []
+    callers: ClassVar[list[Caller]] = []
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -84,7 +84,7 @@ class Caller:
     @classmethod
     async def at(cls, port: int) -> Caller:
         caller = cls(*await asyncio.open_connection("127.0.0.1", port))
-        cls.made.append(caller)
+        cls.callers.append(caller)
         return caller
 
     async def say(self, data: bytes) -> None:
@@ -92,21 +92,21 @@ class Caller:
         await self.writer.drain()
 
     async def head(self) -> bytes:
-        """The next answer's head, after which its body was read, too."""
+        """Return the head of the next answer, and read its body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         await self.reader.readexactly(int(length.partition(b":")[2]))
         return head
 
-    async def rest(self) -> bytes:
-        """All that comes before the server closes."""
+    async def read_all(self) -> bytes:
+        """Return everything until the server closes the connection."""
         try:
             return await self.reader.read()
         except ConnectionResetError:
             return b""
 
     async def drip(self, byte: bytes) -> None:
-        """A byte at a time, until the server closes."""
+        """Send a byte at a time until the server closes the connection."""
         while not self.reader.at_eof():
             try:
                 await self.say(byte)
@@ -115,7 +115,7 @@ class Caller:
             await asyncio.sleep(0.05)
 
     async def is_closed(self) -> bool:
-        return await self.rest() == b""
+        return await self.read_all() == b""
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ class Caller:
         *("length-and-chunked", "chunked-in-1.0", "http-2"),
     ],
 )
-def test_what_two_programs_could_read_differently_is_refused(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_ambiguous_http_is_refused(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         await caller.say(data + ALIVE)
-        answer = await caller.rest()
+        answer = await caller.read_all()
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert answer.count(b"HTTP/1.1 ") == 1
         assert b'"error":{"message"' in answer
@@ -157,7 +157,7 @@ def test_what_two_programs_could_read_differently_is_refused(data: bytes, caplog
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
-def test_clean_requests_are_read_whatever_their_pieces() -> None:
+def test_valid_requests_are_read_in_any_pieces() -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         for byte in ALIVE:
@@ -199,7 +199,7 @@ def test_clean_requests_are_read_whatever_their_pieces() -> None:
         ("ftp://localhost/livez", "localhost", 404),
     ],
 )
-def test_a_target_that_names_the_server_is_taken_where_the_name_is_ours(target: str, host: str, status: int) -> None:
+def test_an_absolute_target_is_accepted_for_allowed_hosts(target: str, host: str, status: int) -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         for _ in range(2):
@@ -209,7 +209,7 @@ def test_a_target_that_names_the_server_is_taken_where_the_name_is_ours(target: 
     tell(story)
 
 
-def test_an_answer_to_head_has_no_body_and_its_connection_goes_on() -> None:
+def test_a_head_answer_has_no_body_and_the_connection_stays_open() -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         await caller.say(ALIVE.replace(b"GET", b"HEAD") + b"HEAD /lines HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -224,7 +224,7 @@ def test_an_answer_to_head_has_no_body_and_its_connection_goes_on() -> None:
     tell(story)
 
 
-def test_the_headers_of_every_request_have_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_headers_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
 
     async def story(port: int) -> None:
@@ -237,7 +237,7 @@ def test_the_headers_of_every_request_have_a_clock(monkeypatch: pytest.MonkeyPat
     tell(story)
 
 
-def test_a_body_that_nobody_reads_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
 
     async def story(port: int) -> None:
@@ -249,7 +249,7 @@ def test_a_body_that_nobody_reads_has_a_clock(monkeypatch: pytest.MonkeyPatch) -
     tell(story)
 
 
-def test_a_body_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_body_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.3)
 
     async def story(port: int) -> None:
@@ -268,7 +268,7 @@ def test_a_body_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
     [(b"", ALIVE), (ALIVE[:9], ALIVE[9:]), (POST + b"Content-Length: 2\r\n\r\n{", b"}")],
     ids=["idle", "head", "body"],
 )
-def test_beyond_the_cap_whoever_has_been_silent_for_longest_goes(start: bytes, end: bytes) -> None:
+def test_beyond_the_limit_the_longest_idle_connection_is_closed(start: bytes, end: bytes) -> None:
     async def story(port: int) -> None:
         silent = []
         for _ in range(20):
@@ -285,13 +285,13 @@ def test_beyond_the_cap_whoever_has_been_silent_for_longest_goes(start: bytes, e
     tell(story, max_connections=16)
 
 
-def test_where_everybody_is_served_a_newcomer_is_told_so() -> None:
+def test_a_new_connection_gets_503_if_all_others_are_busy() -> None:
     async def story(port: int) -> None:
         for _ in range(16):
             caller = await Caller.at(port)
             await caller.say(ALIVE.replace(b"livez", b"slow"))
         await asyncio.sleep(0.2)
-        answer = await (await Caller.at(port)).rest()
+        answer = await (await Caller.at(port)).read_all()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"server_full"' in answer
         caller.writer.close()
@@ -303,7 +303,7 @@ def test_where_everybody_is_served_a_newcomer_is_told_so() -> None:
     tell(story, max_connections=16)
 
 
-def test_a_chunk_that_breaks_under_an_answer_is_no_mistake_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_chunk_during_an_answer_is_not_a_server_error(caplog: pytest.LogCaptureFixture) -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         wrong_type = POST.replace(b"application/json", b"text/plain")
@@ -316,7 +316,7 @@ def test_a_chunk_that_breaks_under_an_answer_is_no_mistake_of_ours(caplog: pytes
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL") or record.exc_info]
 
 
-def test_nobody_is_read_for_long_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_read_of_a_connection_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     plain = protocol.Http1.data_received
 
@@ -340,7 +340,7 @@ def test_nobody_is_read_for_long_in_one_turn(monkeypatch: pytest.MonkeyPatch) ->
     [(b"1\r\n \r\n", 900, 200), (b"1\r\n \r\n", 5000, 400), (b"50\r\n" + b" " * 80 + b"\r\n", 5000, 200)],
     ids=["a-few-crumbs", "crumbs", "small-chunks"],
 )
-def test_a_body_in_crumbs_is_refused(chunk: bytes, num_chunks: int, status: int) -> None:
+def test_a_body_in_tiny_chunks_is_refused(chunk: bytes, num_chunks: int, status: int) -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
         await caller.say(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * num_chunks + b"0\r\n\r\n" + ALIVE)
@@ -350,7 +350,7 @@ def test_a_body_in_crumbs_is_refused(chunk: bytes, num_chunks: int, status: int)
 
 
 class Written:
-    """A transport that keeps what is written to it, piece by piece."""
+    """A transport that records what is written to it, piece by piece."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -363,7 +363,7 @@ class Written:
         self.is_closed = True
 
 
-def test_what_is_written_in_one_turn_goes_out_in_one() -> None:
+def test_writes_of_one_loop_iteration_are_sent_together() -> None:
     async def story() -> None:
         written: Any = Written()
         gathering = protocol.Gathering(written, asyncio.get_running_loop())

@@ -1,4 +1,4 @@
-"""The address at which clients see the server, below a path of a proxy or not."""
+"""Public address of the server, with and without a path prefix of a proxy."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_the_public_address_comes_from_settings_and_trusted_proxies(
         ("/v1/sd/models", "/v1/sd/models"),
     ],
 )
-def test_a_path_that_the_proxy_did_not_strip_is_removed(path: str, without_prefix: str) -> None:
+def test_an_unstripped_path_prefix_is_removed(path: str, without_prefix: str) -> None:
     passed = asyncio.run(passed_on(path, {"Host": "paint.example.org"}, public_url=URL))
     assert passed[:2] == (without_prefix, without_prefix)
 
 
-def test_guards_judge_the_path_that_is_served(tmp_path: Path) -> None:
+def test_guards_check_the_served_path(tmp_path: Path) -> None:
     text, _ = Keys(Database(tmp_path)).add("app", ["generate"])
 
     async def run() -> list[httpx.Response]:

@@ -1,7 +1,7 @@
-"""What apps send, request by request as it was recorded, and what each of them needs of the answer.
+"""Recorded requests of apps, and what each app needs of the answers.
 
-A row is an app; its requests are sent in order, and each need is a function of the answer. ``{options}`` as a body is
-what the app was told before: Open WebUI sends all of it back.
+A row is an app: its requests are sent in order, and each need is a function of the answer. ``{options}`` as a body
+means the options that the app read before, as Open WebUI sends all of them back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EMPTY_PAIR = {"Authorization": f"Basic {base64.b64encode(b':').decode()}"}
 
 
 class Sent(NamedTuple):
-    """One request: a form where there are ``files``, else JSON, where there is a ``body``."""
+    """One request: a form if there are ``files``, else JSON if there is a ``body``."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class Sent(NamedTuple):
 
 
 def file_of(alpha: bool = False) -> bytes:
-    """A picture of 64x64; as a mask its middle is to be painted."""
+    """Return an image of 64x64; as a mask its middle is to be painted."""
     pixels = np.full((64, 64, 3), 200, np.uint8)
     if not alpha:
         return encode_image(Picture.from_array(pixels))
@@ -59,8 +59,8 @@ def is_picture(text: str) -> bool:
 
 
 def has_b64(answer: httpx.Response) -> bool:
-    """A picture within, and no URL, which would win and could not be fetched."""
-    return all(is_picture(one["b64_json"]) and "url" not in one for one in list(answer.json()["data"]))
+    """Return whether there is an image and no URL, which would take precedence and could not be fetched."""
+    return all(is_picture(image["b64_json"]) and "url" not in image for image in list(answer.json()["data"]))
 
 
 def has_usage(answer: httpx.Response) -> bool:
@@ -73,12 +73,12 @@ def has_images(answer: httpx.Response) -> bool:
 
 def has_info(answer: httpx.Response) -> bool:
     info = json.loads(answer.json()["info"])
-    whole = has_images(answer) and isinstance(answer.json()["info"], str)
-    return whole and bool(info["infotexts"][0]) and {"seed", "width", "height"} <= set(info)
+    is_valid = has_images(answer) and isinstance(answer.json()["info"], str)
+    return is_valid and bool(info["infotexts"][0]) and {"seed", "width", "height"} <= set(info)
 
 
 def lists(*fields: str) -> Need:
-    return lambda answer: all(set(fields) <= one.keys() for one in answer.json()) and len(answer.json()) > 0
+    return lambda answer: all(set(fields) <= entry.keys() for entry in answer.json()) and len(answer.json()) > 0
 
 
 def is_list(answer: httpx.Response) -> bool:
@@ -90,7 +90,7 @@ def is_ok(answer: httpx.Response) -> bool:
 
 
 def has_options(answer: httpx.Response) -> bool:
-    """And none of Forge, for which SillyTavern would ask otherwise."""
+    """Return whether there are options but none of Forge, for which SillyTavern would ask otherwise."""
     return bool(answer.json()["sd_model_checkpoint"]) and "forge_preset" not in answer.json()
 
 
@@ -99,8 +99,8 @@ def is_idle(answer: httpx.Response) -> bool:
 
 
 def lists_images(answer: httpx.Response) -> bool:
-    """n8n shows names with these words alone."""
-    names = [one["id"] for one in answer.json()["data"]]
+    """Return whether names contain the words by which n8n filters them."""
+    names = [entry["id"] for entry in answer.json()["data"]]
     return any("dall-e" in name for name in names) and any("gpt-image" in name for name in names)
 
 
@@ -218,7 +218,7 @@ CLIENTS: dict[str, tuple[Sent, ...]] = {
 
 
 def answers_of(server: RunningServer, client: str) -> Iterator[tuple[Sent, httpx.Response]]:
-    """What ``client`` sends, one after the other, and what it is answered."""
+    """Send the requests of ``client`` in order and yield each with its answer."""
     options: dict[str, Any] = {}
     files = {"plain": file_of(), "mask": file_of(alpha=True)}
     for number, sent in enumerate(CLIENTS[client]):

@@ -1,4 +1,4 @@
-"""Every recipe that a picture records repeats itself: through the API, A1111's, the command line and the page."""
+"""Recorded recipes reproduce their images: over the API, A1111's API, the command line and the page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
 
 
 @given(st.fixed_dictionaries({}, optional=VALUES))
-def test_what_is_written_is_read_as_the_same_request(fields: dict[str, Any]) -> None:
+def test_a_written_recipe_is_read_as_the_same_request(fields: dict[str, Any]) -> None:
     if "similarity_threshold" in fields:
         fields["similarity"] = 0.9
     if "eta" in fields:
@@ -110,7 +110,7 @@ def test_what_is_written_is_read_as_the_same_request(fields: dict[str, Any]) -> 
             assert name not in fields or value in (None, 0.0), name
 
 
-def test_merged_tokens_of_earlier_versions_are_named_in_a_warning() -> None:
+def test_merged_tokens_of_earlier_versions_cause_a_warning() -> None:
     recorded = request_of(parse_infotext("a fox\nSteps: 4, Sampler: DDIM, CFG scale: 3, Token merging ratio: 0.5"))
     assert recorded.fields["num_inference_steps"] == 4
     assert "token_merging" not in recorded.fields
@@ -171,7 +171,7 @@ def image(shared_server: RunningServer) -> ImageCapabilities:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
-def test_a_random_recipe_repeats_itself_everywhere(
+def test_a_random_recipe_is_reproducible_everywhere(
     server: RunningServer, image: ImageCapabilities, number: int, tmp_path: Path
 ) -> None:
     assert set(RECIPES) | OTHERS == set(KEYS), "say above how a new recorded field is chosen"
@@ -183,8 +183,8 @@ def test_a_random_recipe_repeats_itself_everywhere(
     picture = pixels_of(file)
     repeated = client.post(GENERATIONS, json={"infotext": text})
     assert pixels_of(files_of(repeated)[0]) == picture, f"API: {text}"
-    unused = "the negative prompt has no meaning without guidance, and was not used."  # so it is not recorded
-    assert repeated.json()["warnings"] == [one for one in first.json()["warnings"] if one != unused]
+    unused = "the negative prompt has no meaning without guidance, and was not used."  # therefore not recorded
+    assert repeated.json()["warnings"] == [warning for warning in first.json()["warnings"] if warning != unused]
     a1111 = client.post("/sdapi/v1/txt2img", json={"infotext": text}).json()
     assert pixels_of(base64.b64decode(a1111["images"][0])) == picture, f"A1111: {text}"
     order = order_of(form_of(text, image), image)
@@ -237,7 +237,7 @@ def test_fields_of_a_request_replace_those_of_its_infotext(server: RunningServer
 
 
 @pytest.mark.slow
-def test_the_command_line_repeats_a_picture_without_a_server(
+def test_the_command_line_reproduces_an_image_without_a_server(
     server: RunningServer, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     recipe = {
@@ -259,13 +259,13 @@ def test_the_command_line_repeats_a_picture_without_a_server(
     assert pixels_of((tmp_path / "again.png").read_bytes()) == pixels_of(file)
 
 
-def test_a_value_that_is_none_is_named() -> None:
+def test_an_invalid_recipe_value_is_reported() -> None:
     for text in ("Steps: x, Sampler: y, Seed: 1", "Steps: 1, Size: 9, Seed: 1", "Steps: 1, CFG scale: nan, Seed: 2"):
         with pytest.raises(InvalidRequest, match="a value in the infotext cannot be used"):
             request_of(parse_infotext(f"a fox\n{text}"))
 
 
-def test_what_a_request_cannot_repeat_is_named() -> None:
+def test_values_that_cannot_be_reproduced_are_reported() -> None:
     text = "a fox\nSteps: 2, Seed: 1, Size: 64x64, Hires upscale: 2, VAE: other, Denoising strength: 0.5"
     assert [warning.partition(",")[0] for warning in request_of(parse_infotext(text)).warnings] == [
         "The picture was enlarged in a second pass (hires fix)",
@@ -276,9 +276,9 @@ def test_what_a_request_cannot_repeat_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_wrong_infotexts_are_refused_by_name_at_both_apis(server: RunningServer) -> None:
+def test_invalid_infotexts_are_refused_by_name_in_both_apis(server: RunningServer) -> None:
     for path in (GENERATIONS, "/sdapi/v1/txt2img"):
-        for text, said in (
+        for text, message in (
             ("a fox\nSteps: 999999999, Size: 64x64, Seed: 7", "999999999"),
             ("a fox\nSteps: 2, Size: 64x64, Seed: 99999999999999999999999999", "99999999999"),
             (5, "infotext is 5; it must be text"),
@@ -286,4 +286,4 @@ def test_wrong_infotexts_are_refused_by_name_at_both_apis(server: RunningServer)
         ):
             answer = server.client.post(path, json={"infotext": text})
             assert answer.status_code == 400, answer.text
-            assert said in answer.text, answer.text
+            assert message in answer.text, answer.text

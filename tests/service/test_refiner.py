@@ -1,4 +1,4 @@
-"""A refiner and a scorer over HTTP: asked for by a field, told in the answer, in the stream and in the file."""
+"""A refiner and a scorer over HTTP: selected by a field, recorded in the answer, the stream and the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny_models import save_clip
 
 
 @pytest.mark.slow
-def test_a_picture_is_refined_and_the_best_of_several_are_delivered(
+def test_an_image_is_refined_and_the_best_of_several_is_delivered(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = "".join(
@@ -40,12 +40,14 @@ def test_a_picture_is_refined_and_the_best_of_several_are_delivered(
             fields = parse_infotext(read_infotext(refined.images[0].file) or "").fields
             assert (fields["Refiner"], fields["Refiner switch at"]) == (image.refiner, "0.8")
             best = client.generate("a cat", seed=1, num_inference_steps=1, n=2, best_of=3)
-            scores = [one.score or 0.0 for one in best.images]
+            scores = [image.score or 0.0 for image in best.images]
             assert scores == sorted(scores, reverse=True)
             assert len(set(scores)) == 2
             assert best.usage.num_evaluations == 6
             again = client.generate("a cat", seed=best.images[0].seed, num_inference_steps=1)
             assert again.images[0].score is None
-            told = list(client.generate_stream("a cat", seed=1, num_inference_steps=1, best_of=3))
-            assert {one.image_index for one in told if isinstance(one, Progress)} == {None, 0, 1, 2}
-            assert [(one.image_index, one.score) for one in told if isinstance(one, CompletedImage)] == [(0, scores[0])]
+            events = list(client.generate_stream("a cat", seed=1, num_inference_steps=1, best_of=3))
+            assert {event.image_index for event in events if isinstance(event, Progress)} == {None, 0, 1, 2}
+            assert [(event.image_index, event.score) for event in events if isinstance(event, CompletedImage)] == [
+                (0, scores[0])
+            ]

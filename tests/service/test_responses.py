@@ -1,4 +1,4 @@
-"""OpenAI's own client and its Responses over a real socket: texts, conversations that go on, pictures as a tool."""
+"""The Responses API over a real socket with the ``openai`` client: texts, conversations, images as a tool."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ MESSAGE = [
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, after checking that each is called what it is and that they are numbered in turn."""
-    told = []
+    """Return the events of a stream after checking their types and that they are numbered in order."""
+    events = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         name, _, data = block.partition("\n")
         if not block.startswith(":"):
-            told.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {told[-1]['type']}"
-    assert [one["sequence_number"] for one in told] == list(range(len(told)))
-    return told
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def data_url(file: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
-def test_urgency_reaches_texts_and_pictures() -> None:
+def test_urgency_reaches_texts_and_images() -> None:
     config = load_settings(env={}).serve
     body = ResponseBody(input="a fox", service_tier="flex", deadline_s=9.0, tools=[Tool(type="image_generation")])
     turns = read_turns(body.input, lambda _: None)
@@ -70,7 +70,7 @@ def test_urgency_reaches_texts_and_pictures() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_what_a_chat_says(text_client: OpenAI) -> None:
+def test_a_response_equals_a_chat_completion(text_client: OpenAI) -> None:
     answer = text_client.responses.create(**ASKED, instructions="be brief", metadata={"a": "b"})
     chat = text_client.chat.completions.create(
         model="talker",
@@ -90,13 +90,13 @@ def test_it_says_what_a_chat_says(text_client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_tells_it_in_openais_events(text_client: OpenAI, text_server: RunningServer) -> None:
-    told = events_of(text_server.client.post(RESPONSES, json={**ASKED, "stream": True}).text)
-    assert [one["type"] for one in told] == MESSAGE
-    assert [one["delta"] for one in told if "delta" in one] == list(SCRIPT["fox"])
-    assert told[-1]["response"]["output"][0] == told[-2]["item"]
+def test_a_stream_has_openai_events(text_client: OpenAI, text_server: RunningServer) -> None:
+    events = events_of(text_server.client.post(RESPONSES, json={**ASKED, "stream": True}).text)
+    assert [event["type"] for event in events] == MESSAGE
+    assert [event["delta"] for event in events if "delta" in event] == list(SCRIPT["fox"])
+    assert events[-1]["response"]["output"][0] == events[-2]["item"]
     with text_client.responses.stream(**ASKED) as stream:
-        assert [one.type for one in stream] == MESSAGE
+        assert [event.type for event in stream] == MESSAGE
         assert stream.get_final_response().output_text == FOX
 
 
@@ -111,7 +111,7 @@ def test_a_text_that_is_too_long_is_incomplete(text_server: RunningServer, is_st
 
 
 @pytest.mark.slow
-def test_logprobs_come_where_they_are_asked_for(text_client: OpenAI) -> None:
+def test_logprobs_are_returned_on_request(text_client: OpenAI) -> None:
     answer = text_client.responses.create(
         model="talker", input="either", temperature=0, top_logprobs=3, include=["message.output_text.logprobs"]
     )
@@ -121,10 +121,10 @@ def test_logprobs_come_where_they_are_asked_for(text_client: OpenAI) -> None:
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_by_its_id_and_by_its_items(text_client: OpenAI) -> None:
+def test_a_conversation_continues_by_its_id_and_by_its_items(text_client: OpenAI) -> None:
     first = text_client.responses.create(**ASKED)
     nonce = uuid.uuid4().hex
-    told = [
+    answers = [
         text_client.responses.create(
             model="talker", input=f"{nonce} umlaut", temperature=0, previous_response_id=first.id
         ),
@@ -147,71 +147,73 @@ def test_a_conversation_goes_on_by_its_id_and_by_its_items(text_client: OpenAI) 
             temperature=0,
         ),
     ]
-    assert {one.output_text for one in told} == {"ein Bär \N{FOX FACE}"}
-    used = {one.usage.input_tokens for one in told if one.usage}
+    assert {answer.output_text for answer in answers} == {"ein Bär \N{FOX FACE}"}
+    used = {answer.usage.input_tokens for answer in answers if answer.usage}
     assert len(used) == 1, "each of them is the same conversation"
     assert first.usage is not None
     assert used.pop() > first.usage.input_tokens
-    assert told[0].previous_response_id == first.id
+    assert answers[0].previous_response_id == first.id
 
 
 @pytest.mark.slow
-def test_a_conversation_of_its_own_takes_up_what_is_said_and_painted_in_it(text_client: OpenAI) -> None:
-    begun: list[Any] = [{"role": "user", "content": "a fox"}, {"role": "assistant", "content": "yes"}]
-    made = text_client.conversations.create(metadata={"for": "a test"}, items=begun)
-    assert text_client.conversations.retrieve(made.id) == made
-    assert made.metadata == {"for": "a test"}
-    changed = text_client.conversations.update(made.id, metadata={"for": "another"})
-    assert text_client.conversations.retrieve(made.id) == changed
-    assert (changed.id, changed.metadata) == (made.id, {"for": "another"})
-    added = text_client.conversations.items.create(made.id, items=begun[:1]).data[0]
-    assert text_client.conversations.items.retrieve(added.id, conversation_id=made.id) == added
-    text_client.conversations.items.delete(added.id, conversation_id=made.id)
+def test_a_conversation_object_records_texts_and_images(text_client: OpenAI) -> None:
+    first_items: list[Any] = [{"role": "user", "content": "a fox"}, {"role": "assistant", "content": "yes"}]
+    conversation = text_client.conversations.create(metadata={"for": "a test"}, items=first_items)
+    assert text_client.conversations.retrieve(conversation.id) == conversation
+    assert conversation.metadata == {"for": "a test"}
+    changed = text_client.conversations.update(conversation.id, metadata={"for": "another"})
+    assert text_client.conversations.retrieve(conversation.id) == changed
+    assert (changed.id, changed.metadata) == (conversation.id, {"for": "another"})
+    added = text_client.conversations.items.create(conversation.id, items=first_items[:1]).data[0]
+    assert text_client.conversations.items.retrieve(added.id, conversation_id=conversation.id) == added
+    text_client.conversations.items.delete(added.id, conversation_id=conversation.id)
     with pytest.raises(openai.NotFoundError, match="there is no item"):
-        text_client.conversations.items.retrieve(added.id, conversation_id=made.id)
+        text_client.conversations.items.retrieve(added.id, conversation_id=conversation.id)
     with pytest.raises(openai.BadRequestError, match="metadata is missing"):
-        text_client.conversations.update(made.id, metadata=openai.omit)
-    said = text_client.responses.create(model="talker", input="umlaut", temperature=0, conversation=made.id)
-    by_hand = [*begun, {"role": "user", "content": "umlaut"}]
-    told = text_client.responses.create(model="talker", input=by_hand, temperature=0)
-    assert said.conversation is not None
-    assert (said.conversation.id, said.output_text) == (made.id, told.output_text)
-    assert said.usage is not None
-    assert told.usage is not None
-    assert said.usage.input_tokens == told.usage.input_tokens, "it goes on with what is there"
-    with text_client.responses.stream(model="gpt-5", input="an owl", tools=[TOOL], conversation=made.id) as stream:
+        text_client.conversations.update(conversation.id, metadata=openai.omit)
+    answer = text_client.responses.create(model="talker", input="umlaut", temperature=0, conversation=conversation.id)
+    by_hand = [*first_items, {"role": "user", "content": "umlaut"}]
+    expected = text_client.responses.create(model="talker", input=by_hand, temperature=0)
+    assert answer.conversation is not None
+    assert (answer.conversation.id, answer.output_text) == (conversation.id, expected.output_text)
+    assert answer.usage is not None
+    assert expected.usage is not None
+    assert answer.usage.input_tokens == expected.usage.input_tokens, "it goes on with what is there"
+    with text_client.responses.stream(
+        model="gpt-5", input="an owl", tools=[TOOL], conversation=conversation.id
+    ) as stream:
         painted = stream.get_final_response()
-    items = list(text_client.conversations.items.list(made.id, order="asc", limit=2))
+    items = list(text_client.conversations.items.list(conversation.id, order="asc", limit=2))
     assert [getattr(item, "role", "painted") for item in items] == ["user", "assistant"] * 2 + ["user", "painted"]
-    assert [items[-3].id, items[-1].id] == [said.output[0].id, painted.output[0].id]
-    text_client.responses.delete(said.id)
-    assert len(list(text_client.conversations.items.list(made.id))) == 6, "those stay that were said"
-    both: Any = {"previous_response_id": painted.id, "conversation": {"id": made.id}}
+    assert [items[-3].id, items[-1].id] == [answer.output[0].id, painted.output[0].id]
+    text_client.responses.delete(answer.id)
+    assert len(list(text_client.conversations.items.list(conversation.id))) == 6, "those stay that were said"
+    both: Any = {"previous_response_id": painted.id, "conversation": {"id": conversation.id}}
     with pytest.raises(openai.BadRequestError, match="give one of them"):
         text_client.responses.create(**ASKED, **both)
-    assert text_client.conversations.delete(made.id).deleted
+    assert text_client.conversations.delete(conversation.id).deleted
     for gone in (text_client.conversations.retrieve, text_client.conversations.delete):
         with pytest.raises(openai.NotFoundError, match="there is no conversation") as caught:
-            gone(made.id)
+            gone(conversation.id)
         assert caught.value.code == "conversation_not_found"
     with pytest.raises(openai.NotFoundError):
-        text_client.responses.create(**ASKED, conversation=made.id)
+        text_client.responses.create(**ASKED, conversation=conversation.id)
     with pytest.raises(openai.BadRequestError, match=r"items\[0\].role is missing"):
         text_client.conversations.create(items=[{"type": "message", "content": "x"}])
 
 
 @pytest.mark.slow
-def test_what_is_kept_can_be_had_again_and_forgotten(text_client: OpenAI) -> None:
-    made = text_client.responses.create(**ASKED)
+def test_stored_responses_can_be_retrieved_and_deleted(text_client: OpenAI) -> None:
+    response = text_client.responses.create(**ASKED)
     with text_client.responses.stream(**ASKED) as stream:
         streamed = stream.get_final_response()
-    assert text_client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    assert text_client.responses.retrieve(response.id).to_dict() == response.to_dict()
     assert text_client.responses.retrieve(streamed.id).output_text == streamed.output_text == FOX
-    items = text_client.responses.input_items.list(made.id).data
+    items = text_client.responses.input_items.list(response.id).data
     assert [item.content[0].text for item in items] == ["a fox"]
-    text_client.responses.delete(made.id)
+    text_client.responses.delete(response.id)
     passing = text_client.responses.create(**ASKED, store=False)
-    for gone in (made.id, passing.id, "resp_none"):
+    for gone in (response.id, passing.id, "resp_none"):
         with pytest.raises(openai.NotFoundError, match="kept in memory") as caught:
             text_client.responses.retrieve(gone)
         assert caught.value.code == "response_not_found"
@@ -223,20 +225,18 @@ def test_what_is_kept_can_be_had_again_and_forgotten(text_client: OpenAI) -> Non
 
 
 @pytest.mark.slow
-def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
-    client: OpenAI, server: RunningServer
-) -> None:
+def test_background_responses_finish_unattended_and_can_be_cancelled(client: OpenAI, server: RunningServer) -> None:
     waited = client.responses.create(**PAINTED)
-    begun = client.responses.create(**PAINTED, background=True)
-    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+    background = client.responses.create(**PAINTED, background=True)
+    assert (background.status, background.background, background.output) == ("in_progress", True, [])
 
     def over(response_id: str) -> Any:
-        found = client.responses.retrieve(response_id)
-        return None if found.status == "in_progress" else found
+        retrieved = client.responses.retrieve(response_id)
+        return None if retrieved.status == "in_progress" else retrieved
 
-    made = wait_for(lambda: over(begun.id), SOON_S, "the response in the background")
-    assert (made.status, made.output[0].result) == ("completed", waited.output[0].result)
-    assert client.responses.cancel(made.id).status == "completed", "what is over stays as it is"
+    finished = wait_for(lambda: over(background.id), SOON_S, "the response in the background")
+    assert (finished.status, finished.output[0].result) == ("completed", waited.output[0].result)
+    assert client.responses.cancel(finished.id).status == "completed", "what is over stays as it is"
     with pytest.raises(openai.BadRequestError, match="in the background"):
         client.responses.cancel(waited.id)
 
@@ -255,30 +255,30 @@ def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
 
 
 @pytest.mark.slow
-def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_again(
+def test_a_background_stream_continues_without_its_client_and_can_be_resumed(
     client: OpenAI, text_client: OpenAI, server: RunningServer
 ) -> None:
-    def told(events: Any) -> list[Any]:
+    def dumped(events: Any) -> list[Any]:
         return [(event.sequence_number, event.type) for event in events]
 
     slow = PAINTED | {"tools": [TOOL | {"num_inference_steps": 60, "partial_images": 2}]}
-    for who, asked in ((client, slow), (text_client, ASKED)):
-        whole = told(who.responses.create(**asked, stream=True))
-        with who.responses.create(**asked, stream=True, background=True) as stream:
+    for who, fields in ((client, slow), (text_client, ASKED)):
+        all_events = dumped(who.responses.create(**fields, stream=True))
+        with who.responses.create(**fields, stream=True, background=True) as stream:
             first = next(stream)
             assert first.type == "response.created"
             name = first.response.id
-        rest = list(who.responses.retrieve(name, stream=True, starting_after=0))
-        assert [(0, first.type), *told(rest)] == whole
-        [last] = rest[-1:]
+        remaining = list(who.responses.retrieve(name, stream=True, starting_after=0))
+        assert [(0, first.type), *dumped(remaining)] == all_events
+        [last] = remaining[-1:]
         assert last.type == "response.completed"
         assert last.response == who.responses.retrieve(name)
-        assert told(who.responses.retrieve(name, stream=True)) == whole, "and when it is over"
+        assert dumped(who.responses.retrieve(name, stream=True)) == all_events, "and when it is over"
         with who.responses.stream(response_id=name, starting_after=1) as again:
-            assert told(again)[-1] == whole[-1]
+            assert dumped(again)[-1] == all_events[-1]
             assert again.get_final_response().output[0].id == last.response.output[0].id
-        number = whole[-2][0]
-        assert told(who.responses.retrieve(name, stream=True, starting_after=number)) == whole[-1:]
+        number = all_events[-2][0]
+        assert dumped(who.responses.retrieve(name, stream=True, starting_after=number)) == all_events[-1:]
         assert not list(who.responses.retrieve(name, stream=True, starting_after=number + 1))
 
     plain = text_client.responses.create(**ASKED)
@@ -303,13 +303,11 @@ def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_a
 
 
 @pytest.mark.slow
-def test_who_asks_again_for_a_stream_in_the_background_follows_the_same_work(
-    client: OpenAI, server: RunningServer
-) -> None:
-    asked = PAINTED | {"tools": [TOOL | {"num_inference_steps": 300}], "extra_headers": {"Idempotency-Key": "lasting"}}
+def test_a_repeated_background_stream_follows_the_same_work(client: OpenAI, server: RunningServer) -> None:
+    fields = PAINTED | {"tools": [TOOL | {"num_inference_steps": 300}], "extra_headers": {"Idempotency-Key": "lasting"}}
 
     def begin(**changed: Any) -> Any:
-        return client.responses.create(**{**asked, **changed}, stream=True, background=True)
+        return client.responses.create(**{**fields, **changed}, stream=True, background=True)
 
     num_cancelled = server.num_ended("cancelled")
     with begin() as stream:
@@ -324,7 +322,7 @@ def test_who_asks_again_for_a_stream_in_the_background_follows_the_same_work(
     assert server.num_ended("cancelled") == num_cancelled
 
 
-def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
+def test_every_follower_receives_the_events_from_its_position() -> None:
     async def story() -> None:
         record = EventLog()
         record.add(b"data: 0\n\ndata: 1\n\n")
@@ -338,42 +336,42 @@ def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
         await asyncio.sleep(0)
         record.add(b"data: 3\n\n")
         record.close()
-        whole = [f"data: {number}\n\n".encode() for number in range(4)]
-        assert await asyncio.gather(*following) == [whole, whole[1:], whole[3:], []]
-        assert await all_from(2) == whole[2:]
-        assert record.num_bytes == sum(map(len, whole))
+        messages = [f"data: {number}\n\n".encode() for number in range(4)]
+        assert await asyncio.gather(*following) == [messages, messages[1:], messages[3:], []]
+        assert await all_from(2) == messages[2:]
+        assert record.num_bytes == sum(map(len, messages))
 
     asyncio.run(story())
 
 
-def test_events_are_kept_within_the_bounds_of_responses() -> None:
-    kept = ResponseStore(max_bytes=100)
-    kept.put("a", StoredResponse("", b"x" * 40, ()))
-    kept.note_events("a", (b"y" * 30, b"z" * 30))
-    assert kept.get("a", "").events
-    kept.put("b", StoredResponse("", b"x" * 40, ()))
-    assert not kept.has("a", ""), "what its events take counts"
-    kept.note_events("b", (b"y" * 61,))
-    assert not kept.get("b", "").events
-    kept.note_events("c", ())
-    assert not kept.has("c", "")
+def test_events_are_stored_within_the_limits_of_responses() -> None:
+    store = ResponseStore(max_bytes=100)
+    store.put("a", StoredResponse("", b"x" * 40, ()))
+    store.note_events("a", (b"y" * 30, b"z" * 30))
+    assert store.get("a", "").events
+    store.put("b", StoredResponse("", b"x" * 40, ()))
+    assert not store.has("a", ""), "what its events take counts"
+    store.note_events("b", (b"y" * 61,))
+    assert not store.get("b", "").events
+    store.note_events("c", ())
+    assert not store.has("c", "")
 
 
-def test_what_is_still_being_made_is_forgotten_last() -> None:
-    kept = ResponseStore(max_responses=3, max_bytes=100)
-    kept.put("made", StoredResponse("", b"x", (), work="work"))
+def test_unfinished_responses_are_evicted_last() -> None:
+    store = ResponseStore(max_responses=3, max_bytes=100)
+    store.put("made", StoredResponse("", b"x", (), work="work"))
     for name in "abc":
-        kept.put(name, StoredResponse("", b"x" * 60, ()))
-    assert (kept.holds_work("made"), kept.has("b", ""), kept.has("c", "")) == (True, False, True)
+        store.put(name, StoredResponse("", b"x" * 60, ()))
+    assert (store.holds_work("made"), store.has("b", ""), store.has("c", "")) == (True, False, True)
     for name in "def":
-        kept.put(name, StoredResponse("", b"x", (), work=name))
-    assert (kept.has("c", ""), kept.holds_work("made"), kept.holds_work("f")) == (False, False, True), "within bounds"
+        store.put(name, StoredResponse("", b"x", (), work=name))
+    assert (store.has("c", ""), store.holds_work("made"), store.holds_work("f")) == (False, False, True), (
+        "within bounds"
+    )
 
 
 @pytest.mark.slow
-def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
-    client: OpenAI, server: RunningServer
-) -> None:
+def test_the_image_tool_gives_the_same_image_as_the_image_endpoint(client: OpenAI, server: RunningServer) -> None:
     [alone] = files_of(server.client.post(GENERATIONS, json={"prompt": "a red fox", **HOW}))
     for choice in ("auto", "required", {"type": "image_generation"}):
         answer = client.responses.create(**PAINTED, tool_choice=choice)
@@ -393,32 +391,32 @@ def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
 
 
 @pytest.mark.slow
-def test_pictures_are_streamed_with_parts_on_the_way(client: OpenAI) -> None:
+def test_images_are_streamed_with_partial_images(client: OpenAI) -> None:
     tool = TOOL | {"partial_images": 2, "output_format": "webp", "n": 2, "num_inference_steps": 6}
     call = "response.image_generation_call"
-    told = list(client.responses.create(**PAINTED | {"tools": [tool]}, stream=True))
-    kinds = [one.type for one in told]
+    events = list(client.responses.create(**PAINTED | {"tools": [tool]}, stream=True))
+    kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[2:6] == ["response.output_item.added", f"{call}.in_progress"] * 2
     assert kinds[-1] == "response.completed"
-    assert [one.sequence_number for one in told] == list(range(len(told)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     for index in range(2):
-        mine = [one for one in told if getattr(one, "output_index", None) == index]
-        names = [one.type.removeprefix(f"{call}.").removeprefix("response.") for one in mine]
+        mine = [event for event in events if getattr(event, "output_index", None) == index]
+        names = [event.type.removeprefix(f"{call}.").removeprefix("response.") for event in mine]
         assert names[:3] == ["output_item.added", "in_progress", "generating"]
         assert names[-2:] == ["completed", "output_item.done"]
-        parts = [one for one in mine if one.type == f"{call}.partial_image"]
-        assert [one.partial_image_index for one in parts] == [0, 1]
-        assert all(base64.b64decode(one.partial_image_b64)[8:12] == b"WEBP" for one in parts)
-    whole = told[-1].response
-    files = [base64.b64decode(item.result) for item in whole.output]
+        parts = [event for event in mine if event.type == f"{call}.partial_image"]
+        assert [event.partial_image_index for event in parts] == [0, 1]
+        assert all(base64.b64decode(event.partial_image_b64)[8:12] == b"WEBP" for event in parts)
+    response = events[-1].response
+    files = [base64.b64decode(item.result) for item in response.output]
     assert len(set(files)) == 2
     alone = client.responses.create(**PAINTED | {"tools": [tool | {"partial_images": 0, "n": 1}]})
     assert base64.b64decode(alone.output[0].result or "") == files[0]
 
 
 @pytest.mark.slow
-def test_a_picture_in_the_conversation_is_where_painting_begins(client: OpenAI, server: RunningServer) -> None:
+def test_generation_starts_from_an_image_in_the_conversation(client: OpenAI, server: RunningServer) -> None:
     first = client.responses.create(**PAINTED)
     picture = first.output[0].result or ""
     body: dict[str, Any] = {"prompt": "in snow", "image": picture, **HOW}
@@ -443,16 +441,16 @@ def test_a_picture_in_the_conversation_is_where_painting_begins(client: OpenAI, 
         assert (item.type, base64.b64decode(item.result or ""), item.action) == (
             "image_generation_call", edited, "edit",
         )  # fmt: skip
-    anew = client.responses.create(
+    again = client.responses.create(
         model="gpt-5",
         input="a red fox",
         previous_response_id=first.id,
         tools=[TOOL | {"action": "generate"}],
     )
-    assert anew.output[0].result == picture
+    assert again.output[0].result == picture
     masked = TOOL | {"input_image_mask": {"image_url": data_url(_half_mask())}, "input_fidelity": "high"}
-    [kept] = client.responses.create(model="gpt-5", input=[sent], tools=[masked]).output
-    assert base64.b64decode(kept.result or "") not in (edited, base64.b64decode(picture))
+    [edit_call] = client.responses.create(model="gpt-5", input=[sent], tools=[masked]).output
+    assert base64.b64decode(edit_call.result or "") not in (edited, base64.b64decode(picture))
 
 
 def _half_mask() -> bytes:
@@ -468,14 +466,14 @@ def _half_mask() -> bytes:
 
 
 @pytest.mark.slow
-def test_with_a_language_model_the_choice_decides(text_client: OpenAI) -> None:
-    said = text_client.responses.create(**ASKED, tools=[TOOL], tool_choice="none")
-    assert said.output_text == FOX
+def test_tool_choice_decides_if_there_is_a_language_model(text_client: OpenAI) -> None:
+    answer = text_client.responses.create(**ASKED, tools=[TOOL], tool_choice="none")
+    assert answer.output_text == FOX
     painted = text_client.responses.create(**ASKED, tools=[TOOL])
     assert painted.output[0].type == "image_generation_call"
     wish = TOOL | {"prompt_rewriter": "force"}
-    asked = {"model": "talker", "input": "a fox", "tools": [wish], "instructions": "be brief"}
-    rewritten = text_client.responses.create(**asked)
+    fields = {"model": "talker", "input": "a fox", "tools": [wish], "instructions": "be brief"}
+    rewritten = text_client.responses.create(**fields)
     assert rewritten.output[0].revised_prompt == FOX
     assert rewritten.model_extra is not None
     assert "instructions do not change an image." in rewritten.model_extra["warnings"]
@@ -548,7 +546,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "code"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+def test_invalid_input_is_reported(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
     body = {
         name: value
         for name, value in (ASKED | {"stream": param.startswith("tools")} | fields).items()
@@ -563,17 +561,17 @@ def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_server_without_a_language_model_says_how_to_get_one(server: RunningServer) -> None:
+def test_a_server_without_a_language_model_names_the_option(server: RunningServer) -> None:
     response = server.client.post(RESPONSES, json={"input": "a fox"})
     assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
     assert "[text] model" in error_of(response)["message"]
 
 
 @pytest.mark.slow
-def test_a_client_that_hangs_up_ends_the_painting_and_one_may_be_cancelled_by_its_id(server: RunningServer) -> None:
+def test_a_disconnect_ends_generation_and_responses_can_be_cancelled_by_id(server: RunningServer) -> None:
     long = PAINTED | {"stream": True, "tools": [TOOL | {"num_inference_steps": 900, "n": 8, "progress": True}]}
     with httpx.stream("POST", f"{server.url}{RESPONSES}", json=long, timeout=SOON_S) as stream:
-        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        lines = stream.iter_lines()  # a dropped iterator would close the connection
         assert next(lines) == "event: response.created"
         wait_for(server.num_requests, SOON_S, "the picture in the engine")
     wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellation")
@@ -587,7 +585,7 @@ def test_a_client_that_hangs_up_ends_the_painting_and_one_may_be_cancelled_by_it
 
 @pytest.fixture(scope="module")
 def keyed(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, list[OpenAI]]]:
-    """A server of its own that asks for keys, and two clients that have one each."""
+    """Run a separate server that requires keys, and yield two clients with different keys."""
     workspace = tmp_path_factory.mktemp("keyed")
     keys = Keys(Database(workspace / "data"))
     texts = [keys.add(name, ["generate"])[0] for name in ("mine", "theirs")]
@@ -597,53 +595,53 @@ def keyed(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.slow
-def test_whose_key_it_is_not_finds_nothing(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
-    _, (mine, theirs) = keyed
-    made, painted = mine.responses.create(**ASKED), mine.responses.create(**PAINTED)
-    assert mine.responses.retrieve(made.id).id == made.id
+def test_responses_of_another_key_are_not_found(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+    _, (mine, other_client) = keyed
+    text_response, painted = mine.responses.create(**ASKED), mine.responses.create(**PAINTED)
+    assert mine.responses.retrieve(text_response.id).id == text_response.id
     with pytest.raises(openai.NotFoundError):
-        theirs.responses.retrieve(made.id)
+        other_client.responses.retrieve(text_response.id)
     with pytest.raises(openai.NotFoundError):
-        theirs.responses.input_items.list(made.id)
+        other_client.responses.input_items.list(text_response.id)
     with pytest.raises(openai.NotFoundError):
-        theirs.responses.delete(made.id)
+        other_client.responses.delete(text_response.id)
     talk = mine.conversations.create()
     with pytest.raises(openai.NotFoundError):
-        theirs.conversations.items.list(talk.id)
+        other_client.conversations.items.list(talk.id)
     with pytest.raises(openai.NotFoundError):
-        theirs.responses.create(**ASKED, conversation=talk.id)
+        other_client.responses.create(**ASKED, conversation=talk.id)
     with pytest.raises(openai.BadRequestError):
-        theirs.responses.create(**ASKED, previous_response_id=made.id)
+        other_client.responses.create(**ASKED, previous_response_id=text_response.id)
     call: Any = {"type": "image_generation_call", "id": painted.output[0].id}
     with pytest.raises(openai.BadRequestError, match="nothing is kept"):
-        theirs.responses.create(model="gpt-5", input=[call], tools=[TOOL])
-    mine.responses.delete(made.id)
+        other_client.responses.create(model="gpt-5", input=[call], tools=[TOOL])
+    mine.responses.delete(text_response.id)
 
 
 @pytest.mark.slow
-def test_a_picture_that_is_lost_on_the_way_ends_in_response_failed(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+def test_an_image_lost_midway_ends_in_response_failed(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
     server, (client, _) = keyed
-    told: list[Any] = []
+    events: list[Any] = []
 
     def watch() -> None:
-        for one in client.responses.create(
+        for event in client.responses.create(
             model="gpt-5", input="a red fox", tools=[TOOL | {"num_inference_steps": 500}], stream=True
         ):
-            told.append(one)
-            if one.type == "response.image_generation_call.generating":
+            events.append(event)
+            if event.type == "response.image_generation_call.generating":
                 server.engine.kill()
 
     with pytest.raises(openai.APIError, match="stopped before this was finished"):
         watch()
-    assert told[-1].type == "response.failed"
-    error = told[-1].response.error
+    assert events[-1].type == "response.failed"
+    error = events[-1].response.error
     assert (error.code, error.type) == ("server_error", "engine_unavailable")
-    assert told[-1].response.output[0].status == "failed"
+    assert events[-1].response.output[0].status == "failed"
     server.wait_until_ready()
 
 
 @pytest.mark.slow
-def test_our_own_client_responds(text_server: RunningServer) -> None:
+def test_the_diffserve_client_creates_responses(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
         first = client.respond("a fox", temperature=0, store=True)
         assert (first.text, first.pictures, first.status) == (FOX, [], "completed")
@@ -663,32 +661,32 @@ def test_our_own_client_responds(text_server: RunningServer) -> None:
         async with AsyncClient(text_server.url) as other:
             return await asyncio.gather(other.respond("a fox", temperature=0), other.embed("a fox"))
 
-    said, embedded = asyncio.run(all_at_once())
-    assert (said.text, len(embedded.vectors)) == (FOX, 1)
+    answers, embedded = asyncio.run(all_at_once())
+    assert (answers.text, len(embedded.vectors)) == (FOX, 1)
 
 
-def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
-    kept = ResponseStore(max_responses=3, max_bytes=10_000)
+def test_stored_responses_are_bounded_and_separate_per_owner() -> None:
+    store = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def put(name: str, num_chars: int, owner: str = "me") -> bool:
         turns = (Turn("assistant", "a" * num_chars, id=f"msg_{name}"),)
-        return kept.put(name, StoredResponse(owner, b"{}", turns))
+        return store.put(name, StoredResponse(owner, b"{}", turns))
 
     def there(name: str, owner: str = "me") -> bool:
         try:
-            return kept.get(name, owner).owner == owner
+            return store.get(name, owner).owner == owner
         except HttpError:
             return False
 
     assert put("a", 1000)
     assert put("b", 1000, "they")
     assert [there("a"), there("a", "they"), there("b", "they"), there("b")] == [True, False, True, False]
-    assert (kept.finder("me")("msg_b"), kept.finder("they")("msg_b")) == (
+    assert (store.finder("me")("msg_b"), store.finder("they")("msg_b")) == (
         None,
         Turn("assistant", "a" * 1000, id="msg_b"),
     )
     with pytest.raises(InvalidRequest, match="kept in memory"):
-        kept.previous("b", "me")
+        store.previous("b", "me")
     assert put("c", 10)
     assert put("d", 10)
     assert [there(name) for name in "acd"] == [False, True, True], "the oldest goes where there are too many"
@@ -698,7 +696,7 @@ def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
     assert [there(name) for name in "cdef"] == [False, False, False, True], "and where they are too large"
     assert not put("g", 10010)
     assert there("f")
-    kept.remove("f", "me")
+    store.remove("f", "me")
     assert not there("f")
     assert put("theirs", 1000, "they")
     for name in "hijklm":
@@ -707,7 +705,7 @@ def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
     assert there("m")
 
 
-def test_the_items_of_an_input_are_told_by_the_page() -> None:
+def test_input_items_are_listed_in_pages() -> None:
     turns = (Turn("user", "a", ("data:,",)), Turn("assistant", "", ("AAAA",), "ig_1"), Turn("user", "b", id="msg_1"))
     items = items_of(turns, "0")
     assert [item["id"] for item in items] == ["in_000", "ig_1", "msg_1"]
@@ -720,8 +718,8 @@ def test_the_items_of_an_input_are_told_by_the_page() -> None:
         ({"order": "asc", "after": "ig_1"}, ["msg_1"], False),
         ({"after": "in_000"}, [], False),
     ]
-    for asked, names, has_more in pages:
-        page = page_of(items, asked)
+    for query, names, has_more in pages:
+        page = page_of(items, query)
         assert ([item["id"] for item in page["data"]], page["has_more"]) == (names, has_more)
     for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "nobody"}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):

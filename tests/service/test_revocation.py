@@ -1,4 +1,4 @@
-"""Revoked keys and ended sessions: nothing that they started goes on, and no cookie is taken from another origin."""
+"""Revoked keys and ended sessions: their work is stopped, and no cookie is accepted from another origin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cookie(answer: httpx.Response) -> dict[str, str]:
     return {"Cookie": f"{COOKIE}={answer.cookies[COOKIE]}"}
 
 
-def test_logout_ends_the_session_for_good_and_no_other(tmp_path: Path) -> None:
+def test_logout_ends_only_that_session(tmp_path: Path) -> None:
     text, _ = Keys(Database(tmp_path)).add("app")
     login = ("POST", "/login", {"data": {"key": text}})
     first, second = map(cookie, visit(tmp_path, login, login))
@@ -82,7 +82,7 @@ def test_a_session_ends_in_every_process_of_one_folder(tmp_path: Path) -> None:
         ("https://app.example.org", 403),
     ],
 )
-def test_a_cookie_is_taken_only_from_a_page_of_the_server(tmp_path: Path, origin: str, status: int) -> None:
+def test_a_cookie_is_accepted_only_from_a_page_of_the_server(tmp_path: Path, origin: str, status: int) -> None:
     text, _ = Keys(Database(tmp_path)).add("app")
     session = cookie(visit(tmp_path, ("POST", "/login", {"data": {"key": text}}))[0])
     env = {
@@ -137,7 +137,7 @@ def keyed_server(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[
 
 
 def revoke_soon(keys: Keys, name: str) -> list[float]:
-    """Revoke ``name`` in half a second; the list gets the time."""
+    """Revoke ``name`` in half a second and append the time to the list."""
     times: list[float] = []
 
     def revoke() -> None:
@@ -149,7 +149,7 @@ def revoke_soon(keys: Keys, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_what_a_revoked_key_waits_for_ends_within_seconds(keyed_server: RunningServer, tmp_path: Path) -> None:
+def test_requests_of_a_revoked_key_end_within_seconds(keyed_server: RunningServer, tmp_path: Path) -> None:
     keys = Keys(Database(tmp_path / "data"))
     streaming, waiting, browsing = (keys.add(name)[0] for name in ("streaming", "waiting", "browsing"))
     time.sleep(1.5 * LOOK_EVERY_S)

@@ -1,4 +1,4 @@
-"""Wishes and prompts over a real socket: rewritten alone, and before a picture is painted from them."""
+"""Prompt rewriting over a real socket: alone, and before an image is generated."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def rewritten(server: RunningServer, prompt: str, **fields: Any) -> dict[str, An
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream that ends as it should; the event's own field says the type too."""
-    *events, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    """Return the events of a complete stream; the event's own field repeats the type."""
+    *events, done, tail = text.split("\n\n")
+    assert (done, tail) == ("data: [DONE]", "")
     parsed = []
     for event in events:
         name, data = event.split("\n")
@@ -58,7 +58,7 @@ def test_a_wish_becomes_a_prompt(text_server: RunningServer) -> None:
     ("wish", "fallback"),
     [('a sign that says "Open"', "lost_words"), ("sorry", "refused"), ("unsure", "unsure"), ("?", "empty")],
 )
-def test_a_doubtful_answer_leaves_the_wish_as_it_is_and_says_why(
+def test_an_unsuitable_answer_leaves_the_wish_unchanged_with_the_reason(
     text_server: RunningServer, wish: str, fallback: str
 ) -> None:
     [entry] = rewritten(text_server, wish)["data"]
@@ -66,31 +66,31 @@ def test_a_doubtful_answer_leaves_the_wish_as_it_is_and_says_why(
     assert entry["warning"].endswith("the prompt was left as it is.")
 
 
-def test_an_unsure_answer_can_be_had_by_force(text_server: RunningServer) -> None:
+def test_an_unsure_answer_can_be_forced(text_server: RunningServer) -> None:
     [entry] = rewritten(text_server, "unsure", force=True)["data"]
     assert entry["revised_prompt"] in SCRIPT["unsure"]
     assert entry["mean_entropy"] == pytest.approx(math.log(8) / 2, abs=0.01)
 
 
-def test_several_prompts_are_drawn_and_reproducible(text_server: RunningServer) -> None:
+def test_several_prompts_are_sampled_reproducibly(text_server: RunningServer) -> None:
     def drawn(seed: int) -> list[str]:
         data = rewritten(text_server, "unsure", n=6, seed=seed, force=True)["data"]
         return [entry["revised_prompt"] for entry in data]
 
     assert drawn(5) == drawn(5)
-    assert drawn(5)[0] == drawn(6)[0] == "an apple"  # the likeliest comes first
+    assert drawn(5)[0] == drawn(6)[0] == "an apple"  # sorted by likelihood
     assert drawn(5)[2] == drawn(6)[1]
     assert len(set(drawn(5))) > 1
 
 
 def test_style_and_system_reach_the_model(text_server: RunningServer) -> None:
     plain = rewritten(text_server, "a fox", style="prose")
-    own = rewritten(text_server, "a fox", style="prose", system="be brief")
-    assert plain["style"] == own["style"] == "prose"
-    assert own["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
+    custom = rewritten(text_server, "a fox", style="prose", system="be brief")
+    assert plain["style"] == custom["style"] == "prose"
+    assert custom["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
 
 
-def test_a_stream_tells_tokens_and_then_the_whole_answer(text_server: RunningServer) -> None:
+def test_a_stream_has_tokens_and_then_the_complete_answer(text_server: RunningServer) -> None:
     response = text_server.client.post(REWRITE, json={"prompt": "a fox", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *deltas, completed = events_of(response.text)
@@ -102,7 +102,7 @@ def test_a_stream_tells_tokens_and_then_the_whole_answer(text_server: RunningSer
     assert {event["id"] for event in deltas} == {completed["id"]}
 
 
-def test_a_client_that_hangs_up_ends_the_rewriting(text_server: RunningServer) -> None:
+def test_a_disconnect_ends_the_rewriting(text_server: RunningServer) -> None:
     body = {"prompt": "unsure", "n": 64, "stream": True, "force": True}
     with httpx.stream("POST", f"{text_server.url}{REWRITE}", json=body, timeout=SOON_S) as stream:
         next(stream.iter_lines())
@@ -112,14 +112,14 @@ def test_a_client_that_hangs_up_ends_the_rewriting(text_server: RunningServer) -
 # Before a picture ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_rewritten_unless_it_is_asked_for(text_server: RunningServer) -> None:
+def test_nothing_is_rewritten_without_a_request(text_server: RunningServer) -> None:
     response = text_server.paint("a fox")
     assert response.json()["data"][0]["revised_prompt"] is None
     assert files_of(response) == files_of(text_server.paint("a fox", prompt_rewriter="off"))
 
 
 @pytest.mark.parametrize("choice", ["auto", "force", {}, {"style": "tags", "seed": 3}, {"system": "be brief"}])
-def test_the_revised_prompt_is_what_the_picture_was_painted_from(text_server: RunningServer, choice: object) -> None:
+def test_the_image_is_generated_from_the_revised_prompt(text_server: RunningServer, choice: object) -> None:
     response = text_server.paint("something with a fox", prompt_rewriter=choice, seed=5)
     [entry] = response.json()["data"]
     assert entry["revised_prompt"] == FOX
@@ -134,7 +134,7 @@ def decoded(file: bytes) -> bytes:
     return decode_image(file).data
 
 
-def test_the_file_keeps_the_wish(text_server: RunningServer) -> None:
+def test_the_file_records_the_wish(text_server: RunningServer) -> None:
     [file] = files_of(text_server.paint("something: with a fox,\nplease", prompt_rewriter="auto"))
     text = read_infotext(file)
     assert text is not None
@@ -144,7 +144,7 @@ def test_the_file_keeps_the_wish(text_server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("wish", ["sorry", "unsure", "?"])
-def test_a_rewrite_that_is_not_taken_costs_a_warning_and_no_picture(text_server: RunningServer, wish: str) -> None:
+def test_a_rejected_rewrite_causes_a_warning_and_the_image_is_generated(text_server: RunningServer, wish: str) -> None:
     response = text_server.paint(wish, prompt_rewriter="auto")
     assert response.json()["data"][0]["revised_prompt"] is None
     [warning] = response.json()["warnings"]
@@ -152,24 +152,24 @@ def test_a_rewrite_that_is_not_taken_costs_a_warning_and_no_picture(text_server:
     assert decoded(files_of(response)[0]) == decoded(files_of(text_server.paint(wish))[0])
 
 
-def test_force_takes_what_auto_does_not(text_server: RunningServer) -> None:
+def test_force_accepts_what_auto_rejects(text_server: RunningServer) -> None:
     [entry] = text_server.paint("unsure", prompt_rewriter="force").json()["data"]
     assert entry["revised_prompt"] in SCRIPT["unsure"]
 
 
-def test_every_picture_of_a_request_is_painted_from_the_same_prompt(text_server: RunningServer) -> None:
+def test_every_image_of_a_request_is_generated_from_the_same_prompt(text_server: RunningServer) -> None:
     entries = text_server.paint("unsure", n=3, prompt_rewriter="force").json()["data"]
     assert len({entry["revised_prompt"] for entry in entries}) == 1
 
 
-def test_without_a_language_model_the_wish_is_painted_with_a_warning(server: RunningServer) -> None:
+def test_without_a_language_model_the_wish_is_used_with_a_warning(server: RunningServer) -> None:
     response = server.paint("a fox", prompt_rewriter="auto")
     assert response.json()["data"][0]["revised_prompt"] is None
     assert "no language model is loaded" in response.json()["warnings"][0]
     assert files_of(response) == files_of(server.paint("a fox"))
 
 
-def test_openais_client_reads_the_revised_prompt(text_client: OpenAI) -> None:
+def test_openai_client_reads_the_revised_prompt(text_client: OpenAI) -> None:
     answer = text_client.images.generate(
         prompt="a fox", extra_body={"num_inference_steps": 1, "prompt_rewriter": "auto", "seed": 1}
     )

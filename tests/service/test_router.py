@@ -28,34 +28,34 @@ def needs(prompt: str, cost: float = 10.0, *, model: str = "", loras: tuple[Lora
 
 
 def queues(*costs: float) -> dict[str, ReplicaQueue]:
-    """By member; all of them have the first model."""
+    """Return the queues by replica; all replicas have the first model."""
     return {f"m{number}": ReplicaQueue(cost, frozenset({"first"})) for number, cost in enumerate(costs)}
 
 
-def test_without_anything_to_go_by_the_shortest_queue_is_chosen() -> None:
+def test_without_affinity_the_shortest_queue_is_selected() -> None:
     router = Router()
     assert router.choose(needs("a fox"), queues(3.0, 1.0, 2.0)) == "m1"
     assert router.choose(route_needs(TextRequest(prompt="once"), 1.0), queues(3.0, 1.0, 0.5)) == "m2"
 
 
-def test_a_prompt_goes_where_its_beginning_was_until_that_one_is_half_a_request_behind() -> None:
+def test_a_prompt_goes_to_the_replica_of_its_prefix_within_half_a_request() -> None:
     router = Router(AffinityWeights(prefix=0.5))
     router.record("m1", needs(f"{STYLE}, a fox"))
-    asked = needs(f"{STYLE}, an owl", cost=10.0)
-    assert router.num_known_words("m1", asked) == BLOCK_WORDS
-    assert router.choose(asked, queues(0.0, 4.9)) == "m1"
-    assert router.choose(asked, queues(0.0, 5.1)) == "m0"
+    route = needs(f"{STYLE}, an owl", cost=10.0)
+    assert router.num_known_words("m1", route) == BLOCK_WORDS
+    assert router.choose(route, queues(0.0, 4.9)) == "m1"
+    assert router.choose(route, queues(0.0, 5.1)) == "m0"
     assert router.choose(needs("an owl", cost=10.0), queues(0.0, 4.9)) == "m0"
 
 
-def test_the_longest_prefix_counts_whole_and_shorter_ones_in_part() -> None:
+def test_the_longest_prefix_counts_fully_and_shorter_ones_partially() -> None:
     router = Router(AffinityWeights(prefix=1.0))
     router.record("m1", needs(f"{STYLE}, a fox on a hill in the rain"))
     router.record("m2", needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at dawn"))
-    asked = needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at noon", cost=10.0)
-    assert 0 < router.num_known_words("m1", asked) < router.num_known_words("m2", asked)
-    assert router.choose(asked, queues(0.0, 8.0, 9.0)) == "m2"
-    assert router.choose(asked, queues(9.0, 2.0, 9.0)) == "m1"
+    route = needs(f"{STYLE}, a fox on a hill in the rain with a hat and a stick, at noon", cost=10.0)
+    assert 0 < router.num_known_words("m1", route) < router.num_known_words("m2", route)
+    assert router.choose(route, queues(0.0, 8.0, 9.0)) == "m2"
+    assert router.choose(route, queues(9.0, 2.0, 9.0)) == "m1"
 
 
 def test_a_model_and_adapters_weigh_more_than_a_prefix() -> None:
@@ -95,7 +95,7 @@ def test_the_index_is_bounded_and_evicts_prefixes_last() -> None:
     assert router.num_known_words("m0", needs(" ".join(words))) >= BLOCK_WORDS
 
 
-def test_equal_keys_mean_equal_words_and_all_that_salts_them() -> None:
+def test_equal_keys_require_equal_text_and_salt() -> None:
     assert chain(b"", "A Fox,  in the rain") == chain(b"", "a fox, in the rain")
     assert chain(b"", "a fox") != chain(b"model", "a fox")
     first, second = chain(b"", f"x {STYLE}"), chain(b"", f"y {STYLE}")
@@ -104,19 +104,19 @@ def test_equal_keys_mean_equal_words_and_all_that_salts_them() -> None:
 
 
 @pytest.mark.parametrize("salt", [b"", b"mine"])
-def test_a_conversation_goes_on_where_it_began(salt: bytes) -> None:
+def test_a_conversation_stays_on_its_replica(salt: bytes) -> None:
     router = Router()
     turns = [ChatMessage(role="user", content=STYLE), ChatMessage(role="assistant", content="a fox, then")]
     router.record("m1", route_needs(TextRequest(messages=(turns[0],), cache_salt=b"mine"), 4.0))
-    asked = route_needs(TextRequest(messages=tuple(turns), cache_salt=salt), 4.0)
-    assert router.choose(asked, queues(0.0, 1.0)) == ("m1" if salt else "m0")
+    route = route_needs(TextRequest(messages=tuple(turns), cache_salt=salt), 4.0)
+    assert router.choose(route, queues(0.0, 1.0)) == ("m1" if salt else "m0")
 
 
 @pytest.mark.slow
-def test_of_the_pages_that_one_engine_finds_members_find_most_and_by_chance_few() -> None:
+def test_routed_replicas_hit_most_cached_pages_of_one_engine_and_random_routing_few() -> None:
     trace = drawn(600, members=6, load=0.7, seed=3)
-    one = run(trace, shortest, members=1).found_pages
-    found = run(trace, routed(), members=6).found_pages
-    assert found >= 0.8 * one
-    assert run(trace, at_random(), members=6).found_pages < 0.8 * found
-    assert found <= run(trace, shortest, members=1, pool_windows=6 * POOL_WINDOWS).found_pages
+    single_pages = run(trace, shortest, members=1).found_pages
+    routed_pages = run(trace, routed(), members=6).found_pages
+    assert routed_pages >= 0.8 * single_pages
+    assert run(trace, at_random(), members=6).found_pages < 0.8 * routed_pages
+    assert routed_pages <= run(trace, shortest, members=1, pool_windows=6 * POOL_WINDOWS).found_pages

@@ -1,4 +1,4 @@
-"""The safety filter: a process of its own, asked about all that leaves, and closed where it gives no answer."""
+"""The safety filter: a separate process that checks all outputs, and blocks them if it does not answer."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def safety(name: str, model: str = "", timeout_s: float = 20.0) -> Safety:
-    made = Safety(name, model, timeout_s=timeout_s, startup_s=100.0)
-    made.start()
-    return made
+    checker = Safety(name, model, timeout_s=timeout_s, startup_s=100.0)
+    checker.start()
+    return checker
 
 
-def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder: Path) -> None:
-    asked = safety("plug:EverySecond", timeout_s=8.0)
-    asked.check_texts({"prompt": "a fox"})
+def test_a_crashed_or_hanging_filter_blocks_everything_and_is_restarted(folder: Path) -> None:
+    checker = safety("plug:EverySecond", timeout_s=8.0)
+    checker.check_texts({"prompt": "a fox"})
     with pytest.raises(ModerationBlocked):
-        asked.check_texts({"prompt": "a forbidden fox"})
+        checker.check_texts({"prompt": "a forbidden fox"})
     for prompt in ("fall", "hang"):
         with pytest.raises(EngineUnavailable) as refused:
-            asked.check_texts({"prompt": prompt})
+            checker.check_texts({"prompt": prompt})
         assert refused.value.code == "safety_filter_unavailable"
-        asked.check_texts({"prompt": "a fox"})
-    asked.stop()
+        checker.check_texts({"prompt": "a fox"})
+    checker.stop()
     odd = safety("plug:Odd")
     with pytest.raises(EngineUnavailable):
         odd._is_blocked(_question())
@@ -83,7 +83,7 @@ def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder
 
 
 @pytest.mark.parametrize("side_px", [8, 2048], ids=["small", "larger than the socket's buffer"])
-def test_a_stopped_filter_is_given_up_after_five_seconds_and_replaced(folder: Path, side_px: int) -> None:
+def test_a_suspended_filter_is_replaced_after_five_seconds(folder: Path, side_px: int) -> None:
     judge = safety("plug:EverySecond", timeout_s=30.0)
     assert judge._process is not None
     os.kill(judge._process.pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_a_stopped_filter_is_given_up_after_five_seconds_and_replaced(folder: Pa
     judge.stop()
 
 
-def test_a_filter_that_is_stopped_for_a_moment_still_answers(folder: Path) -> None:
+def test_a_briefly_suspended_filter_still_answers(folder: Path) -> None:
     judge = safety("plug:EverySecond", timeout_s=30.0)
     assert judge._process is not None
     process = judge._process
@@ -114,17 +114,17 @@ def _question(side_px: int = 8) -> SafetyQuestion:
 
 
 @pytest.mark.parametrize("name", ["plug:Missing", "nowhere:Filter", "model", "os:getcwd"])
-def test_a_filter_that_cannot_be_used_keeps_the_server_from_starting(folder: Path, name: str) -> None:
+def test_an_unusable_filter_prevents_the_server_start(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"safety_filter '{name}' cannot be used"):
         safety(name, str(folder))
 
 
-def test_a_models_own_checker_is_asked_where_that_is_wanted(folder: Path) -> None:
+def test_the_models_safety_checker_is_used_if_configured(folder: Path) -> None:
     for threshold in (-2.0, 2.0):
-        asked = safety("model", str(save_safety_checker(folder / str(threshold), threshold)))
-        assert not asked.judges_prompts
-        assert asked._is_blocked(_question()) is (threshold < 0)
-        asked.stop()
+        checker = safety("model", str(save_safety_checker(folder / str(threshold), threshold)))
+        assert not checker.judges_prompts
+        assert checker._is_blocked(_question()) is (threshold < 0)
+        checker.stop()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def filtered(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Runn
         yield server
 
 
-def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) -> None:
+def test_every_api_withholds_blocked_images(filtered: RunningServer) -> None:
     [entry] = filtered.paint(n=2).json()["data"]
     assert entry["b64_json"]
     assert filtered.paint().status_code == 200
@@ -155,36 +155,36 @@ def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) ->
     assert '"code":"moderation_blocked"' in two.text
     assert two.text.count("b64_json") == 1
     filtered.paint()
-    one = filtered.paint(stream=True)
-    assert '"type":"image_generation_user_error"' in one.text
-    assert "b64_json" not in one.text
-    for count in (2, 1, 1):  # the last but one passes
+    first_answer = filtered.paint(stream=True)
+    assert '"type":"image_generation_user_error"' in first_answer.text
+    assert "b64_json" not in first_answer.text
+    for count in (2, 1, 1):  # the second to last passes
         tool = {"type": "image_generation", "num_inference_steps": 2, "n": count}
         answer = filtered.client.post("/v1/responses", json={"input": "a fox", "tools": [tool], "stream": True})
         last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: {")][-1][6:])
         errors = [item["error"] for item in last.get("response", {}).get("output", ()) if item["status"] == "failed"]
-        said = {"categories": [], "moderation_stage": "output"}
-        assert [error["moderation_details"] for error in errors] == [said] * (count == 2)
+        details = {"categories": [], "moderation_stage": "output"}
+        assert [error["moderation_details"] for error in errors] == [details] * (count == 2)
         assert "error" in last or last["response"]["status"] == "completed"
     assert '"moderation_stage":"output"' in answer.text, "also where nothing is left"
-    told = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "a fox", "steps": 2, "batch_size": 2}).json()
-    assert sorted(json.loads(told["info"])["nsfw_content_detected"]) == [False, True]
-    brightest = [np.asarray(Image.open(BytesIO(base64.b64decode(file)))).max() for file in told["images"]]
+    reply = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "a fox", "steps": 2, "batch_size": 2}).json()
+    assert sorted(json.loads(reply["info"])["nsfw_content_detected"]) == [False, True]
+    brightest = [np.asarray(Image.open(BytesIO(base64.b64decode(file)))).max() for file in reply["images"]]
     assert sorted(bright > 0 for bright in brightest) == [False, True]
     refused = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "forbidden"})
     assert (refused.status_code, refused.json()["code"]) == (400, "moderation_blocked")
-    lost = filtered.paint("fall")
-    assert (lost.status_code, error_of(lost)["code"]) == (503, "safety_filter_unavailable")
-    assert int(lost.headers["retry-after"]) > 0
-    told_to_all = filtered.client.get("/metrics").text
+    failed_answer = filtered.paint("fall")
+    assert (failed_answer.status_code, error_of(failed_answer)["code"]) == (503, "safety_filter_unavailable")
+    assert int(failed_answer.headers["retry-after"]) > 0
+    metrics_text = filtered.client.get("/metrics").text
     for stage, decision in (("prompt", "blocked"), ("prompt", "unavailable"), ("picture", "allowed")):
-        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}} 0.0' not in told_to_all
-        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}}' in told_to_all
+        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}} 0.0' not in metrics_text
+        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}}' in metrics_text
     model = filtered.client.get("/v1/models").json()["data"][0]["capabilities"]["image"]
     assert (model["safety_filter"], model["provenance"]) == ("plug:EverySecond", ["xmp", "wm"])
 
 
-def test_the_command_line_withholds_what_the_filter_blocks(
+def test_the_command_line_withholds_blocked_images(
     folder: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "filtered.toml").write_text('[serve]\nsafety_filter = "plug:EverySecond"\n')
@@ -199,14 +199,14 @@ def test_the_command_line_withholds_what_the_filter_blocks(
     assert ran("generate", "a fox", "-n", "2", *how, "a.png") == 1
     assert len(list(folder.glob("a*.png"))) == 1, "every second one is blocked"
     assert "is withheld: the safety filter withholds the picture" in " ".join(capsys.readouterr().err.split())
-    for prompt, said in (("forbidden", "does not allow the prompt"), ("fall", "gives no answer")):
+    for prompt, message in (("forbidden", "does not allow the prompt"), ("fall", "gives no answer")):
         assert ran("generate", prompt, *how, "b.png") != 0
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (folder / "b.png").exists()
-    prompts = [{"prompt": one, "num_inference_steps": 2} for one in ("a", "forbidden", "fall", "b", "c")]
-    (folder / "lines.jsonl").write_text("\n".join(json.dumps(one) for one in prompts))
+    prompts = [{"prompt": prompt, "num_inference_steps": 2} for prompt in ("a", "forbidden", "fall", "b", "c")]
+    (folder / "lines.jsonl").write_text("\n".join(json.dumps(prompt_line) for prompt_line in prompts))
     assert ran("batch", "lines.jsonl", "-o", "many", "--concurrency", "1") == 1
-    told = [json.loads(line) for line in (folder / "many" / "results.jsonl").read_text().splitlines()]
-    codes = [one["error"]["code"] if one.get("error") else None for one in told]
+    results = [json.loads(line) for line in (folder / "many" / "results.jsonl").read_text().splitlines()]
+    codes = [result["error"]["code"] if result.get("error") else None for result in results]
     assert codes == [None, "moderation_blocked", "safety_filter_unavailable", None, "moderation_blocked"]
     assert len(list((folder / "many").glob("*.png"))) == 2

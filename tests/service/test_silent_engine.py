@@ -1,4 +1,4 @@
-"""An engine that loads and says nothing: whether it is given up is decided by what its process does meanwhile."""
+"""An engine that loads silently: its process's activity decides whether it is given up."""
 
 from __future__ import annotations
 
@@ -47,18 +47,20 @@ def running(program: str) -> Iterator[int]:
 
 
 async def watched_for(seconds: float, program: str) -> Loss | None:
-    """Why an engine whose process runs ``program`` was given up while it loaded; ``None``: it was not."""
-    own = client.EngineClient(load_settings(model="embedded", env={"DIFFSERVE_SERVE_HANG_AFTER_S": f"{PATIENCE_S}"}))
+    """Return why a loading engine that runs ``program`` was given up; ``None`` if it was not."""
+    engine_client = client.EngineClient(
+        load_settings(model="embedded", env={"DIFFSERVE_SERVE_HANG_AFTER_S": f"{PATIENCE_S}"})
+    )
     with running(program) as pid:
         silent = Silent(pid)
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(seconds, loaded.set_result, None)
-        await own._watch(cast(EngineConnection, silent), until=loaded)
+        await engine_client._watch(cast(EngineConnection, silent), until=loaded)
         return silent.lost.result() if silent.lost.done() else None
 
 
 @pytest.mark.parametrize(("program", "is_given_up"), [(COMPUTES, False), (WAITS, True)], ids=["computes", "waits"])
-def test_who_computes_is_waited_for(program: str, is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computing_engine_is_not_given_up(program: str, is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PING_EVERY_S", 0.3)
     monkeypatch.setattr(client, "LOADING_ANSWERS_S", PATIENCE_S)
     monkeypatch.setattr(connection, "LEAST_WORK_S", 0.01)

@@ -91,7 +91,7 @@ ROUTES: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_with_images_refuses_a_file_of_many_scans_at_once(page_server: RunningServer, route: str) -> None:
     path, options = ROUTES[route](URL)
-    page_server.client.post("/v1/provenance/verify", json={"image": GOOD})  # the decoder is warm
+    page_server.client.post("/v1/provenance/verify", json={"image": GOOD})  # warms up the decoder
     started_s = time.monotonic()
     answer = page_server.client.post(path, **options)
     assert answer.status_code == 400, answer.text[:500]
@@ -100,7 +100,7 @@ def test_every_route_with_images_refuses_a_file_of_many_scans_at_once(page_serve
 
 
 @pytest.mark.slow
-def test_a_kept_file_of_many_scans_is_refused_where_it_is_used(page_server: RunningServer) -> None:
+def test_a_stored_file_of_many_scans_is_refused_when_used(page_server: RunningServer) -> None:
     files = {"file": ("a.jpg", BOMB)}
     file_id = page_server.client.post("/v1/files", files=files, data={"purpose": "vision"}).json()["id"]
     answer = page_server.client.post("/v1/images/edits", json=EDIT | {"images": [{"file_id": file_id}]})
@@ -145,14 +145,14 @@ def test_an_edit_passes_many_files_of_many_scans(page_server: RunningServer) -> 
 
 
 @pytest.mark.slow
-def test_a_client_that_hangs_up_frees_its_place_while_its_file_is_decoded(
+def test_a_disconnect_frees_the_decoding_place(
     slow_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = decoders.Decoders(1)
     monkeypatch.setattr("diffserve.service.images.verification.shared_decoders", lambda: pool)
 
     async def verify(app: Any, file: bytes, hang_up_after_s: float) -> int:
-        """The status of the answer to a client that waits for so long."""
+        """Return the status of the answer to a client that waits this long."""
         body = json.dumps({"image": base64.b64encode(file).decode()}).encode()
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         statuses = []

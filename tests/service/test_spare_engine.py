@@ -1,4 +1,4 @@
-"""Back soon after a loss: a spare process takes over, and who is refused meanwhile is told how long a load takes."""
+"""Fast recovery after a loss: a spare process takes over, and refusals name the expected load time."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ REQUEST = GenerationRequest(
 
 
 def engines() -> set[int]:
-    """Process ids of the engines that this process has started and that are there."""
+    """Return the process ids of the running engines that this process has started."""
     children = psutil.Process().children()
-    return {one.pid for one in children if one.is_running() and "diffserve.engine.process" in one.cmdline()}
+    return {
+        process.pid for process in children if process.is_running() and "diffserve.engine.process" in process.cmdline()
+    }
 
 
 async def until(look: Callable[[], T], seconds: float = START_S) -> T:
-    """What ``look`` finds, as soon as that is something."""
+    """Return the first true result of ``look``."""
     async with asyncio.timeout(seconds):
-        while not (found := look()):
+        while not (result := look()):
             await asyncio.sleep(0.02)
-        return found
+        return result
 
 
 async def picture(client: EngineClient) -> Any:
-    """What the engine paints of REQUEST."""
+    """Return the image that the engine generates for REQUEST."""
     async with client.submit(msgspec.structs.replace(REQUEST, request_id=uuid4().hex)) as job:
         [painted] = [event async for event in job if isinstance(event, Painted)]
     return painted.result.picture
@@ -57,18 +59,19 @@ async def picture(client: EngineClient) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_replaced(
+def test_a_ready_spare_replaces_a_lost_engine_and_is_replaced_itself(
     tiny_model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A spare is begun sooner than for users. One that must answer is given all the time it needs, one that cannot
-    a moment.
+    """Start a spare earlier than in production.
+
+    A spare that must answer gets all the time it needs, one that cannot answer gets a moment.
     """
     env = {"DIFFSERVE_SERVE_SPARE_ENGINE": "true", "DIFFSERVE_MODEL_DTYPE": "float32"}
     monkeypatch.setattr(engine_client, "SPARE_AFTER_S", 0.2)
     monkeypatch.setattr(engine_client, "SPARE_STARTS_S", START_S)
     caplog.set_level("INFO", "diffserve.engine")
 
-    def told(event: str, fact: str) -> list[Any]:
+    def facts(event: str, fact: str) -> list[Any]:
         return [vars(record)[fact] for record in caplog.records if record.message == event]
 
     async def live() -> None:
@@ -76,30 +79,30 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
         client.start()
         await until(lambda: client.is_ready)
         before = await picture(client)
-        [first] = told("engine ready", "engine_pid")
+        [first] = facts("engine ready", "engine_pid")
         [dead] = await until(lambda: engines() - {first})
         psutil.Process(dead).kill()
         [spare] = await until(lambda: engines() - {first, dead})
         psutil.Process(first).kill()
         await until(lambda: not client.is_ready, SOON_S)
         await until(lambda: client.is_ready)
-        assert told("engine ready", "engine_pid") == [first, spare]
+        assert facts("engine ready", "engine_pid") == [first, spare]
         assert np.array_equal((await picture(client)).array, before.array)
         [stuck] = await until(lambda: engines() - {spare})
         monkeypatch.setattr(engine_client, "SPARE_STARTS_S", 0.0)
         psutil.Process(stuck).suspend()
         psutil.Process(spare).kill()
-        await until(lambda: len(told("engine ready", "engine_pid")) == 3)
-        assert told("engine ready", "engine_pid")[2] not in (first, spare, stuck)
+        await until(lambda: len(facts("engine ready", "engine_pid")) == 3)
+        assert facts("engine ready", "engine_pid")[2] not in (first, spare, stuck)
         assert not psutil.pid_exists(stuck)
         await client.stop()
         assert engines() == set()
-        assert told("engine lost", "exit_code") == [-signal.SIGKILL] * 2
+        assert facts("engine lost", "exit_code") == [-signal.SIGKILL] * 2
 
     asyncio.run(live())
 
 
-def test_how_long_a_model_takes_to_load_is_known_to_the_next_server(tmp_path: Path) -> None:
+def test_load_times_are_stored_for_the_next_server(tmp_path: Path) -> None:
     first, other = (load_settings(model=name, env=cached(tmp_path)) for name in ("embedded", "embedded-turbo"))
     assert LoadTimes(first).expected_s(spare=False) == USUAL_LOAD_S
     LoadTimes(first).learn(23.4, spare=False)
@@ -109,9 +112,7 @@ def test_how_long_a_model_takes_to_load_is_known_to_the_next_server(tmp_path: Pa
     assert LoadTimes(other).expected_s(spare=True) == USUAL_LOAD_S
 
 
-def test_who_comes_while_the_model_loads_is_told_when_it_should_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_during_a_load_get_the_expected_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(env=cached(tmp_path))
     LoadTimes(settings).learn(23.4, spare=False)
 

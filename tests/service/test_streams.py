@@ -1,4 +1,4 @@
-"""Server-sent events without a socket: what is sent when, and what ends with what."""
+"""Server-sent events without a socket: timing of messages, cancellation and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Source = Callable[["Stage"], AsyncGenerator[bytes, None]]
 
 
 class Stage:
-    """What a test sees of one answer: the messages sent, and whether the work and what it held are over."""
+    """The recorded messages of one answer, and whether its work and resources are released."""
 
     def __init__(self) -> None:
         self.interrupted: Interruption = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Stage:
 def play(
     source: Source, script: Callable[[Stage, Awaitable[None]], Awaitable[None]] | None = None, **settings: Any
 ) -> Stage:
-    """Answer with what ``source`` yields; ``script`` may interfere while the answer is sent."""
+    """Answer with the events of ``source``; ``script`` may interfere while the answer is sent."""
 
     async def watched(stage: Stage) -> AsyncGenerator[bytes, None]:
         try:
@@ -52,9 +52,9 @@ def play(
     async def run() -> Stage:
         stage, stack = Stage(), ExitStack()
         stack.callback(setattr, stage, "is_released", True)
-        made = EventStreamResponse(watched(stage), stage.interrupted, stack, **{"limit_s": 30.0, **settings})
+        response = EventStreamResponse(watched(stage), stage.interrupted, stack, **{"limit_s": 30.0, **settings})
         try:
-            sending = asyncio.ensure_future((await made.opened())({"type": "http"}, _nothing, stage.send))
+            sending = asyncio.ensure_future((await response.opened())({"type": "http"}, _nothing, stage.send))
             await (sending if script is None else script(stage, sending))
         finally:
             assert stage.is_released
@@ -78,7 +78,7 @@ async def one_event_and_silence(stage: Stage) -> AsyncGenerator[bytes, None]:
     await asyncio.sleep(60.0)
 
 
-def test_events_are_sent_as_they_come_and_the_ending_last() -> None:
+def test_events_are_sent_immediately_and_the_ending_last() -> None:
     stage = play(two_events, ending=DONE, headers={"x-a": "b"})
     start, *chunks = stage.messages
     assert start["status"] == 200
@@ -94,7 +94,7 @@ def test_events_are_sent_as_they_come_and_the_ending_last() -> None:
     assert [chunk["more_body"] for chunk in chunks] == [True, True, False]
 
 
-def test_what_fails_before_the_first_event_is_no_stream_at_all() -> None:
+def test_a_failure_before_the_first_event_is_a_plain_error() -> None:
     async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
         if not stage.messages:
             raise InvalidRequest("no such thing", param="n")
@@ -108,18 +108,18 @@ def test_what_fails_before_the_first_event_is_no_stream_at_all() -> None:
     ("error", "code", "words"),
     [(QueueFull("too many"), "queue_full", "too many"), (RuntimeError("/secret"), "internal_error", "the server made")],
 )
-def test_what_fails_later_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
+def test_a_later_failure_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
     async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
         yield event({"a": 1})
         await asyncio.sleep(0)
         raise error
 
-    first, told, done, _ = play(fails, ending=DONE).body.split(b"\n\n")
+    first, message, done, _ = play(fails, ending=DONE).body.split(b"\n\n")
     assert (first, done + b"\n\n") == (b'data: {"a":1}', DONE)
-    said = json.loads(told.removeprefix(b"data: "))["error"]
-    assert set(said) == {"message", "type", "param", "code"}
-    assert said["code"] == code
-    assert words in said["message"]
+    error_body = json.loads(message.removeprefix(b"data: "))["error"]
+    assert set(error_body) == {"message", "type", "param", "code"}
+    assert error_body["code"] == code
+    assert words in error_body["message"]
 
 
 def test_comments_keep_a_silent_stream_alive() -> None:
@@ -134,7 +134,7 @@ def test_comments_keep_a_silent_stream_alive() -> None:
     assert body.endswith(b"data: 2\n\n")
 
 
-def test_nobody_is_told_anything_after_hanging_up() -> None:
+def test_nothing_is_sent_after_a_disconnect() -> None:
     async def leave(stage: Stage, sending: Awaitable[None]) -> None:
         while len(stage.messages) < 2:
             await asyncio.sleep(0)
@@ -144,7 +144,7 @@ def test_nobody_is_told_anything_after_hanging_up() -> None:
     assert play(one_event_and_silence, leave, ending=DONE).body == b'data: {"a":1}\n\n'
 
 
-def test_who_is_cancelled_is_told_so_at_the_end() -> None:
+def test_a_cancelled_stream_ends_with_an_error_event() -> None:
     async def cancel(stage: Stage, sending: Awaitable[None]) -> None:
         while len(stage.messages) < 2:
             await asyncio.sleep(0)
@@ -156,7 +156,7 @@ def test_who_is_cancelled_is_told_so_at_the_end() -> None:
     assert stage.messages[-1]["more_body"] is False
 
 
-def test_a_client_that_reads_nothing_is_left_when_it_is_cancelled() -> None:
+def test_cancelling_a_client_that_reads_nothing_closes_its_connection() -> None:
     async def jam(stage: Stage, sending: Awaitable[None]) -> None:
         stage.blocked.clear()
         while not stage.messages:
@@ -170,12 +170,12 @@ def test_a_client_that_reads_nothing_is_left_when_it_is_cancelled() -> None:
     assert b"cancelled" in play(one_event_and_silence, jam).body
 
 
-def test_a_stream_without_an_end_is_given_up() -> None:
+def test_an_endless_stream_is_ended() -> None:
     body = play(one_event_and_silence, limit_s=0.05).body
     assert b'"code":"deadline_exceeded"' in body
 
 
-def test_an_interruption_before_the_first_event_is_an_ordinary_error() -> None:
+def test_an_interruption_before_the_first_event_is_a_plain_error() -> None:
     async def waits(stage: Stage) -> AsyncGenerator[bytes, None]:
         stage.interrupted.set_result(cancelled())
         await asyncio.sleep(60.0)
@@ -185,7 +185,7 @@ def test_an_interruption_before_the_first_event_is_an_ordinary_error() -> None:
         play(waits)
 
 
-def test_a_stream_that_is_quiet_for_long_begins_all_the_same() -> None:
+def test_a_quiet_stream_still_sends_its_head() -> None:
     async def late(stage: Stage) -> AsyncGenerator[bytes, None]:
         while not stage.messages:
             await asyncio.sleep(0.005)

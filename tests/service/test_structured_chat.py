@@ -1,4 +1,4 @@
-"""Structured answers with OpenAI's own helpers: what is parsed is what was asked for, whatever the model would say."""
+"""Structured answers with the ``openai`` helpers: results match the schema whatever the model would say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Closed(BaseModel):
-    """A model of random weights would never stop adding properties."""
+    """A schema without additional properties, which random weights would keep adding."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,7 +44,7 @@ class Scene(Closed):
 SCENE: Any = {"type": "json_schema", "json_schema": {"name": "scene", "schema": Scene.model_json_schema()}}
 
 
-def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: OpenAI) -> None:
+def test_openai_helper_parses_the_answer_without_affecting_other_requests(text_client: OpenAI) -> None:
     free = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
     for temperature, n in ((0.0, 1), (1.3, 3)):
         parsed = text_client.chat.completions.parse(
@@ -57,7 +57,7 @@ def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: Open
 
 
 @pytest.mark.parametrize("kind", [Plain, Loose, Tree])
-def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseModel]) -> None:
+def test_openai_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseModel]) -> None:
     for temperature in (0.0, 1.5):
         parsed = text_client.chat.completions.parse(
             model="talker", messages=says("a fox"), response_format=kind, temperature=temperature, seed=3
@@ -67,7 +67,10 @@ def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[Base
             model="talker", input="a fox", text_format=kind, temperature=temperature, max_output_tokens=400
         )
         assert isinstance(answer.output_parsed, kind)
-    of_object: Any = {"type": "json_object", "schema": kind.model_json_schema()}  # as instructor's JSON_SCHEMA asks
+    of_object: Any = {
+        "type": "json_object",
+        "schema": kind.model_json_schema(),
+    }  # the format of instructor's JSON_SCHEMA mode
     chat = text_client.chat.completions.create(model="talker", messages=says("a fox"), response_format=of_object)
     kind.model_validate_json(chat.choices[0].message.content or "")
     any_object = text_client.chat.completions.create(
@@ -77,7 +80,7 @@ def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[Base
     assert isinstance(json.loads(any_object.choices[0].message.content or ""), dict)
 
 
-def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) -> None:
+def test_streams_logprobs_and_completions_follow_the_schema(text_client: OpenAI) -> None:
     with text_client.chat.completions.stream(
         model="talker", messages=says("a fox"), response_format=Scene, temperature=0, logprobs=True, top_logprobs=2
     ) as stream:
@@ -99,25 +102,29 @@ def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) 
     Scene.model_validate_json(text.choices[0].text)
 
 
-def test_what_is_cut_says_so_and_any_object_will_do(text_client: OpenAI, text_server: RunningServer) -> None:
+def test_truncated_answers_are_marked_and_json_object_accepts_any_object(
+    text_client: OpenAI, text_server: RunningServer
+) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         text_client.chat.completions.parse(
             model="talker", messages=says("a fox"), response_format=Scene, max_completion_tokens=5
         )
     with Client(text_server.url) as client:
         messages = [ChatMessage(role="user", content="a fox")]
-        told = client.chat(messages, temperature=0.0, response_format={"type": "json_object"}, max_completion_tokens=64)
+        answer = client.chat(
+            messages, temperature=0.0, response_format={"type": "json_object"}, max_completion_tokens=64
+        )
         plain = client.chat(messages, temperature=0.0, response_format={"type": "text"})
-    choice = told.choices[0]
+    choice = answer.choices[0]
     assert choice.message.content.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
     assert plain.text == "a red fox, deep snow, moonlight"
 
 
-def test_hostile_schemas_cost_nobody_anything(text_client: OpenAI, text_server: RunningServer) -> None:
+def test_hostile_schemas_do_not_delay_other_requests(text_client: OpenAI, text_server: RunningServer) -> None:
     stalls = text_server.num_stalls()
     wide = {"anyOf": [{"type": "array", "items": {"type": ["integer", "string"]}} for _ in range(300)]}
-    for number in range(40):  # more than are kept
+    for number in range(40):  # more than the cache holds
         wide["title"] = str(number)  # type: ignore[assignment]
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wide}}
         text_client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""``styles.csv`` as A1111 has written it over the years, and as spreadsheets save it."""
+"""``styles.csv`` files as A1111 has written them over the years, and as spreadsheets save them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thread pools of the HTTP process: what fills one of them, or the page's, delays no other kind of work."""
+"""Thread pools of the HTTP process: a full pool delays no other kind of work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGE = Path(diffserve.service.__file__).parent
 SHARED_POOLS = {"to_thread", "run_in_threadpool", "iterate_in_threadpool", "FileResponse", "StaticFiles"}
 
 
-def test_no_code_of_the_service_uses_a_pool_that_it_shares_with_others() -> None:
+def test_the_service_uses_no_shared_thread_pool() -> None:
     uses = []
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -44,7 +44,9 @@ def test_no_code_of_the_service_uses_a_pool_that_it_shares_with_others() -> None
                 and getattr(node.func, "attr", "") == "run_in_executor"
                 and isinstance(node.args[0], ast.Constant)
             )
-            if (name in SHARED_POOLS or is_default) and file.name != "loop_lag.py":  # it sets the number of anyio's
+            if (
+                name in SHARED_POOLS or is_default
+            ) and file.name != "loop_lag.py":  # sets the number of anyio's threads
                 uses.append(f"{file.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}")
     assert not uses
 
@@ -136,8 +138,8 @@ def test_a_full_pool_of_batches_delays_no_listing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["newlines", "lines"])
-def test_batches_that_are_checked_leave_other_routes_quick(server: RunningServer, content: str) -> None:
-    """Eight batches of one file at once, of 40 MB of newlines or of 40,000 lines and a wrong last one."""
+def test_checking_large_batches_does_not_delay_other_routes(server: RunningServer, content: str) -> None:
+    """Send eight large batches at once: 40 MB of newlines, or 40,000 lines with an invalid last one."""
     lines = [line(f"fox-{number}") for number in range(40_000)]
     data = b"\n" * 40_000_000 if content == "newlines" else b"\n".join([*lines, lines[0]])
     files = {"file": ("in.jsonl", data)}

@@ -1,4 +1,4 @@
-"""Priorities and deadlines at the door: what bodies say of them, who is refused, and in which words."""
+"""Priorities and deadlines of requests: parsing, refusals and messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = load_settings(env={}).serve
 
 
 @pytest.mark.parametrize(
-    ("said", "priority", "deadline_s"),
+    ("fields", "priority", "deadline_s"),
     [
         ({}, "interactive", CONFIG.request_timeout_s),
         ({"priority": "batch", "deadline_s": 2.5}, "batch", 2.5),
@@ -43,40 +43,40 @@ CONFIG = load_settings(env={}).serve
         ({"service_tier": "flex", "priority": "interactive"}, "interactive", CONFIG.request_timeout_s),
     ],
 )
-def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
-    said: dict[str, object], priority: str, deadline_s: float
+def test_image_chat_and_rewrite_bodies_have_priority_and_deadline(
+    fields: dict[str, object], priority: str, deadline_s: float
 ) -> None:
-    image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     planned = plan_images(image, INFO, CONFIG, "img-1", client="key/a", share=2.0).request
     assert (planned.priority, planned.deadline_s, planned.client, planned.share) == (priority, deadline_s, "key/a", 2.0)
-    chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | said))
+    chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | fields))
     assert chat.urgency(CONFIG.request_timeout_s) == {"priority": priority, "deadline_s": deadline_s}
-    wish = parse(RewriteBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    wish = parse(RewriteBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     rewrite = plan_rewrite(wish, CONFIG, "img-1", client="key/a").request
     assert (rewrite.priority, rewrite.deadline_s, rewrite.client) == (priority, deadline_s, "key/a")
-    texts = plan_embedding(parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | said)), INFO, CONFIG, "img-1")
+    texts = plan_embedding(
+        parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | fields)), INFO, CONFIG, "img-1"
+    )
     assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
-    asked = ask(
+    response = ask(
         parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
     )
-    assert asked.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
+    assert response.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("fields", "param"),
     [({"priority": "urgent"}, "priority"), ({"deadline_s": 0}, "deadline_s"), ({"deadline_s": "2"}, "deadline_s")],
 )
-def test_what_makes_no_sense_is_refused_by_name(said: dict[str, object], param: str) -> None:
+def test_an_invalid_priority_or_deadline_is_refused_by_name(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+        parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | fields))
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize(("least_s", "header"), [(1.0, "Retry-After"), (5.0, "x-should-retry")])
-def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_back(
-    least_s: float, header: str
-) -> None:
-    """From the engine's process over the socket to the answer, and back to an exception of the client's."""
+def test_an_unreachable_deadline_reports_the_expected_time_and_retry_after(least_s: float, header: str) -> None:
+    """Follow the error from the engine's process to the HTTP answer and the client's exception."""
     error = DeadlineUnreachable.of(2.0, 6.5, least_s)
     report = ipc.Rejected(
         request_id="img-1",
@@ -89,21 +89,25 @@ def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_
     reply = reply_to(refusal_in(report))
     assert (reply.status, header in reply.headers) == (429, True)
     assert reply.headers.get("Retry-After", "5") == "5"
-    told = msgspec.json.decode(reply.body)["error"]
-    assert (told["code"], told["param"], told["predicted_s"]) == ("deadline_unreachable", "deadline_s", 6.5)
-    assert told["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
-    back = error_of(msgspec.convert(told, ErrorObject), reply.headers)
+    error_body = msgspec.json.decode(reply.body)["error"]
+    assert (error_body["code"], error_body["param"], error_body["predicted_s"]) == (
+        "deadline_unreachable",
+        "deadline_s",
+        6.5,
+    )
+    assert error_body["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
+    back = error_of(msgspec.convert(error_body, ErrorObject), reply.headers)
     assert isinstance(back, DeadlineUnreachable)
     assert (back.predicted_s, back.retry_after_s) == (6.5, error.retry_after_s)
 
 
-def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interactive_work() -> None:
+def test_batch_work_does_not_use_the_queue_places_of_interactive_work() -> None:
     clock = itertools.count().__next__
     backlog = Backlog("image", 16, 10.0, Metrics(), clock)
-    held = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
+    entries = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
     with ExitStack() as stack:
         refused = 0
-        for place in held:
+        for place in entries:
             try:
                 stack.enter_context(place)
             except QueueFull:
@@ -115,13 +119,13 @@ def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interacti
         assert (backlog.wait_s("one", "batch") or 0.0) > 0.0
 
 
-def test_texts_that_would_be_vectors_too_late_are_refused_with_the_time_that_they_would_take() -> None:
+def test_embeddings_past_their_deadline_are_refused_with_the_expected_time() -> None:
     now_s = 0.0
     backlog = Backlog("embedding", 16, 100.0, Metrics(), lambda: now_s)
-    backlog.check_deadline(1000.0, 0.1)  # nobody knows yet
+    backlog.check_deadline(1000.0, 0.1)  # the pace is not known yet
     with backlog.entered("one", 40.0, priority="batch"), backlog.entered("two", 4.0) as ticket:
         now_s = 2.0
-        backlog.pace.did(4.0)  # two a second
+        backlog.pace.did(4.0)  # two per second
         ticket.advance(0, 0.0)
         backlog.check_deadline(8.0, 6.5)
         with pytest.raises(DeadlineUnreachable, match=r"done in about 6\.0 s; try again") as caught:
@@ -133,7 +137,7 @@ def test_texts_that_would_be_vectors_too_late_are_refused_with_the_time_that_the
             backlog.check_deadline(8.0, 3.0)
 
 
-def test_a_polled_job_tells_the_time_until_its_last_picture_and_its_second_pass() -> None:
+def test_a_polled_job_reports_the_time_until_its_last_image_and_its_second_pass() -> None:
     asyncio.run(_poll())
 
 

@@ -1,4 +1,4 @@
-"""Every door's pictures say what made them, and ``/v1/provenance/verify`` finds it, over a real socket."""
+"""Images of every API declare their origin, and ``/v1/provenance/verify`` detects it, over a real socket."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HEADER = "x-content-provenance"
 
 
 def kind_of(server: RunningServer, file: bytes) -> tuple[str, str]:
-    """What XMP and mark of a ``file`` say it is."""
+    """Return the kinds that the XMP metadata and the watermark of ``file`` declare."""
     with Client(server.url) as client:
-        found = client.verify(file)
-    assert found.is_generated
-    assert found.xmp is not None
-    return found.xmp.digital_source_type.rpartition("/")[2], found.watermark.kind if found.watermark else ""
+        report = client.verify(file)
+    assert report.is_generated
+    assert report.xmp is not None
+    return report.xmp.digital_source_type.rpartition("/")[2], report.watermark.kind if report.watermark else ""
 
 
-def test_what_leaves_by_any_door_says_so_in_file_and_pixels(server: RunningServer) -> None:
+def test_images_of_every_api_are_marked_in_file_and_pixels(server: RunningServer) -> None:
     generated = "trainedAlgorithmicMedia", "generated"
     composite = "compositeWithTrainedAlgorithmicMedia", "composite"
     answer = server.paint(size="128x128")
@@ -42,24 +42,24 @@ def test_what_leaves_by_any_door_says_so_in_file_and_pixels(server: RunningServe
     pictures = {event["type"]: base64.b64decode(event["b64_json"]) for event in events if "b64_json" in event}
     assert kind_of(server, pictures["image_generation.completed"]) == generated
     assert kind_of(server, pictures["image_generation.partial_image"])[0] == "trainedAlgorithmicMedia"
-    kept = httpx.get(server.paint(size="128x128", response_format="url").json()["data"][0]["url"])
-    assert (kept.headers[HEADER], kept.content) == ("xmp;wm", file)
-    asked = {"prompt": "a red fox", "steps": 2, "width": 128, "height": 128, "seed": 1}
-    begun = {"init_images": [base64.b64encode(file).decode()]}
+    stored_file = httpx.get(server.paint(size="128x128", response_format="url").json()["data"][0]["url"])
+    assert (stored_file.headers[HEADER], stored_file.content) == ("xmp;wm", file)
+    fields = {"prompt": "a red fox", "steps": 2, "width": 128, "height": 128, "seed": 1}
+    source = {"init_images": [base64.b64encode(file).decode()]}
     hires = {"width": 64, "height": 64, "enable_hr": True}
-    for name, more, told in (
-        ("txt2img", {}, generated), ("txt2img", hires, generated), ("img2img", begun, composite)
+    for name, extra, expected in (
+        ("txt2img", {}, generated), ("txt2img", hires, generated), ("img2img", source, composite)
     ):  # fmt: skip
-        spoken = server.client.post(f"/sdapi/v1/{name}", json=asked | more)
+        spoken = server.client.post(f"/sdapi/v1/{name}", json=fields | extra)
         assert spoken.headers[HEADER] == "xmp;wm"
-        assert kind_of(server, base64.b64decode(spoken.json()["images"][0])) == told
+        assert kind_of(server, base64.b64decode(spoken.json()["images"][0])) == expected
     edited = server.client.post(
         "/v1/images/edits", files={"image": ("a.png", file)}, data={"prompt": "a fox", "steps": "2"}
     )
     assert kind_of(server, files_of(edited)[0]) == composite
 
 
-def test_a_transparent_picture_is_its_own_mask_and_what_is_kept_bears_no_mark(server: RunningServer) -> None:
+def test_a_transparent_image_is_its_own_mask_and_unchanged_pixels_have_no_watermark(server: RunningServer) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 4), dtype=np.uint8)
     pixels[..., 3] = 255
     pixels[:, :64, 3] = 0
@@ -76,7 +76,7 @@ def test_a_transparent_picture_is_its_own_mask_and_what_is_kept_bears_no_mark(se
     assert kind_of(server, edited)[1] == "composite"
 
 
-def test_what_is_no_picture_and_who_may_not_leave_the_mark_out_are_told_so(server: RunningServer) -> None:
+def test_invalid_files_and_forbidden_unmarked_requests_are_reported(server: RunningServer) -> None:
     def refusal(**body: object) -> tuple[int, str, str]:
         answer = server.client.post("/v1/provenance/verify", json=body)
         return answer.status_code, error_of(answer)["code"], error_of(answer)["param"]
@@ -88,16 +88,16 @@ def test_what_is_no_picture_and_who_may_not_leave_the_mark_out_are_told_so(serve
     assert (form.status_code, error_of(form)["code"]) == (400, "invalid_image")
     bare = BytesIO()
     Image.new("RGB", (64, 64)).save(bare, "PNG")
-    found = server.client.post("/v1/provenance/verify", files={"image": ("a.png", bare.getvalue())}).json()
-    assert found == {
+    report = server.client.post("/v1/provenance/verify", files={"image": ("a.png", bare.getvalue())}).json()
+    assert report == {
         "object": "provenance.verification", "is_generated": False, "xmp": None, "watermark": None, "c2pa": None,
         "parameters": False,
     }  # fmt: skip
-    asked = server.paint(watermark=False)
-    assert "watermark: false changes nothing" in asked.headers["x-diffserve-warnings"]
-    assert asked.headers[HEADER] == "xmp;wm"
+    unmarked = server.paint(watermark=False)
+    assert "watermark: false changes nothing" in unmarked.headers["x-diffserve-warnings"]
+    assert unmarked.headers[HEADER] == "xmp;wm"
     for path, field in (("/sdapi/v1/png-info", "image"), ("/sdapi/v1/img2img", "init_images")):
         url = "https://169.254.169.254/latest/meta-data"
         answer = server.client.post(path, json={"prompt": "a", field: [url] if field == "init_images" else url})
-        told = answer.json()
-        assert (answer.status_code, told["error"], told["code"]) == (400, "HTTPException", "url_not_allowed")
+        reply = answer.json()
+        assert (answer.status_code, reply["error"], reply["code"]) == (400, "HTTPException", "url_not_allowed")

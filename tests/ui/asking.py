@@ -1,10 +1,10 @@
-"""What gradio tells of who asks."""
+"""A stand-in for Gradio's request object."""
 
 from __future__ import annotations
 
 
 class Request:
-    """Somebody's page, on this machine."""
+    """A request of a browser on this machine."""
 
     session_hash = "somebody"
     client = None

@@ -1,4 +1,4 @@
-"""What a small model can do, for tests without a server."""
+"""Capabilities of a small model, for tests without a server."""
 
 from __future__ import annotations
 

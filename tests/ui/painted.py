@@ -1,4 +1,4 @@
-"""Pictures on a board that nobody painted."""
+"""Simulated images on an experiment's board."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOR = (250, 0, 200)
 
 
 def paint(board: Board, image: PlannedImage, *, is_exact: bool | None = None, psnr_db: float | None = None) -> None:
-    """Finish ``image``, a small square of ``COLOR``, of eight UNet rows."""
+    """Finish ``image`` as a small square of ``COLOR`` that took eight UNet rows."""
     pixels = np.full((40, 40, 3), COLOR, np.uint8)
     file = encode_image(Picture.from_array(pixels))
     board.save(FinishedImage(image, pixels, 0, "trailing", 8, file=file))

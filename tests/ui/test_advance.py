@@ -1,4 +1,4 @@
-"""How far a request of several pictures is: one share that grows and one time, whichever picture tells."""
+"""Progress of a request for several images: one growing share and one remaining time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def step(index: int | None, done: int, left_s: float, own_left_s: float | None =
     return Progress(id="1", image_index=index, step=done, steps=STEPS, seconds_left=own_s, request_seconds_left=left_s)
 
 
-def test_pictures_painted_two_by_two_are_told_as_one_work() -> None:
-    """Four pictures, two at a time, a step of both each second: half of them are done before the others begin."""
+def test_images_generated_in_pairs_have_one_progress() -> None:
+    """Report four images, two at a time and a step of both per second: two finish before the others start."""
     advance, shares, left_s = Advance(), [0.0], list[float | None]()
     advance.take(step(None, 0, 20.0), 0.0)
     for second in range(1, 2 * STEPS + 1):
@@ -32,14 +32,14 @@ def test_pictures_painted_two_by_two_are_told_as_one_work() -> None:
     assert left_s == [20.0 - second for second in range(1, 2 * STEPS + 1)], "of all, not of those that are painted now"
 
 
-def test_the_time_goes_on_between_what_is_told() -> None:
+def test_the_time_advances_between_reports() -> None:
     advance = Advance()
     advance.take(step(0, 9, 8.0, own_left_s=1.0), 5.0)
     assert advance.seconds_left(6.0) == pytest.approx(7.0)
     assert advance.seconds_left(20.0) == 0.0
 
 
-def test_a_lost_picture_is_waited_for_no_longer() -> None:
+def test_a_failed_image_no_longer_counts() -> None:
     advance = Advance()
     advance.take(step(0, 5, 99.0), 5.0)
     advance.take(step(1, 1, 99.0), 5.0)
@@ -47,6 +47,6 @@ def test_a_lost_picture_is_waited_for_no_longer() -> None:
     assert advance.share(2) == pytest.approx(0.75)
 
 
-def test_nothing_is_guessed_where_nothing_is_told() -> None:
+def test_nothing_is_estimated_without_reports() -> None:
     assert Advance().seconds_left(0.0) is None
     assert Advance().share(2) == 0.0

@@ -1,4 +1,4 @@
-"""What is said under the picture."""
+"""Captions of images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_seconds_are_rounded_up(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
 
 
-def test_markup_in_a_text_stays_text() -> None:
+def test_markup_in_a_text_is_escaped() -> None:
     shown = status("<img src=x onerror=alert(1)>", notes=("<script>", "<script>"), is_error=True)
     assert "<img" not in shown
     assert "<script" not in shown

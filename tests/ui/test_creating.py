@@ -1,4 +1,4 @@
-"""The tab Create as one page shows it: what is said, and which picture its buttons speak of."""
+"""The Create tab as one page shows it: its messages, and the image to which its buttons refer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORM: dict[str, Any] = {
 
 
 class Page:
-    """A page that is open: ``shown`` has the newest values of its parts, whichever request they came from."""
+    """An open page; ``shown`` holds the newest values of its components from all requests."""
 
     def __init__(self, server: Server) -> None:
         self.shown: dict[str, Any] = {}
@@ -47,36 +47,36 @@ class Page:
 
     def ask(self, **fields: Any) -> AsyncIterator[Sequence[Any]]:
         """Press Generate."""
-        named = FORM | fields
-        return self._events.generate(*(named.get(name, "") for name in NAMES), Request())
+        values = FORM | fields
+        return self._events.generate(*(values.get(name, "") for name in NAMES), Request())
 
     async def choose_control(self, file: Path) -> list[Any]:
-        """Choose the picture of a ControlNet: what then stands in its field, and the caption."""
+        """Choose the image of a ControlNet and return its field's content and the caption."""
         return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
 
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop(keeps_unfinished=True)
 
     async def choose(self, index: int) -> None:
-        """Click on one of the pictures of a request."""
-        chosen = gr.SelectData(None, {"index": index, "value": None})
-        news = zip(PARTS, await self._events.look_closer(chosen, Request()), strict=True)  # type: ignore[arg-type]
+        """Click one of the images of a request."""
+        selection = gr.SelectData(None, {"index": index, "value": None})
+        news = zip(PARTS, await self._events.look_closer(selection, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
-        """Take what ``request`` tells next."""
+        """Apply the next update of ``request``."""
         news = zip(PARTS, await anext(request), strict=True)
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def until(self, request: AsyncIterator[Sequence[Any]], is_so: Callable[[], object]) -> None:
-        """Take what ``request`` tells until ``is_so``."""
+        """Apply updates of ``request`` until ``is_so``."""
         async with asyncio.timeout(SOON_S):
             await self.look(request)
             while not is_so():
                 await self.look(request)
 
-    async def rest(self, request: AsyncIterator[Sequence[Any]]) -> None:
-        """Take all that ``request`` tells, to its end."""
+    async def finish(self, request: AsyncIterator[Sequence[Any]]) -> None:
+        """Apply all remaining updates of ``request``."""
         async with asyncio.timeout(SOON_S):
             try:
                 while True:
@@ -96,76 +96,76 @@ def tell(running: RunningServer, story: Callable[[Page], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("fields", "said"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
-def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_is(
-    server: RunningServer, fields: dict[str, str], said: str
+@pytest.mark.parametrize(("fields", "message"), [({"prompt": " "}, "prompt is empty"), ({"sampler": "nope"}, "nope")])
+def test_a_failure_is_shown_next_to_a_running_request_until_another_starts(
+    server: RunningServer, fields: dict[str, str], message: str
 ) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: "step " in page.caption)
-        assert said not in page.caption
-        await page.rest(page.ask(**fields))
+        assert message not in page.caption
+        await page.finish(page.ask(**fields))
         assert 'role="alert"' in page.caption
-        assert said in page.caption
+        assert message in page.caption
         await page.until(painting, lambda: re.search(rf"step \d+ of {LONG}", page.caption))
-        assert said in page.caption
+        assert message in page.caption
         another = page.ask(steps=LONG, seed="4")
         await page.look(another)
         await page.until(painting, lambda: "1 more queued" in page.caption)
-        assert said not in page.caption
+        assert message not in page.caption
         page.stop()
-        await page.rest(painting)
-        await page.rest(another)
+        await page.finish(painting)
+        await page.finish(another)
         assert "Stopped" in page.caption
         assert OLDER not in page.caption
 
     tell(server, story)
 
 
-def test_what_came_to_nothing_is_still_said_when_the_other_one_is_painted(server: RunningServer) -> None:
+def test_a_failure_is_still_shown_when_the_other_request_is_done(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask()
         await page.look(painting)
-        await page.rest(page.ask(prompt=""))
-        await page.rest(painting)
+        await page.finish(page.ask(prompt=""))
+        await page.finish(painting)
         assert "Generated in" in page.caption
         assert "prompt is empty" in page.caption
-        await page.rest(page.ask())
+        await page.finish(page.ask())
         assert "prompt is empty" not in page.caption
 
     tell(server, story)
 
 
-def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(server: RunningServer) -> None:
+def test_buttons_refer_only_to_the_complete_image_that_is_shown(server: RunningServer) -> None:
     def can_be_used(page: Page) -> set[bool]:
         return {page.shown[name]["interactive"] for name in BUTTONS}
 
     async def story(page: Page) -> None:
-        await page.rest(page.ask())
-        whole = {name: page.shown[name] for name in OF_PICTURE}
-        assert "Seed: 3" in whole["parameters"]
+        await page.finish(page.ask())
+        fields_of_image = {name: page.shown[name] for name in OF_PICTURE}
+        assert "Seed: 3" in fields_of_image["parameters"]
         assert can_be_used(page) == {True}
         painting = page.ask(steps=LONG, seed="4")
         await page.until(painting, lambda: Path(page.shown["picture"]).name.startswith("preview-"))
         assert can_be_used(page) == {False}
         assert (page.shown["painted_from"], page.shown["parameters"]) == ("", "")
         page.stop()
-        await page.rest(painting)
+        await page.finish(painting)
         assert "Stopped" in page.caption
         assert "Seed: 4" in page.shown["parameters"]
         assert can_be_used(page) == {True}
-        assert page.shown["picture"] != whole["picture"]
+        assert page.shown["picture"] != fields_of_image["picture"]
 
     tell(server, story)
 
 
-def test_stop_keeps_the_unfinished_picture(server: RunningServer) -> None:
+def test_stop_shows_the_unfinished_image(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: re.search(rf"step [1-9]\d* of {LONG}", page.caption))
         page.stop()
         await page.until(painting, lambda: STOPPING in page.caption or "Stopped" in page.caption)
-        await page.rest(painting)
+        await page.finish(painting)
         [steps] = re.findall(rf"Stopped at step (\d+) of {LONG}. It is not finished.", page.caption)
         assert 0 < int(steps) < int(LONG)
         assert f"Interrupted after: {steps}," in page.shown["parameters"]
@@ -178,13 +178,13 @@ def test_stop_keeps_the_unfinished_picture(server: RunningServer) -> None:
     tell(server, story)
 
 
-def test_second_stop_does_not_wait_for_the_unfinished_picture(server: RunningServer) -> None:
+def test_second_stop_does_not_wait_for_the_unfinished_image(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: page.shown.get("picture"))
         page.stop()
         page.stop()
-        await page.rest(painting)
+        await page.finish(painting)
         assert "Stopped at step" in page.caption
         assert page.shown["picture"] is None
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
@@ -192,7 +192,7 @@ def test_second_stop_does_not_wait_for_the_unfinished_picture(server: RunningSer
     tell(server, story)
 
 
-def test_only_what_changed_is_sent_but_a_new_picture_brings_along_what_speaks_of_it() -> None:
+def test_only_changes_are_sent_but_a_new_image_brings_its_texts_and_buttons() -> None:
     screen = Screen()
 
     def sent(**values: Any) -> dict[str, Any]:
@@ -220,32 +220,32 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
         await page.until(request, lambda: EARLY in page.caption)
         assert page.shown["stop"]["visible"] is True
         is_loaded.set()
-        await page.rest(request)
+        await page.finish(request)
         assert "Generated in" in page.caption
         given_up = page.ask(sampler="nope")
         is_loaded.clear()
         await page.until(given_up, lambda: EARLY in page.caption)
         page.stop()
-        await page.rest(given_up)
+        await page.finish(given_up)
         assert "Stopped" in page.caption
         assert OLDER in page.caption
 
     tell(server, story)
 
 
-def test_a_batch_shows_all_its_pictures_until_one_is_chosen(server: RunningServer) -> None:
+def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer) -> None:
     async def story(page: Page) -> None:
-        await page.rest(page.ask(count=3))
+        await page.finish(page.ask(count=3))
         together = page.shown["batch"]
         assert together["visible"]
-        assert [said for _, said in together["value"]] == ["seed 3", "seed 4", "seed 5"]
+        assert [caption for _, caption in together["value"]] == ["seed 3", "seed 4", "seed 5"]
         assert "3 pictures" in page.caption
         assert "seeds 3 to 5" in page.caption
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
         await page.choose(1)
         assert not page.shown["batch"]["visible"]
         assert "Seed: 4" in page.shown["parameters"]
-        await page.rest(page.ask())
+        await page.finish(page.ask())
         assert not page.shown["batch"]["visible"]
 
     tell(server, story)

@@ -1,4 +1,4 @@
-"""The page's named endpoints, driven by gradio's own client: what a visitor can do, a script can."""
+"""The page's named endpoints with Gradio's client: scripts can do what visitors can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFUSED = re.compile(r'^diffserve_engine_requests_total\{kind="image",outcome="r
 
 
 class Painted(NamedTuple):
-    """What ``/generate`` gives: files that were fetched, HTML, and the parameters of the picture."""
+    """The result of ``/generate``: downloaded files, HTML, and the parameters of the image."""
 
     picture: Any
     batch: Any
@@ -38,7 +38,7 @@ class Painted(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """What ``/experiment`` gives: HTML, and two files that were fetched."""
+    """The result of ``/experiment``: HTML and two downloaded files."""
 
     status: str
     grid: str
@@ -49,7 +49,7 @@ class Experiment(NamedTuple):
 
 
 def file_in(value: Any) -> Path:
-    """The file of a component's value, bare or within an update."""
+    """Return the file of a component's value, plain or within an update."""
     return Path(value["value"] if isinstance(value, dict) else value)
 
 
@@ -62,7 +62,7 @@ def client_of(server: RunningServer, folder: Path) -> Client:
 
 @pytest.fixture(scope="module")
 def shared_page(shared_page_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Gradio's client of the page, for all that do not close it."""
+    """Return Gradio's client of the page, for all tests that do not close it."""
     client = client_of(shared_page_server, tmp_path_factory.mktemp("files"))
     yield client
     client.close()
@@ -70,17 +70,17 @@ def shared_page(shared_page_server: RunningServer, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def page(shared_page: Client, page_server: RunningServer) -> Client:
-    """The client, of a server that is idle again after each test."""
+    """Yield the client, and wait until the server is idle after each test."""
     return shared_page
 
 
-def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
-    told: Any = page.view_api(print_info=False, return_format="dict")
-    assert set(told["named_endpoints"]) == ENDPOINTS
-    assert told["unnamed_endpoints"] == {}
+def test_only_these_endpoints_are_named(page: Client) -> None:
+    api: Any = page.view_api(print_info=False, return_format="dict")
+    assert set(api["named_endpoints"]) == ENDPOINTS
+    assert api["unnamed_endpoints"] == {}
 
 
-def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client, page_server: RunningServer) -> None:
+def test_endpoint_types_and_names_match_their_values(page: Client, page_server: RunningServer) -> None:
     endpoints: Any = page.view_api(print_info=False, return_format="dict")["named_endpoints"]
     for name, endpoint in endpoints.items():
         labels = [value["label"] for value in (*endpoint["parameters"], *endpoint["returns"])]
@@ -100,9 +100,7 @@ def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client
     assert "'ddim'" in sampler["python_type"]["type"]
 
 
-def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
-    page: Client, page_server: RunningServer
-) -> None:
+def test_generate_shows_previews_and_ends_with_the_servers_file(page: Client, page_server: RunningServer) -> None:
     started_s = time.monotonic()
     moments = [Painted(*moment) for moment in page.submit(FOX, steps="30", seed="5", api_name="/generate")]
     assert len(moments) <= (time.monotonic() - started_s) / UPDATE_EVERY_S + 2  # the first and the last are extra
@@ -110,7 +108,7 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     pictures = {file_in(moment.picture).name for moment in moments if isinstance(moment.picture, str)}
     assert len([name for name in pictures if name.startswith("preview-")]) >= 1
     counted = [re.search(r"step (\d+) of 30", str(moment.caption)) for moment in moments]
-    assert len({found[1] for found in counted if found}) >= 2
+    assert len({match[1] for match in counted if match}) >= 2
     file = file_in(last.picture).read_bytes()
     assert [file] == files_of(page_server.paint(FOX, num_steps=30, seed=5, size="128x128"))
     assert last.parameters == read_infotext(file)
@@ -120,27 +118,27 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [{"sampler": "ddim", "guidance": "2.5"}, {"sampler": "euler_a", "eta": "0", "guidance": "2.123456789"}],
     ids=["ddim", "euler_a"],
 )
-def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, asked: dict[str, str]) -> None:
+def test_a_file_is_read_into_settings_that_reproduce_it(page: Client, fields: dict[str, str]) -> None:
     first = Painted(*page.predict(
-        "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **asked, api_name="/generate"
+        "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **fields, api_name="/generate"
     ))  # fmt: skip
     read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
-    told: Any = page.view_api(print_info=False, return_format="dict")
-    names = [parameter["parameter_name"] for parameter in told["named_endpoints"]["/generate"]["parameters"]]
-    settings = dict(zip(names[:-1], read, strict=False))  # the last is what the browser marks
+    api: Any = page.view_api(print_info=False, return_format="dict")
+    names = [parameter["parameter_name"] for parameter in api["named_endpoints"]["/generate"]["parameters"]]
+    settings = dict(zip(names[:-1], read, strict=False))  # the last one holds the marks of the browser
     assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
-    assert (settings["guidance"], settings["eta"]) == (asked["guidance"], asked.get("eta"))
+    assert (settings["guidance"], settings["eta"]) == (fields["guidance"], fields.get("eta"))
     again = Painted(*page.predict(**settings, api_name="/generate"))
-    once, twice = (decode_image(file_in(one.picture).read_bytes()).array for one in (first, again))
+    once, twice = (decode_image(file_in(answer.picture).read_bytes()).array for answer in (first, again))
     assert np.array_equal(once, twice)
     assert again.parameters == first.parameters
 
 
-def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> None:
+def test_suggest_streams_words_and_shows_the_changes(page: Client) -> None:
     moments = list(page.submit("pls draw me 2 doggos chillin on teh beach", api_name="/suggest"))
     written = [suggestion for suggestion, _ in moments]
     assert written[-1] == "two dogs on the beach"
@@ -150,15 +148,15 @@ def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> Non
     assert re.search(r"<ins>.*dogs", moments[-1][1])
 
 
-def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with(page: Client) -> None:
-    asked = {
+def test_auto_shows_the_revised_prompt_and_the_caption_shows_the_settings(page: Client) -> None:
+    fields = {
         "rewrite_mode": "Auto",
         "steps": "4",
         "loras": "sepia:0.5",
         "guidance_interval": "0.1-0.9",
         "clip_skip": "1",
     }
-    painted = Painted(*page.predict("two doggos on teh beach", **asked, api_name="/generate"))
+    painted = Painted(*page.predict("two doggos on teh beach", **fields, api_name="/generate"))
     assert ", sepia 0.5, guided part 0.1-0.9, clip skip 1, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from
     assert painted.parameters.startswith("two dogs on the beach <lora:sepia:0.5>\n")
@@ -174,21 +172,21 @@ def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with
         ({"prompt": FOX, "size": "big"}, "big"),
     ],
 )
-def test_a_wrong_value_is_a_sentence_with_the_way_out(page: Client, fields: dict[str, str], sentence: str) -> None:
+def test_an_invalid_value_is_a_message_with_the_fix(page: Client, fields: dict[str, str], sentence: str) -> None:
     painted = Painted(*page.predict(**fields, api_name="/generate"))
     assert 'role="alert"' in painted.caption
     assert sentence in painted.caption
     assert not isinstance(painted.picture, str)
 
 
-def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> None:
-    asked = {
+def test_an_experiment_is_estimated_run_and_stored_in_files(page: Client) -> None:
+    fields = {
         "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
         "has_converged": False,
     }  # fmt: skip
-    estimate = page.predict(**asked, api_name="/experiment_estimate")
+    estimate = page.predict(**fields, api_name="/experiment_estimate")
     assert re.search(r"about \d+ (s|min)", estimate)
-    done = Experiment(*page.submit(**asked, api_name="/experiment").result(PATIENCE_S))
+    done = Experiment(*page.submit(**fields, api_name="/experiment").result(PATIENCE_S))
     table = list(csv.DictReader(file_in(done.csv).read_text(encoding="utf-8").splitlines()))
     assert {(row["sampler"], row["steps"]) for row in table} == {
         ("ddim", "1"), ("ddim", "3"), ("euler", "1"), ("euler", "3")
@@ -204,14 +202,14 @@ def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> N
     [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
      ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
 )  # fmt: skip
-def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
-    asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
-    for told in (
-        page.predict(**asked, api_name="/experiment_estimate"),
-        Experiment(*page.predict(**asked, api_name="/experiment")).status,
+def test_an_experiment_that_cannot_run_reports_the_reason(page: Client, fields: dict[str, Any], sentence: str) -> None:
+    values = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
+    for answer in (
+        page.predict(**values, api_name="/experiment_estimate"),
+        Experiment(*page.predict(**values, api_name="/experiment")).status,
     ):
-        assert 'role="alert"' in told
-        assert sentence in told
+        assert 'role="alert"' in answer
+        assert sentence in answer
 
 
 def test_numbers_may_be_sent_as_numbers(page: Client, page_server: RunningServer) -> None:
@@ -224,7 +222,7 @@ def test_numbers_may_be_sent_as_numbers(page: Client, page_server: RunningServer
 
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
-def test_a_script_that_gives_up_frees_the_lane(page_server: RunningServer, tmp_path: Path, way: str) -> None:
+def test_a_script_that_disconnects_frees_the_slot(page_server: RunningServer, tmp_path: Path, way: str) -> None:
     page = client_of(page_server, tmp_path)
     job = page.submit(FOX, steps="1000", api_name="/generate")
     page_server.wait_for_requests(1)
@@ -236,7 +234,7 @@ def test_a_script_that_gives_up_frees_the_lane(page_server: RunningServer, tmp_p
     page.close()
 
 
-def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(
+def test_one_visitor_with_many_images_does_not_block_others(
     page: Client, page_server: RunningServer, tmp_path: Path
 ) -> None:
     other = client_of(page_server, tmp_path)

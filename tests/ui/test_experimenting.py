@@ -1,4 +1,4 @@
-"""What the tab Experiment answers, to a form and to a server that is there or away."""
+"""Answers of the Experiment tab to a form, with a server that is available or not."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def here(server: RunningServer) -> Iterator[Server]:
-    """The page's own view of the shared server."""
+    """Return the page's client of the shared server."""
     page_server = Server(server.url)
     yield page_server
     page_server.files.remove()
 
 
 def form(**fields: Any) -> dict[str, Any]:
-    chosen: dict[str, Any] = {
+    values: dict[str, Any] = {
         "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
         "guidance": None, "has_converged": False, "model": None,
     }  # fmt: skip
-    return chosen | fields
+    return values | fields
 
 
 async def run(events: ExperimentHandlers, **fields: Any) -> list[Shown]:
@@ -70,16 +70,16 @@ def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
     assert last.png["value"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -> None:
+def test_stop_affects_only_its_own_page(here: Server, server: RunningServer) -> None:
     class Other(Request):
         session_hash = "somebody else"
 
     async def paint() -> list[Shown]:
         events, shown = ExperimentHandlers(here), []
-        async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+        async for update in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
             await events.stop(Other())  # type: ignore[arg-type]
-            shown.append(one)
-            if "<img" in str(one.grid):
+            shown.append(update)
+            if "<img" in str(update.grid):
                 await events.stop(Request())  # type: ignore[arg-type]
         await here.client.close()
         return shown
@@ -87,10 +87,10 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
     shown = asyncio.run(paint())
     server.wait_until_idle()
     assert "Stopped" in shown[-1].status
-    assert sum("Stopped" in str(one.status) for one in shown) == 1
+    assert sum("Stopped" in str(update.status) for update in shown) == 1
 
 
-def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None:
+def test_an_invalid_experiment_is_reported_in_its_tab(here: Server) -> None:
     async def ask() -> tuple[str, list[Shown]]:
         events = ExperimentHandlers(here)
         answers = await events.estimate(**form(samplers=["ddin"])), await run(events, steps="5000")
@@ -104,7 +104,7 @@ def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None
     assert "1000 steps is the most" in shown[0].status
 
 
-def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
+def test_an_unreachable_server_is_a_message_with_the_fix() -> None:
     async def ask() -> tuple[str, list[Shown]]:
         server = Server(NOBODY)
         events = ExperimentHandlers(server)
@@ -117,14 +117,14 @@ def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
     assert "diffserve serve" in shown[-1].status
 
 
-def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(server: RunningServer) -> None:
+def test_a_server_lost_midway_is_one_message_and_finished_images_stay(server: RunningServer) -> None:
     async def paint(cable: Cable) -> tuple[list[Shown], str]:
         page_server, shown = Server(cable.url), []
         events = ExperimentHandlers(page_server)
         try:
-            async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
-                shown.append(one)
-                if re.search(r"image 1 of 2\b", one.status):
+            async for update in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+                shown.append(update)
+                if re.search(r"image 1 of 2\b", update.status):
                     await asyncio.to_thread(cable.pull_out)
             return shown, shown[-1].csv["value"].read_text(encoding="utf-8")
         finally:
@@ -133,7 +133,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
     with cable_to(server.port) as cable:
         shown, table = asyncio.run(paint(cable))
     *before, last = shown
-    assert 'role="alert"' not in "".join(one.status for one in before)
+    assert 'role="alert"' not in "".join(update.status for update in before)
     assert last.status.count("<p>") == last.status.count('role="alert"') == 1
     assert "ended before the answer did" in last.status
     assert "1 of 2 pictures are painted and kept" in last.status
@@ -142,7 +142,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
     assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, "hidden")
 
 
-def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_curves_are_not_a_failure_before_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(view, "CURVES_EVERY_S", 0.0)
     plan = SweepPlan(samplers=("ddim",), steps=(2, 4), guidance=(1.0,), prompts=("a",), num_seeds=1)
 
@@ -161,7 +161,7 @@ def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.Monkey
     assert "no data for a curve" in over.curves_over_steps
 
 
-def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_them(
+def test_an_estimate_waits_for_the_models_without_an_error_and_a_run_starts_with_them(
     monkeypatch: pytest.MonkeyPatch, here: Server
 ) -> None:
     async def ask() -> tuple[str, list[Shown]]:
@@ -189,7 +189,7 @@ def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_th
     assert "Painted 1 pictures" in shown[-1].status
 
 
-def test_samplers_are_called_by_their_labels() -> None:
+def test_samplers_are_selected_by_their_labels() -> None:
     plan = SweepPlan(samplers=("DPM++ 2M Karras", "ddim"), steps=(2,), guidance=(1.0,), prompts=("a",), num_seeds=2)
     image = ImageCapabilities(
         family="sd15", digest="0", device="cpu", dtype="float32", sizes=((64, 64),), min_side_px=64, max_side_px=64,

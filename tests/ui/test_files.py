@@ -1,4 +1,4 @@
-"""Visitors' pictures on disk: bounded, not to be guessed, gone at the end."""
+"""Image files of visitors: limited in size, with unguessable names, removed at the end."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def files() -> Iterator[PageFiles]:
     files.remove()
 
 
-def test_what_is_written_is_read_back_from_a_place_of_its_own(files: PageFiles) -> None:
-    one, other = files.write(b"one", "a fox.png"), files.write(b"other", "a fox.png")
-    assert (one.read_bytes(), other.read_bytes()) == (b"one", b"other")
-    assert one.name == "a-fox.png"
-    assert one.parent.parent == files.folder
-    assert len(one.parent.name) == 32
+def test_every_file_is_stored_at_a_separate_path(files: PageFiles) -> None:
+    first, other = files.write(b"one", "a fox.png"), files.write(b"other", "a fox.png")
+    assert (first.read_bytes(), other.read_bytes()) == (b"one", b"other")
+    assert first.name == "a-fox.png"
+    assert first.parent.parent == files.folder
+    assert len(first.parent.name) == 32
 
 
-def test_the_oldest_make_room_for_the_newest(files: PageFiles) -> None:
+def test_the_oldest_files_are_evicted(files: PageFiles) -> None:
     paths = [files.write(bytes(40), f"{number}.png") for number in range(4)]
     assert [path.exists() for path in paths] == [False, False, True, True]
 
@@ -43,7 +43,7 @@ def test_a_single_file_may_be_larger_than_the_bound(files: PageFiles) -> None:
 
 
 def uploaded(files: PageFiles, num_bytes: int, *, age_s: float = 0.0) -> Path:
-    """A file as gradio lays it, in a folder of its own that is named after its content."""
+    """Return a file stored as by Gradio, in a separate folder named after its content."""
     place = files.folder / secrets.token_hex(32)
     place.mkdir()
     (place / "a.png").write_bytes(bytes(num_bytes))
@@ -51,7 +51,7 @@ def uploaded(files: PageFiles, num_bytes: int, *, age_s: float = 0.0) -> Path:
     return place / "a.png"
 
 
-def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: PageFiles) -> None:
+def test_an_unread_upload_is_removed_after_some_minutes(files: PageFiles) -> None:
     old, new = uploaded(files, 1, age_s=UPLOAD_S + 1), uploaded(files, 1)
     (files.folder / "tmpold").write_bytes(b"x")
     os.utime(files.folder / "tmpold", (time.time() - UPLOAD_S - 1,) * 2)
@@ -61,7 +61,7 @@ def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: PageFiles) -
     assert [path.exists() for path in (old.parent, new, files.folder / "tmpold", picture)] == [False, True, False, True]
 
 
-def test_uploads_count_and_drive_out_one_another_first(files: PageFiles) -> None:
+def test_uploads_count_and_are_evicted_first(files: PageFiles) -> None:
     pictures = [files.write(bytes(45), "x.png") for _ in range(2)]
     old, new = uploaded(files, 12, age_s=20), uploaded(files, 12, age_s=10)
     files.sweep()
@@ -72,11 +72,11 @@ def test_uploads_count_and_drive_out_one_another_first(files: PageFiles) -> None
     assert pictures[1].exists()
 
 
-def test_nobody_else_on_the_machine_may_look(files: PageFiles) -> None:
+def test_files_are_private_to_the_user(files: PageFiles) -> None:
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
 
 
-def test_nothing_is_left_behind(files: PageFiles) -> None:
+def test_nothing_remains_after_closing(files: PageFiles) -> None:
     files.write(b"x", "x.png")
     (files.folder / "tmp-of-gradio").write_bytes(b"x")
     files.remove()
@@ -84,26 +84,26 @@ def test_nothing_is_left_behind(files: PageFiles) -> None:
     files.remove()
 
 
-def test_a_folder_that_somebody_cleaned_away_is_made_again(files: PageFiles) -> None:
+def test_a_deleted_folder_is_created_again(files: PageFiles) -> None:
     shutil.rmtree(files.folder)
     assert files.write(b"x", "x.png").read_bytes() == b"x"
     with closing(PageFiles()):
         assert files.folder.exists()
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_not(files: PageFiles) -> None:
+def test_files_of_killed_processes_are_removed_and_those_of_running_ones_stay(files: PageFiles) -> None:
     orphan = left_behind("a" * 32)
-    with closing(PageFiles()) as others:
+    with closing(PageFiles()) as other_files:
         assert not orphan.exists()
-        assert others.left == []
+        assert other_files.left == []
         assert files.folder.exists()
 
 
 def left_behind(name: str) -> Path:
-    """The folder of a process that was killed, with a picture in the folder ``name``."""
+    """Return the folder of a killed process, with an image in the folder ``name``."""
     program = "import os, ui.files; print(ui.files.PageFiles().folder, flush=True); os.kill(os.getpid(), 9)"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    orphan = Path(told.stdout.strip())
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    orphan = Path(completed.stdout.strip())
     (orphan / name).mkdir(parents=True)
     (orphan / name / "a.png").write_bytes(b"x")
     return orphan
@@ -117,7 +117,7 @@ def closing(files: PageFiles) -> Iterator[PageFiles]:
         files.remove()
 
 
-def test_what_a_killed_process_left_for_somebody_is_taken_over_for_an_hour() -> None:
+def test_a_visitors_files_of_a_killed_process_are_taken_over_for_an_hour() -> None:
     orphan = left_behind("new")
     for name, age_s in (("new", 0.0), ("old", LEFT_S + 60)):
         (orphan / name).mkdir(exist_ok=True)
@@ -127,18 +127,18 @@ def test_what_a_killed_process_left_for_somebody_is_taken_over_for_an_hour() -> 
         assert [folder.name for folder in files.left] == ["new"]
         assert (files.folder / "new" / "a.png").read_bytes() == b"x"
         assert not orphan.exists()
-        with closing(PageFiles()) as others:
-            assert others.left == []
+        with closing(PageFiles()) as other_files:
+            assert other_files.left == []
 
 
-def test_what_belongs_to_who_is_still_here_outlives_the_process_and_nothing_else() -> None:
+def test_only_files_of_present_visitors_outlive_the_process() -> None:
     files = PageFiles()
-    mine, theirs, nobodys = (files.write(b"x", "x.png") for _ in range(3))
+    mine, other_path, nobodys = (files.write(b"x", "x.png") for _ in range(3))
     files.note(mine, "me", b"{}")
-    files.note(theirs, "them", b"{}")
+    files.note(other_path, "them", b"{}")
     files.stays = lambda: {"me"}
     files.remove()
-    assert [path.exists() for path in (mine, theirs, nobodys)] == [True, False, False]
+    assert [path.exists() for path in (mine, other_path, nobodys)] == [True, False, False]
     files.stays = frozenset
     shutil.rmtree(files.folder)
 
@@ -154,5 +154,5 @@ def test_what_belongs_to_who_is_still_here_outlives_the_process_and_nothing_else
         ("x" * 500 + ".png", "x" * MAX_NAME_CHARS + ".png"),
     ],
 )
-def test_a_name_is_made_harmless(text: str, name: str) -> None:
+def test_file_names_are_sanitized(text: str, name: str) -> None:
     assert safe_name(text) == name

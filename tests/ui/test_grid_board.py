@@ -1,4 +1,4 @@
-"""What is painted of an experiment so far, and what it says of each cell."""
+"""The board of an experiment: finished images and the summary of each cell."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse(board: Board, cell: Cell) -> None:
     board.handle(RefusedImage(PlannedImage(cell, 0, 0), "no"))
 
 
-def test_a_square_shows_its_preview_until_its_picture_is_there(board_of: MakeBoard) -> None:
+def test_a_cell_shows_its_preview_until_its_image_is_finished(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     cell = board.plan.cells[0]
     square = board.squares[cell]
@@ -57,7 +57,7 @@ def test_a_square_shows_its_preview_until_its_picture_is_there(board_of: MakeBoa
     assert (square.look, square.is_shown_whole) == (board.file_of(cell, (0, 0)), True)
 
 
-def test_every_change_is_news(board_of: MakeBoard) -> None:
+def test_every_change_is_notified(board_of: MakeBoard) -> None:
     board = board_of()
     image = next(board.plan.images())
     changes: list[Callable[[], None]] = [
@@ -72,7 +72,7 @@ def test_every_change_is_news(board_of: MakeBoard) -> None:
         assert board.version == number
 
 
-def test_rows_that_are_done_count_unfinished_pictures_by_their_share(board_of: MakeBoard) -> None:
+def test_finished_rows_include_the_share_of_unfinished_images(board_of: MakeBoard) -> None:
     board = board_of(has_converged=False)
     few, many = Cell("ddpm", 4, 3.0), Cell("ddim", 8, 3.0)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_rows_that_are_done_count_unfinished_pictures_by_their_share(board_of: M
     assert board.rows_done == 8 + 16, "nothing more will be done for a refused cell"
 
 
-def test_only_places_that_every_begun_cell_has_are_compared(board_of: MakeBoard) -> None:
+def test_only_images_that_every_started_cell_has_are_compared(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3)
     first, second, *_ = board.plan.cells
     for seed in (0, 1, 2):
@@ -91,14 +91,14 @@ def test_only_places_that_every_begun_cell_has_are_compared(board_of: MakeBoard)
     assert [seed for _, seed in board.fair_places] == [0, 1, 2]
     paint(board, PlannedImage(second, 0, 0), is_exact=False)
     assert [seed for _, seed in board.fair_places] == [0]
-    rows = {one.cell: one for one in board.summaries(GUESS)}
+    rows = {summary.cell: summary for summary in board.summaries(GUESS)}
     assert set(rows) == {first, second}
     exact = rows[first].value(Measure.EXACT)
     assert exact is not None
     assert (exact.value, rows[first].num_images) == (1.0, 1), "the two others are not paired"
 
 
-def test_a_converged_picture_that_is_missing_costs_its_own_place_alone(board_of: MakeBoard) -> None:
+def test_a_missing_converged_image_excludes_only_its_own_comparison(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3)
     for image in board.plan.images():
         is_lost, is_reference = image.seed_index == 1, image.cell.is_reference
@@ -107,23 +107,25 @@ def test_a_converged_picture_that_is_missing_costs_its_own_place_alone(board_of:
     assert [seed for _, seed in board.fair_places] == [0, 2]
     *rows, reference = board.summaries(GUESS)
     assert reference.cell.is_reference
-    assert [near.value for one in rows if (near := one.value(Measure.PSNR_DB))] == [21.0] * len(board.plan.cells)
+    assert [near.value for summary in rows if (near := summary.value(Measure.PSNR_DB))] == [21.0] * len(
+        board.plan.cells
+    )
 
 
-def test_a_cell_that_was_given_up_narrows_no_other(board_of: MakeBoard) -> None:
+def test_a_failed_cell_does_not_narrow_the_comparison(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=3, has_converged=False)
-    lost, *others = board.plan.cells
-    paint(board, PlannedImage(lost, 0, 2))
-    refuse(board, lost)
+    lost_cell, *remaining = board.plan.cells
+    paint(board, PlannedImage(lost_cell, 0, 2))
+    refuse(board, lost_cell)
     assert [seed for _, seed in board.fair_places] == [2], "it is all that there is"
-    for cell in others:
+    for cell in remaining:
         for seed in (0, 1, 2):
             paint(board, PlannedImage(cell, 0, seed))
     assert [seed for _, seed in board.fair_places] == [0, 1, 2]
-    assert {one.cell for one in board.summaries(GUESS)} == set(others)
+    assert {summary.cell for summary in board.summaries(GUESS)} == set(remaining)
 
 
-def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measured(board_of: MakeBoard) -> None:
+def test_seconds_are_evaluations_times_an_estimated_or_measured_time(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board)
     (guessed, *_) = board.summaries(GUESS)
@@ -134,30 +136,30 @@ def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measur
     assert measured.step_ms.value == pytest.approx(1000 * 0.02 * 8 / 4)
 
 
-def test_few_prompts_have_no_interval_and_many_have(board_of: MakeBoard) -> None:
+def test_only_many_prompts_have_a_confidence_interval(board_of: MakeBoard) -> None:
     def exact(num_prompts: int, num_seeds: int) -> tuple[float | None, float | None]:
         board = board_of(num_prompts, num_seeds)
         paint_all(board, is_exact=True)
-        found = board.summaries(GUESS)[0].value(Measure.EXACT)
-        assert found is not None
-        assert found.value == 1.0
-        return found.low, found.high
+        exact = board.summaries(GUESS)[0].value(Measure.EXACT)
+        assert exact is not None
+        assert exact.value == 1.0
+        return exact.low, exact.high
 
     assert exact(1, 1) == exact(2, 4) == (None, None)
     assert exact(6, 1) == (0.5, 1.0), "the rule of three"
     assert exact(1, 6) == (0.5, 1.0), "the seeds of an only prompt"
 
 
-def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell(board_of: MakeBoard) -> None:
+def test_a_measure_missing_for_an_image_is_missing_for_its_cell(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     first, second, *_ = board.plan.cells
     for cell in (first, second):
         paint(board, PlannedImage(cell, 0, 0), is_exact=True, psnr_db=30.0 if cell == first else None)
         paint(board, PlannedImage(cell, 0, 1), is_exact=None)
-    assert [(one.num_images, one.measures) for one in board.summaries(GUESS)] == [(2, {}), (2, {})]
+    assert [(summary.num_images, summary.measures) for summary in board.summaries(GUESS)] == [(2, {}), (2, {})]
 
 
-def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from(board_of: MakeBoard) -> None:
+def test_the_table_has_a_row_for_each_cell_and_the_source_of_its_seconds(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
     rows = list(csv.DictReader(io.StringIO(table_of(board.summaries(GUESS)))))
@@ -171,7 +173,7 @@ def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from
 
 
 @pytest.mark.slow
-def test_the_picture_holds_grid_and_curves(board_of: MakeBoard) -> None:
+def test_the_overview_image_has_the_grid_and_the_curves(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
     sheet = decode_image(sheet_of(board.summaries(GUESS), board))

@@ -1,4 +1,4 @@
-"""What a picture of an experiment is worth."""
+"""Quality measures of an experiment's images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOX = "a fox next to a cactus on the beach"
 
 @pytest.fixture(scope="module")
 def drawn() -> NDArray[np.uint8]:
-    """A picture that shows exactly what FOX says."""
+    """Return an image that shows exactly what FOX describes."""
     (pixels,) = draw_pictures(read_wishes([FOX]), 128, 128, each=1)
     return pixels
 
@@ -30,13 +30,13 @@ def is_exact(check: PromptCheck, pixels: NDArray[np.uint8], prompt_index: int = 
     return None if parts is None else parts.exact
 
 
-def test_a_picture_that_shows_its_prompt_is_exact_and_of_another_prompt_it_is_not(drawn: NDArray[np.uint8]) -> None:
+def test_an_image_is_exact_only_for_its_own_prompt(drawn: NDArray[np.uint8]) -> None:
     check = PromptCheck("embedded", [FOX, "two apples"])
     assert check.why_not is None
     assert (is_exact(check, drawn, 0), is_exact(check, drawn, 1)) == (True, False)
 
 
-def test_prompts_that_cannot_be_checked_say_why(drawn: NDArray[np.uint8]) -> None:
+def test_prompts_that_cannot_be_checked_have_a_reason(drawn: NDArray[np.uint8]) -> None:
     other, strange = PromptCheck("sd15", [FOX]), PromptCheck("embedded", ["a zebra"])
     assert (is_exact(other, drawn), is_exact(strange, drawn)) == (None, None)
     assert "embedded model" in (other.why_not or "")
@@ -49,11 +49,11 @@ def test_every_example_of_the_page_can_be_checked() -> None:
     assert PromptCheck("embedded", examples).why_not is None
 
 
-def test_a_picture_of_another_scale_cannot_be_checked() -> None:
+def test_an_image_of_another_scale_cannot_be_checked() -> None:
     assert is_exact(PromptCheck("embedded", [FOX]), np.zeros((16, 16, 3), np.uint8)) is None
 
 
-def test_without_a_network_pictures_of_one_size_are_measured_as_far_as_that_goes() -> None:
+def test_without_a_network_images_of_equal_size_get_the_other_measures() -> None:
     measures, image = ImageMeasures(PromptCheck("sd15", [FOX])), PlannedImage(Cell("ddim", 2, 1.0), 0, 0)
     grey, dark = np.full((8, 8, 3), 10, np.uint8), np.zeros((8, 8, 3), np.uint8)
     record = measures.measure(FinishedImage(image, grey, 0, "leading", 2), StoredImage(dark, None))

@@ -1,4 +1,4 @@
-"""From the form of an experiment to its plan, or to a sentence that says what is wrong with it."""
+"""Conversion of an experiment's form to its plan or to an error message."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ MODEL = ImageCapabilities(
 
 
 def plan_of(**fields: Any) -> SweepPlan:
-    chosen: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
-    return read_form(ExperimentForm(**chosen | fields), MODEL)
+    values: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
+    return read_form(ExperimentForm(**values | fields), MODEL)
 
 
-def test_every_picture_is_asked_of_the_model_that_was_chosen() -> None:
+def test_every_image_is_requested_from_the_selected_model() -> None:
     image = PlannedImage(plan_of().cells[0], 0, 0)
-    for chosen, told in (("photo", "photo"), ("", None)):
-        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), chosen)
-        assert painter._fields(image).get("model") == told
+    for choice, expected in (("photo", "photo"), ("", None)):
+        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
+        assert painter._fields(image).get("model") == expected
 
 
 def test_a_form_becomes_paired_cells() -> None:
@@ -53,21 +53,21 @@ def test_a_form_becomes_paired_cells() -> None:
     assert {cell.guidance_scale for cell in plan.all_cells} == {3.0}, "the model's own where nothing is said"
 
 
-def test_pictures_that_are_compared_are_painted_one_after_another() -> None:
+def test_compared_images_are_generated_one_after_another() -> None:
     plan = plan_of()
     first = [image.cell for image in plan.images_by_place()][:5]
     assert first == [*plan.cells, *plan.references]
     assert len(list(plan.images_by_place())) == plan.num_images == 2 * 5
 
 
-def test_without_a_converged_picture_only_the_cells_are_painted() -> None:
+def test_without_a_converged_image_only_the_cells_are_generated() -> None:
     plan = plan_of(has_converged=False)
     assert plan.references == ()
     assert plan.all_cells == plan.cells
     assert not any(image.cell.is_reference for image in plan.images_by_place())
 
 
-def test_the_converged_picture_takes_no_more_steps_than_the_model_was_trained_with() -> None:
+def test_the_converged_image_takes_no_more_steps_than_the_model_was_trained_with() -> None:
     short = MODEL.__class__(
         **{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"train_timesteps": 50}
     )
@@ -75,7 +75,7 @@ def test_the_converged_picture_takes_no_more_steps_than_the_model_was_trained_wi
     assert plan.references == (Cell("ddim", 50, 3.0, is_reference=True),)
 
 
-def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None:
+def test_the_estimate_includes_every_row_and_the_timed_images() -> None:
     plan = plan_of(guidance_scale="1", has_converged=False)
     assert (plan.num_painted_rows, plan.num_images) == (2 * (2 + 5) * 2, 8)
     speed = ServerSpeed(alone=Timing(row_s=1.0, rest_s=0.5), together=Timing(row_s=0.1, rest_s=0.01))
@@ -113,6 +113,6 @@ def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None
         ({"guidance_scale": "1" * 20_000}, "guidance has 20000 characters"),
     ],
 )
-def test_what_cannot_be_painted_is_said_in_a_sentence(fields: dict[str, Any], words: str) -> None:
+def test_an_invalid_experiment_has_a_message(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         plan_of(**fields)

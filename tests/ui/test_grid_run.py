@@ -1,4 +1,4 @@
-"""An experiment painted through the client by a real server."""
+"""An experiment run through the client on a real server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ async def finish(run: GridRun) -> None:
             pass
 
 
-def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: RunningServer, tmp_path: Path) -> None:
+def test_every_cell_is_generated_and_measured_and_single_images_are_timed(
+    server: RunningServer, tmp_path: Path
+) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             speed = await SpeedProbe().speed(client)
@@ -53,7 +55,7 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
             assert run.error is None
             *cells, reference = run.board.summaries(speed.alone)
             assert reference.cell.is_reference
-            rows = {(one.cell.sampler, one.cell.num_steps): one for one in cells}
+            rows = {(cell.cell.sampler, cell.cell.num_steps): cell for cell in cells}
             assert rows["euler", 6].evaluations == 12
             assert rows["euler", 6].alone_s > rows["euler", 2].alone_s > 0
             same, worse = rows["ddim", 6].value(Measure.PSNR_DB), rows["ddim", 2].value(Measure.PSNR_DB)
@@ -70,7 +72,7 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
     server.wait_until_idle()
 
 
-def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningServer, tmp_path: Path) -> None:
+def test_images_are_paired_and_stored_unchanged(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             run = run_of(client, plan_of(reference_steps=None, num_seeds=2), tmp_path)
@@ -78,15 +80,15 @@ def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningSer
             return run
 
     run = asyncio.run(paint())
-    said: dict[tuple[int, int], set[tuple[str, str]]] = {}
+    states: dict[tuple[int, int], set[tuple[str, str]]] = {}
     for cell, square in run.board.squares.items():
         for place in square.records:
             text = read_infotext(run.board.file_of(cell, place).read_bytes())
             assert text is not None
             read = parse_infotext(text)
             assert int(read.fields["Steps"]) == cell.num_steps
-            said.setdefault(place, set()).add((read.prompt, read.fields["Seed"]))
-    assert said == {
+            states.setdefault(place, set()).add((read.prompt, read.fields["Seed"]))
+    assert states == {
         (0, 0): {(PROMPTS[0], "5")}, (0, 1): {(PROMPTS[0], "6")},
         (1, 0): {(PROMPTS[1], "7")}, (1, 1): {(PROMPTS[1], "8")},
     }  # fmt: skip
@@ -96,7 +98,7 @@ def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningSer
     }
 
 
-def test_stop_keeps_what_is_painted_and_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:
+def test_stop_retains_finished_images_and_frees_the_slots(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             run = run_of(client, plan_of(steps=(2, 900), reference_steps=900), tmp_path)
@@ -114,15 +116,15 @@ def test_stop_keeps_what_is_painted_and_frees_the_lanes(server: RunningServer, t
     assert all(run.board.file_of(square.cell, place).is_file() for square in squares for place in square.records)
 
 
-def test_stop_in_the_middle_of_measuring_loses_no_measure(
+def test_stop_while_measuring_loses_no_measure(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_comparing, go_on = threading.Event(), threading.Event()
 
-    def compare_slowly(one: Any, converged: Any) -> float:
+    def compare_slowly(image: Any, converged: Any) -> float:
         is_comparing.set()
         go_on.wait(SOON_S)
-        return psnr_db(one, converged)
+        return psnr_db(image, converged)
 
     monkeypatch.setattr(measure, "psnr_db", compare_slowly)
 
@@ -144,7 +146,7 @@ def test_stop_in_the_middle_of_measuring_loses_no_measure(
     assert all(square.measured_places == set(square.records) & converged for square in squares)
 
 
-def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:
+def test_a_disconnect_midway_frees_the_slots(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> None:
         async with AsyncClient(server.url) as client:
             run = run_of(client, plan_of(steps=(900,), reference_steps=900), tmp_path)
@@ -158,7 +160,7 @@ def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp
     server.wait_until_idle()
 
 
-def test_an_experiment_that_is_stopped_before_it_begins_paints_nothing(server: RunningServer, tmp_path: Path) -> None:
+def test_an_experiment_stopped_before_its_start_generates_nothing(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             run = run_of(client, plan_of(), tmp_path)
@@ -169,7 +171,7 @@ def test_an_experiment_that_is_stopped_before_it_begins_paints_nothing(server: R
     assert asyncio.run(paint()).board.num_painted == 0
 
 
-def test_a_cell_that_the_server_refuses_costs_no_other(server: RunningServer, tmp_path: Path) -> None:
+def test_a_refused_cell_does_not_affect_others(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             run = run_of(client, plan_of(steps=(2, 5000), reference_steps=None), tmp_path)
@@ -184,7 +186,7 @@ def test_a_cell_that_the_server_refuses_costs_no_other(server: RunningServer, tm
     assert run.board.num_painted == 4
 
 
-def test_a_server_that_is_away_is_told(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient("http://127.0.0.1:9") as client:
             run = run_of(client, plan_of(), tmp_path)

@@ -1,4 +1,4 @@
-"""Times of an experiment: what a moment of something else on the machine does to them, which is little."""
+"""Timing of experiments is hardly affected by short interruptions on the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ui.experiment.speed import (
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_steps_that_are_told_at_once_share_their_time() -> None:
+def test_steps_reported_together_share_their_time() -> None:
     assert each_step_s([StepTime(10.0, 1), StepTime(10.2, 3), StepTime(10.5, 4)]) == pytest.approx((0.1, 0.1, 0.3))
 
 
@@ -35,26 +35,27 @@ def test_a_pause_of_the_machine_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(at_once: int) -> None:
-    """Four pictures of four steps, ``at_once`` to a call of half a second until they are done; before them a second for
-    the text, after them two for files.
+def test_time_per_image_does_not_depend_on_the_batch_of_reports(at_once: int) -> None:
+    """Time four images of four steps with ``at_once`` per call of half a second.
+
+    The text takes a second before them, and the files two seconds after them.
     """
-    told, clock_s = [], 1.0
+    times, clock_s = [], 1.0
     for first in range(0, 4, at_once):
         for step in range(1, 5):
             clock_s += 0.5
-            told += [StepTime(clock_s + 0.001 * index, step, index) for index in range(first, first + at_once)]
-    timing = timing_together(WatchedRequest(0.0, tuple(told), clock_s + 2.0, evaluations=32, num_steps=4), 4)
+            times += [StepTime(clock_s + 0.001 * index, step, index) for index in range(first, first + at_once)]
+    timing = timing_together(WatchedRequest(0.0, tuple(times), clock_s + 2.0, evaluations=32, num_steps=4), 4)
     assert timing.row_s == pytest.approx(0.5 / (2 * at_once), rel=0.02)
     assert timing.rest_s == pytest.approx(3.0 / 4, rel=0.02)
 
 
-def test_pictures_that_are_over_at_once_are_timed_too() -> None:
-    told = tuple(StepTime(1.0, 1, index) for index in range(4))
-    assert timing_together(WatchedRequest(0.0, told, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
+def test_images_that_finish_together_are_timed_too() -> None:
+    times = tuple(StepTime(1.0, 1, index) for index in range(4))
+    assert timing_together(WatchedRequest(0.0, times, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
 
 
-def test_the_speed_of_a_server_that_is_away_is_an_error_that_says_so() -> None:
+def test_the_speed_of_an_unreachable_server_is_an_error() -> None:
     async def ask() -> None:
         async with AsyncClient(NOBODY) as client:
             await SpeedProbe().speed(client)

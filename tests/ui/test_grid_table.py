@@ -1,4 +1,4 @@
-"""The grid as HTML: a picture in every square, and texts that stay texts."""
+"""The experiment's grid as HTML: an image in every cell and escaped texts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def squares(board: Board) -> list[list[ElementTree.Element]]:
 
 
 def _closed(markup: str) -> str:
-    """Images as XML wants them."""
+    """Close the image tags, as XML requires."""
     parts = markup.split("<img ")
     return parts[0] + "".join(f"<img {part.replace('>', '/>', 1)}" for part in parts[1:])
 
 
 def test_samplers_are_rows_and_steps_are_columns(board_of: MakeBoard) -> None:
     board = board_of()
-    cell = next(one for one in board.plan.cells if (one.sampler, one.num_steps) == ("ddim", 8))
+    cell = next(candidate for candidate in board.plan.cells if (candidate.sampler, candidate.num_steps) == ("ddim", 8))
     paint(board, PlannedImage(cell, 0, 0), is_exact=True)
     rows = squares(board)
     assert [len(row) for row in rows] == [3, 3], "two steps and the converged picture"
@@ -56,7 +56,7 @@ def test_samplers_are_rows_and_steps_are_columns(board_of: MakeBoard) -> None:
     assert (rows[1][1].findtext("small") or "").strip() == "✓"
 
 
-def test_a_preview_is_marked_and_is_no_link(board_of: MakeBoard) -> None:
+def test_a_preview_is_marked_and_has_no_link(board_of: MakeBoard) -> None:
     board = board_of()
     cell = board.plan.cells[0]
     image = PlannedImage(cell, 0, 0)
@@ -69,7 +69,7 @@ def test_a_preview_is_marked_and_is_no_link(board_of: MakeBoard) -> None:
     assert (preview.get("class"), bar.get("style")) == ("preview", "width:25%")
 
 
-def test_a_set_is_summed_up_in_its_square(board_of: MakeBoard) -> None:
+def test_several_images_are_summarized_in_their_cell(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     cell = board.plan.cells[0]
     for seed, hit in enumerate((True, False)):
@@ -78,14 +78,14 @@ def test_a_set_is_summed_up_in_its_square(board_of: MakeBoard) -> None:
     assert "1 more for each, not shown" in grid(board, {}, str)
 
 
-def test_a_refused_square_says_why(board_of: MakeBoard) -> None:
+def test_a_refused_cell_shows_the_reason(board_of: MakeBoard) -> None:
     board = board_of()
     board.handle(RefusedImage(PlannedImage(board.plan.cells[0], 0, 0), f"no {BAD}"))
     square = squares(board)[0][0]
     assert (square.get("class"), square.get("title")) == ("trouble", f"no {BAD}")
 
 
-def test_prompts_and_names_stay_texts(board_of: MakeBoard) -> None:
+def test_prompts_and_names_are_escaped(board_of: MakeBoard) -> None:
     board = board_of(prompt=BAD)
     markup = grid(board, {"ddim": BAD}, str)
     assert "<img" not in markup

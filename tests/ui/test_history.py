@@ -1,4 +1,4 @@
-"""The tab History: what a page would not send is refused, and what the server says is shown."""
+"""The History tab: invalid input is refused, and answers of the server are shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ui.visitors import Visitors
 
 
 def entry(**changes: Any) -> HistoryEntry:
-    told: dict[str, Any] = {
+    entry_fields: dict[str, Any] = {
         "id": "h",
         "created_at": 0,
         "model": "m",
@@ -25,29 +25,29 @@ def entry(**changes: Any) -> HistoryEntry:
         "height": 8,
         "seed": 1,
     }
-    return HistoryEntry(**told | {"restore": None} | changes)
+    return HistoryEntry(**entry_fields | {"restore": None} | changes)
 
 
-def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is_away_is_a_sentence() -> None:
+def test_unselected_images_are_untouched_and_an_unreachable_server_is_a_message() -> None:
     async def story() -> None:
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         history, request = HistoryHandlers(server, visitors), Request()
         here: Any = request
         for index in (0, -1, 10**9, "x", None, [0]):
-            chosen = gr.SelectData(None, {"index": index, "value": None})
-            assert (await history.choose(chosen, here))[3] == gr.update(visible=False)
+            selection = gr.SelectData(None, {"index": index, "value": None})
+            assert (await history.choose(selection, here))[3] == gr.update(visible=False)
         assert (await history.delete(here))[4] == gr.update(value="Delete")
         assert all(value == gr.skip() for value in await history.restore(here))
         assert "no longer exists" in (await history.edit(here))[3]
         assert visitors.of(request.session_hash).start is None
-        for words, said in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
-            assert said in (await history.search(words, here))[0]
+        for words, message in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
+            assert message in (await history.search(words, here))[0]
         await server.close()
 
     asyncio.run(story())
 
 
-def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(tmp_path: Any) -> None:
+def test_a_selection_survives_a_repeated_search(tmp_path: Any) -> None:
     before, same, other = Looking("fox"), Looking("fox"), Looking("owl")
     before.found, before.selected, before.is_asking = [(entry(), tmp_path)], 0, True
     for looking in (same, other):
@@ -59,11 +59,11 @@ def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(t
     assert (gone.selected, gone.is_asking) == (None, False)
 
 
-def test_what_others_wrote_is_text_and_deleting_asks_first(tmp_path: Any) -> None:
+def test_stored_texts_are_escaped_and_deletion_is_confirmed(tmp_path: Any) -> None:
     looking = Looking("fox")
     assert "No image has all" in looking.draw()[0]
     looking.found, looking.selected, looking.is_asking = [(entry(), tmp_path)], 0, True
-    said, *_, delete = looking.draw()
-    assert "&lt;b&gt;a fox" in said
-    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in said
+    status, *_, delete = looking.draw()
+    assert "&lt;b&gt;a fox" in status
+    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in status
     assert delete == gr.update(value=ASK)

@@ -1,4 +1,4 @@
-"""The page as it is mounted: its own paths answer, nothing of it comes from elsewhere, nothing is left behind."""
+"""The mounted page: its routes answer, it loads nothing external and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def visit(story: Callable[[httpx.AsyncClient], Awaitable[None]], url: str = "http://127.0.0.1:9") -> tuple[str, ...]:
-    """``story(client)`` of the mounted page of a server that nobody answers for; the paths it says it needs."""
+    """Run ``story(client)`` on the mounted page of an absent server, and return the paths that the page needs."""
 
     async def run() -> tuple[str, ...]:
         app = FastAPI()
@@ -38,7 +38,7 @@ def visit(story: Callable[[httpx.AsyncClient], Awaitable[None]], url: str = "htt
 
 
 @pytest.mark.slow
-def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere() -> None:
+def test_the_page_loads_before_its_server_and_loads_nothing_external() -> None:
     async def story(client: httpx.AsyncClient) -> None:
         page = await client.get("/")
         assert page.status_code == 200
@@ -50,8 +50,8 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
         assert not re.search(r"url\(.?https?:|@import", theme)
         config = (await client.get("/config")).json()
         assert (config["analytics_enabled"], config["show_error"], config["footer_links"]) == (False, False, [])
-        named = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
-        assert named == {
+        endpoint_names = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
+        assert endpoint_names == {
             "generate",
             "suggest",
             "read_parameters",
@@ -66,13 +66,13 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
 
 
 @pytest.mark.slow
-def test_a_script_may_leave_out_whatever_the_page_has_a_value_for() -> None:
+def test_scripts_may_omit_every_field_with_a_default() -> None:
     endpoints = ui.create_page("http://127.0.0.1:9").get_api_info()["named_endpoints"]
-    asked = {
-        name: [each["parameter_name"] for each in told["parameters"] if not each["parameter_has_default"]]
-        for name, told in endpoints.items()
+    expected = {
+        name: [each["parameter_name"] for each in endpoint["parameters"] if not each["parameter_has_default"]]
+        for name, endpoint in endpoints.items()
     }
-    assert asked == {
+    assert expected == {
         "/generate": ["prompt"],
         "/suggest": ["prompt"],
         "/read_parameters": ["file"],
@@ -91,32 +91,32 @@ def test_the_only_queue_is_the_engines() -> None:
 
 
 @pytest.mark.slow
-def test_whatever_knows_its_visitor_runs_in_the_event_loop() -> None:
-    """Gradio runs other handlers in threads, where a painting can be neither ended nor given its grace."""
+def test_handlers_with_a_visitor_run_in_the_event_loop() -> None:
+    """Check for coroutines, because Gradio runs other handlers in threads, where a request cannot be cancelled."""
     handlers = [event.fn for event in ui.create_page("http://127.0.0.1:9").fns.values() if callable(event.fn)]
-    theirs = [each for each in handlers if "request" in inspect.signature(each).parameters]
-    assert len(theirs) >= 9
+    with_request = [each for each in handlers if "request" in inspect.signature(each).parameters]
+    assert len(with_request) >= 9
     assert [
         each.__qualname__
-        for each in theirs
+        for each in with_request
         if not (inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each))
     ] == []
 
 
 @pytest.mark.slow
-def test_gradio_remembers_no_more_sessions_than_fit_into_a_little_memory() -> None:
+def test_gradio_stores_a_bounded_number_of_sessions() -> None:
     app = FastAPI()
     ui.mount_page(app, "http://127.0.0.1:9")
     assert app.routes[-1].app.state_holder.capacity == MAX_SESSIONS  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
-def test_the_folder_of_pictures_goes_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_image_folder_is_removed_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
-    kept = PageFiles.__init__
+    original_init = PageFiles.__init__
 
     def noting(self: PageFiles, **settings: int) -> None:
-        kept(self, **settings)
+        original_init(self, **settings)
         folders.append(self.folder)
 
     monkeypatch.setattr(PageFiles, "__init__", noting)
@@ -142,7 +142,7 @@ def test_the_page_loads_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_what_gradio_imports_for_tables_and_plots_is_left_until_it_is_asked_for() -> None:
+def test_gradios_imports_for_tables_and_plots_are_lazy() -> None:
     code = """
 import sys, fastapi, importlib.util, ui.mounting
 ui.mounting.mount_page(fastapi.FastAPI(), "http://127.0.0.1:1")
@@ -158,15 +158,15 @@ print(type(table) is pandas.DataFrame, len(table), "dateutil" in loaded())
     assert done.stdout.splitlines() == ["[] True", "True 1 True"], done.stderr
 
 
-def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_address_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--server", "nonsense"]) == 2
-    told = capsys.readouterr().err
-    assert "'nonsense'" in told
-    assert told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "'nonsense'" in output
+    assert output.count("\n") == 1
 
 
 def test_components_are_imported_without_reading_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of gradio's import; and what a component is asked for afterwards is there as ever."""
+    """Check half of Gradio's import time; later requests for a component's source still work."""
     from gradio import Textbox, component_meta
 
     def read(*_: object) -> None:
@@ -181,7 +181,7 @@ def test_components_are_imported_without_reading_their_sources(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_gradio_is_kept_from_importing_what_its_own_tools_would_need() -> None:
+def test_gradio_does_not_import_its_developer_tools() -> None:
     code = (
         "import sys; from ui.mounting import create_page; create_page('http://127.0.0.1:1'); "
         "assert not [name for name in sys.modules if name.startswith(('mcp', 'opentelemetry.sdk', 'pyarrow'))]; "

@@ -22,7 +22,7 @@ API = "/gradio_api"
 
 
 class Callers:
-    """Two HTTP clients of one page, each with an API key of its own."""
+    """Two HTTP clients of one page with different API keys."""
 
     def __init__(self, server: RunningServer, keys: dict[str, str]) -> None:
         self.headers = {name: {"Authorization": f"Bearer {text}"} for name, text in keys.items()}
@@ -62,14 +62,14 @@ def upload(client: httpx.Client) -> str:
 
 
 def result_of(client: httpx.Client, session: str) -> dict[str, Any]:
-    """Return the last message about the event of ``session``."""
+    """Return the final message about the event of ``session``."""
     with client.stream("GET", f"{API}/queue/data", params={"session_hash": session}) as stream:
         messages = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
     return next(message for message in reversed(messages) if message["msg"] not in ("close_stream", "heartbeat"))
 
 
 def read_parameters(client: httpx.Client, path: str, session: str) -> str:
-    """Ask for the parameters in an uploaded file and return the id of the event."""
+    """Request the parameters in an uploaded file and return the id of the event."""
     file = {"path": path, "meta": {"_type": "gradio.FileData"}}
     body = {"data": [file], "fn_index": event_named(client, "read_parameters"), "session_hash": session}
     answer = client.post(f"{API}/queue/join", json=body)

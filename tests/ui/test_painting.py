@@ -1,4 +1,4 @@
-"""Paintings and visitors against a real server: the server's own files, and lanes that are freed."""
+"""Requests and visitors of the page with a real server: stored files and freed slots."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LONG = 1000
 
 
 def order(prompt: str = "a red fox", *, rewrites: bool = False, **fields: object) -> CheckedForm:
-    asked: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
-    return CheckedForm(prompt=prompt, fields=asked, rewrites=rewrites)
+    fields_sent: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
+    return CheckedForm(prompt=prompt, fields=fields_sent, rewrites=rewrites)
 
 
 def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
@@ -37,18 +37,18 @@ def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
 
 
 async def until_step(painting: Painting) -> None:
-    """Until its first step is done."""
+    """Wait until the first step is done."""
     await until(lambda: painting.slowest is not None and bool(painting.slowest.step))
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Until ``is_so``."""
+    """Wait until ``is_so``."""
     async with asyncio.timeout(SOON_S):
         while not is_so():
             await asyncio.sleep(0.01)
 
 
-def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
+def test_images_that_fail_for_one_reason_report_it_once() -> None:
     full = Failure(code="out_of_memory", message="the device is out of memory.")
     broken = Failure(code="internal", message="something broke.")
 
@@ -62,14 +62,14 @@ def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
         await server.close()
         return caption_of(painting)
 
-    said = asyncio.run(fail())
-    assert said.count("out of memory") == 1
-    assert "Images 1, 3 and 4 failed: the device is out of memory." in said
-    assert "Image 2 failed: something broke." in said
+    message = asyncio.run(fail())
+    assert message.count("out of memory") == 1
+    assert "Images 1, 3 and 4 failed: the device is out of memory." in message
+    assert "Image 2 failed: something broke." in message
 
 
 @pytest.mark.slow
-def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
+def test_stored_files_equal_the_servers_files(text_server: RunningServer) -> None:
     plain = files_of(text_server.paint("a red fox", num_steps=4, seed=3, n=2))
 
     async def story(server: Server) -> None:
@@ -88,7 +88,7 @@ def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServer) -> None:
+def test_a_rewritten_request_shows_the_revised_prompt(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order("fox", rewrites=True, prompt_rewriter="auto"))
         await painting.wait()
@@ -101,27 +101,27 @@ def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServe
 
 
 @pytest.mark.slow
-def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningServer) -> None:
+def test_stop_frees_only_the_slot_of_its_visitor(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitors = Visitors()
         mine = visitors.of("mine").paint(server, order(num_inference_steps=LONG))
-        theirs = visitors.of("theirs").paint(server, order(num_inference_steps=LONG))
-        await asyncio.gather(until_step(mine), until_step(theirs))
+        other_painting = visitors.of("theirs").paint(server, order(num_inference_steps=LONG))
+        await asyncio.gather(until_step(mine), until_step(other_painting))
         assert "step " in progress_text(mine)
         assert visitors.of("mine").stop() == 1
         await mine.wait()
         await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 1, SOON_S, "the free lane")
         assert "Stopped at step" in caption_of(mine)
-        assert not theirs.is_over
+        assert not other_painting.is_over
         visitors.leave("theirs")
-        await theirs.wait()
+        await other_painting.wait()
         await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 0, SOON_S, "the other lane")
 
     tell(text_server.url, story)
 
 
 @pytest.mark.slow
-def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: RunningServer) -> None:
+def test_a_refusal_is_shown_and_holds_nothing(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitor = Visitor()
         painting = visitor.paint(server, order(sampler="<b>nope</b>"))
@@ -134,7 +134,7 @@ def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: Running
     tell(text_server.url, story)
 
 
-def test_a_server_that_is_away_is_a_sentence() -> None:
+def test_an_unreachable_server_is_a_message() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
         await painting.wait()
@@ -143,11 +143,11 @@ def test_a_server_that_is_away_is_a_sentence() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_until_it_begins_its_place_is_said() -> None:
+def test_the_queue_position_is_shown_until_the_start() -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order())
-        said = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
-        for queue_position, text in said.items():
+        texts = {None: "queued", 0: "queued", 2: "position 3 in the queue"}
+        for queue_position, text in texts.items():
             painting.queue_position = queue_position
             assert progress_text(painting) == text
         painting.stop()
@@ -156,15 +156,15 @@ def test_until_it_begins_its_place_is_said() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_several_pictures_are_told_as_one_work() -> None:
+def test_several_images_have_one_progress() -> None:
     async def story(server: Server) -> None:
-        several, best = (Painting(server, asked, lambda _: None) for asked in (order(n=3), order(best_of=4)))
+        several, best = (Painting(server, fields, lambda _: None) for fields in (order(n=3), order(best_of=4)))
         for painting in (several, best):
             painting.stop()
             await painting.wait()
-            told = [(0, 4), (1, 1), (2, 1), (1, 2)]
+            reports = [(0, 4), (1, 1), (2, 1), (1, 2)]
             shares = []
-            for index, step in told:
+            for index, step in reports:
                 far = Progress(id="1", image_index=index, step=step, steps=4, request_seconds_left=3.0)
                 await painting._take(far)
                 shares.append(painting.share)
@@ -177,7 +177,7 @@ def test_several_pictures_are_told_as_one_work() -> None:
     tell("http://127.0.0.1:9", story)
 
 
-def test_who_may_ask_no_more_is_told_whose_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_limit_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, key = RateLimits(), Key(id="k", name="", digest=b"", scopes=(), created_s=0.0, requests_per_minute=1)
 
     async def story(server: Server) -> None:
@@ -193,7 +193,7 @@ def test_who_may_ask_no_more_is_told_whose_limit_it_is(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningServer) -> None:
+def test_requests_to_a_full_server_are_retried(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         greedy, patient = Visitor(), Visitor()
         long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
@@ -202,7 +202,7 @@ def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningSe
             assert len(greedy.paintings) < 200
             long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
             await asyncio.sleep(0.1)
-        painting = patient.paint(server, order(n=10))  # where ten find no room, one may
+        painting = patient.paint(server, order(n=10))  # one image may fit where ten do not
         await until(lambda: bool(painting.shut_out))
         assert progress_text(painting).endswith(f"; {SHUT_OUT}")
         greedy.stop()
@@ -229,7 +229,7 @@ def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServ
     tell(text_server.url, story)
 
 
-def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
+def test_requests_without_a_session_share_nothing() -> None:
     async def story() -> None:
         visitors = Visitors()
         assert visitors.of(None) is not visitors.of(None)
@@ -239,13 +239,13 @@ def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
     asyncio.run(story())
 
 
-def test_news_wake_whoever_waits_for_them_even_when_they_came_before() -> None:
+def test_news_wake_waiters_even_if_they_came_earlier() -> None:
     async def story() -> None:
         visitor = Visitor()
-        seen = visitor.news
+        news = visitor.news
         visitor._take(None)
         async with asyncio.timeout(SOON_S):
-            await visitor.wait_for_news(seen, 10 * SOON_S)
+            await visitor.wait_for_news(news, 10 * SOON_S)
         waiting = asyncio.create_task(visitor.wait_for_news(visitor.news, 10 * SOON_S))
         await asyncio.sleep(0)
         visitor._take(None)

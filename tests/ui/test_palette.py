@@ -1,4 +1,4 @@
-"""What a model of a closed world can paint and does not know, as the page says it."""
+"""The page's description of what a model of a closed world can and cannot generate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors
 
 
 def embedded() -> World:
-    told = read_vocabulary(WEIGHTS)
-    assert told is not None
-    return World(objects=told.objects, places=told.places, colors=told.colors, words=told.words)
+    vocabulary = read_vocabulary(WEIGHTS)
+    assert vocabulary is not None
+    return World(objects=vocabulary.objects, places=vocabulary.places, colors=vocabulary.colors, words=vocabulary.words)
 
 
 def clicks(world: World) -> list[str]:
-    """What every button puts into the prompt."""
+    """Return what every button adds to the prompt."""
     panel, things = shown(world)
     assert panel["visible"]
     return [unescape(say) for say in re.findall(r'data-say="([^"]*)"', things)]
 
 
-def test_words_that_the_model_was_never_taught_are_named() -> None:
+def test_words_unknown_to_the_model_are_listed() -> None:
     assert unknown_in("an astronaut riding a horse", embedded()) == ("astronaut", "riding", "horse")
     assert unknown_in("Four dogs", embedded()) == ("four",)
     assert unknown_in("a fox next to a cactus on the beach", embedded()) == ()
@@ -38,15 +38,15 @@ def test_words_that_the_model_was_never_taught_are_named() -> None:
     assert unknown_in("a gift", embedded(), "sepia, gift:0.5") == () != unknown_in("a gift", embedded(), "gift:")
 
 
-def test_they_are_said_as_text_and_not_all_of_many() -> None:
-    said = warning_of(("<b>", "horse", *map(str, range(9))))
-    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in said
-    assert said.count("<b>") == 6
-    assert "and 5 more" in said
+def test_unknown_words_are_escaped_and_limited_in_number() -> None:
+    warning = warning_of(("<b>", "horse", *map(str, range(9))))
+    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in warning
+    assert warning.count("<b>") == 6
+    assert "and 5 more" in warning
     assert warning_of(()) == ""
 
 
-def test_everything_can_be_clicked_in_words_that_the_model_knows() -> None:
+def test_every_button_uses_words_that_the_model_knows() -> None:
     assert clicks(SMALL) == [
         "a fox", "an owl", "grapes", "on the beach", "in the snow", "on an orange background"
     ]  # fmt: skip
@@ -58,6 +58,6 @@ def test_everything_can_be_clicked_in_words_that_the_model_knows() -> None:
     assert [each for each in many if unknown_in(each, embedded())] == []
 
 
-def test_a_model_of_the_open_world_has_nothing_to_click() -> None:
+def test_a_model_with_an_open_vocabulary_has_no_buttons() -> None:
     panel, _ = shown(None)
     assert not panel["visible"]

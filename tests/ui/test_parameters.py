@@ -1,4 +1,4 @@
-"""From the fields to a request, and from a picture's parameters back to the fields."""
+"""Conversion of the page's fields to a request, and of an image's parameters to the fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT = (
 )
 
 
-def test_an_untouched_form_asks_for_what_the_model_does_best() -> None:
+def test_an_untouched_form_requests_the_models_defaults() -> None:
     order = order_of(Form(prompt="a fox"), MODEL)
     assert order.prompt == "a fox"
     assert order.fields == {
@@ -73,12 +73,12 @@ def test_every_field_reaches_the_request() -> None:
 
 
 @pytest.mark.parametrize(("quality", "steps"), [("draft", 10), ("standard", 25), ("fine", 50)])
-def test_a_quality_means_steps_unless_steps_are_given(quality: str, steps: int) -> None:
+def test_a_quality_sets_the_steps_unless_they_are_explicit(quality: str, steps: int) -> None:
     assert order_of(Form(prompt="a fox", quality=quality), MODEL).fields["num_inference_steps"] == steps
     assert order_of(Form(prompt="a fox", quality=quality, steps="3"), MODEL).fields["num_inference_steps"] == 3
 
 
-def test_what_is_shown_of_qualities_and_samplers_says_what_they_mean() -> None:
+def test_qualities_and_samplers_have_descriptive_labels() -> None:
     one_step = msgspec.structs.replace(MODEL, quality_steps={"draft": 1, "standard": 4})
     assert quality_labels(MODEL)[1] == ("Standard, 25 steps", "standard")
     assert quality_labels(one_step)[0] == ("Draft, 1 step", "draft")
@@ -95,14 +95,14 @@ def test_what_is_shown_of_qualities_and_samplers_says_what_they_mean() -> None:
         (((128, 192),), "square", (160, 160)),
     ],
 )
-def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
+def test_an_aspect_gives_a_recommended_size_or_one_of_equal_area(
     sizes: tuple[tuple[int, int], ...], aspect: str, expected: tuple[int, int]
 ) -> None:
     assert size_of(aspect, msgspec.structs.replace(MODEL, sizes=sizes)) == expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"prompt": "  "}, "the prompt is empty"),
         ({"prompt": None}, "the prompt is empty"),
@@ -122,39 +122,39 @@ def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
         ({"aspect": "round"}, "'round'"),
     ],
 )
-def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, Any], said: str) -> None:
+def test_an_invalid_value_is_reported_with_the_fix(changes: dict[str, Any], message: str) -> None:
     form = msgspec.structs.replace(Form(prompt="a fox"), **changes)
     with pytest.raises(InvalidRequest) as caught:
         order_of(form, MODEL)
-    assert said.lower() in caught.value.message.lower()
+    assert message.lower() in caught.value.message.lower()
 
 
 @pytest.mark.parametrize(
     ("text", "seed"),
     [(None, None), ("", None), (" ", None), ("-1", None), ("0", 0), (str(MAX_SEED), MAX_SEED), ("0" * 5000, 0)],
 )
-def test_no_seed_is_a_random_one(text: str | None, seed: int | None) -> None:
+def test_a_missing_seed_is_random(text: str | None, seed: int | None) -> None:
     assert read_seed(text) == seed
 
 
 @pytest.mark.parametrize(
-    ("steps", "size", "said"),
+    ("steps", "size", "expected"),
     [
         ("50", "128x192", ("fine", "portrait", None, None)),
         ("25", "128x128", ("standard", "square", None, None)),
         ("12", "96x80", (None, None, "12", "96x80")),
     ],
 )
-def test_quality_and_aspect_follow_a_picture_and_say_nothing_else_than_its_fields(
-    steps: str, size: str, said: tuple[str | None, ...]
+def test_quality_and_aspect_follow_an_image_and_agree_with_its_fields(
+    steps: str, size: str, expected: tuple[str | None, ...]
 ) -> None:
     form = form_of(TEXT.replace("Steps: 12", f"Steps: {steps}").replace("128x192", size), MODEL)
-    assert (form.quality, form.aspect, form.steps, form.size) == said
+    assert (form.quality, form.aspect, form.steps, form.size) == expected
     fields = order_of(form, MODEL).fields
     assert (str(fields["num_inference_steps"]), fields["size"]) == (steps, size)
 
 
-def test_parameters_fill_the_fields_that_paint_the_same_again() -> None:
+def test_parameters_fill_the_fields_that_reproduce_the_image() -> None:
     form = form_of(TEXT, MODEL)
     assert (form.prompt, form.negative_prompt, form.rewrite_mode, form.num_images) == (
         "a fox, and a cactus",
@@ -188,12 +188,12 @@ def test_an_eta_of_zero_and_every_digit_reach_the_request() -> None:
 @pytest.mark.parametrize(
     ("written", "interval"), [("0.2-0.8", (0.2, 0.8)), ("1e-05-0.5", (1e-5, 0.5)), ("0-2.5e-07", (0.0, 2.5e-7))]
 )
-def test_a_guided_part_reads_back_as_a_picture_tells_it(written: str, interval: tuple[float, float]) -> None:
+def test_a_guidance_interval_is_read_back_from_an_image(written: str, interval: tuple[float, float]) -> None:
     fields = order_of(form_of(f"{TEXT}, Guidance interval: {written}", MODEL), MODEL).fields
     assert fields["guidance_interval"] == interval
 
 
-def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
+def test_a_cache_interval_is_read_back_from_an_image() -> None:
     assert order_of(form_of(f"{TEXT}, Cache interval: 3", MODEL), MODEL).fields["cache_interval"] == 3
     assert "cache_interval" not in order_of(form_of(TEXT, MODEL), MODEL).fields
     for odd in ("0", "2.5", "1001", "three"):
@@ -202,12 +202,12 @@ def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
         assert refused.value.param == "cache_interval"
 
 
-def test_rescaled_guidance_reads_back_as_a_picture_tells_it() -> None:
+def test_rescaled_guidance_is_read_back_from_an_image() -> None:
     assert order_of(form_of(f"{TEXT}, CFG rescale phi: 0.7", MODEL), MODEL).fields["guidance_rescale"] == 0.7
     assert "guidance_rescale" not in order_of(form_of(TEXT, MODEL), MODEL).fields
 
 
-def test_a_variation_reads_back_as_a_picture_tells_it() -> None:
+def test_a_variation_is_read_back_from_an_image() -> None:
     fields = order_of(form_of(f"{TEXT}, Variation seed: 21, Variation seed strength: 0.3", MODEL), MODEL).fields
     assert (fields["variation_seed"], fields["variation_strength"]) == (21, 0.3)
     assert not {"variation_seed", "variation_strength"} & order_of(form_of(TEXT, MODEL), MODEL).fields.keys()
@@ -220,28 +220,28 @@ def test_a_variation_reads_back_as_a_picture_tells_it() -> None:
         assert refused.value.param == name
 
 
-def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -> None:
-    told = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
+def test_the_refiner_switch_is_read_back_and_another_refiner_causes_a_warning() -> None:
+    text = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
     model = msgspec.structs.replace(MODEL, refiner="xl [01]")
-    assert order_of(form_of(told, model), model).fields["switch_at"] == 0.75
-    assert doubts(told, model) == ()
-    assert "painted by xl [01], which is not loaded" in doubts(told, MODEL)[0]
+    assert order_of(form_of(text, model), model).fields["switch_at"] == 0.75
+    assert doubts(text, model) == ()
+    assert "painted by xl [01], which is not loaded" in doubts(text, MODEL)[0]
     assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
-def test_what_the_model_refuses_is_not_read_into_fields_that_nobody_sees() -> None:
-    told = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
-    assert doubts(told, MODEL)[1:] == ()
+def test_unsupported_values_are_not_read_into_hidden_fields() -> None:
+    text = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
+    assert doubts(text, MODEL)[1:] == ()
     model = msgspec.structs.replace(MODEL, refused_fields=("clip_skip", "cache_interval", "similarity_threshold"))
-    fields = order_of(form_of(told, model), model).fields
+    fields = order_of(form_of(text, model), model).fields
     assert fields["eta"] == 0.5
     assert not {"clip_skip", "similarity_threshold"} & fields.keys()
-    similar, refused = doubts(told, model)
+    similar, refused = doubts(text, model)
     assert "began from a kept picture" in similar
     assert refused == "The model refuses what it was painted with: Clip skip; expect another picture."
 
 
-def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
+def test_adapters_are_read_by_name_and_scale_and_must_exist() -> None:
     refused = {"fur": "it is DoRA; plain LoRA is served."}
     model = msgspec.structs.replace(MODEL, loras=("ink", "paper cut"), refused_loras=refused)
     fields = order_of(Form(prompt="a fox", loras=" ink:0.5, paper cut "), model).fields
@@ -259,12 +259,12 @@ def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
         order_of(Form(prompt="a fox", loras="ink"), MODEL)
 
 
-def test_a_controlnet_goes_by_the_picture_that_was_chosen_for_it() -> None:
+def test_a_controlnet_uses_its_selected_image() -> None:
     model = msgspec.structs.replace(MODEL, controlnets=("edges",))
     form = Form(prompt="a fox", control="edges", control_scale="0,5", control_steps="0-0.5", preprocessor="canny")
-    [told] = order_of(form, model, None, b"file").fields["controlnets"]
+    [control] = order_of(form, model, None, b"file").fields["controlnets"]
     numbers = {"scale": 0.5, "start": 0.0, "end": 0.5}
-    assert told == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
+    assert control == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
     assert "controlnets" not in order_of(Form(prompt="a fox", control=""), model, None, b"file").fields
     for changes, picture, why in (
         ({"control": "depth"}, b"file", "no ControlNet 'depth'; there are edges"),
@@ -277,55 +277,55 @@ def test_a_controlnet_goes_by_the_picture_that_was_chosen_for_it() -> None:
             order_of(msgspec.structs.replace(form, **changes), model, None, picture)
 
 
-def test_a_chosen_model_is_asked_for_by_its_name() -> None:
+def test_a_selected_model_is_requested_by_name() -> None:
     assert order_of(Form(prompt="a fox", model="photo"), MODEL).fields["model"] == "photo"
     assert "model" not in order_of(Form(prompt="a fox"), MODEL).fields
 
 
-def test_the_form_and_the_page_have_their_fields_in_one_order() -> None:
+def test_the_form_and_the_page_have_the_same_field_order() -> None:
     assert Form.__struct_fields__ == Fields._fields
     values = [f"{number}" for number in range(len(FORM_FIELDS))]
     assert [*Form.of(values).values] == values
     assert Form(prompt="a fox").values[:2] == ("a fox", "")
 
 
-def test_sizes_that_a_model_was_told_read_back_as_a_picture_tells_them() -> None:
+def test_size_conditioning_is_read_back_from_an_image() -> None:
     fields = order_of(form_of(f"{TEXT}, Micro conditioning: crop 8x16 target_size 96x80", MODEL), MODEL).fields
-    told = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
-    assert told == {"crop": (8, 16), "target_size": (96, 80)}
+    sizes = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
+    assert sizes == {"crop": (8, 16), "target_size": (96, 80)}
     with pytest.raises(InvalidRequest, match="micro_conditioning is 'large'; write names and pairs"):
         order_of(Form(prompt="a fox", typed={"micro_conditioning": "large"}), MODEL)
 
 
-def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_them() -> None:
+def test_noise_source_and_start_image_are_read_back_from_an_image() -> None:
     cuda = TEXT.replace("RNG: CPU", "RNG: NV")
     assert order_of(form_of(cuda, MODEL), MODEL).fields["noise_source"] == "device"
     assert "noise_source" not in order_of(form_of(cuda.replace("RNG: NV, ", ""), MODEL), MODEL).fields
-    begun = f"{TEXT}, Similarity threshold: 0.9"
-    assert "similarity_threshold" not in order_of(form_of(begun, MODEL), MODEL).fields, "it began from noise"
-    assert order_of(form_of(f"{begun}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
+    text = f"{TEXT}, Similarity threshold: 0.9"
+    assert "similarity_threshold" not in order_of(form_of(text, MODEL), MODEL).fields, "it began from noise"
+    assert order_of(form_of(f"{text}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
     with pytest.raises(InvalidRequest, match=r"The similarity_threshold is '1.5'; give a number from 0 to 1"):
         order_of(Form(prompt="a fox", typed={"similarity_threshold": "1.5"}), MODEL)
 
 
-def test_no_number_of_pictures_is_one() -> None:
+def test_a_missing_image_count_is_one() -> None:
     assert order_of(Form(prompt="a fox", num_images=None), MODEL).num_images == 1
 
 
-def test_a_sampler_without_a_schedule_is_the_one_in_the_list() -> None:
+def test_a_sampler_without_a_schedule_is_the_listed_one() -> None:
     plain = TEXT.replace("Schedule type: Karras, ", "")
     assert form_of(plain, MODEL).sampler == "dpmpp_2m"
     assert form_of(plain.replace("DPM++ 2M", "Restart"), MODEL).sampler == "Restart"
     assert sampler_of(plain) == "DPM++ 2M"
 
 
-def test_a_picture_of_another_model_raises_a_doubt() -> None:
+def test_an_image_of_another_model_causes_a_warning() -> None:
     assert doubts(TEXT, MODEL) == ()
     (doubt,) = doubts(TEXT.replace("0123456789", "ffff").replace(": embedded", ": sdxl"), MODEL)
     assert "sdxl" in doubt
 
 
-def test_a_picture_that_began_from_another_raises_a_doubt() -> None:
+def test_an_image_made_from_another_image_causes_a_warning() -> None:
     (doubt,) = doubts(f"{TEXT}, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8", MODEL)
     assert "a prompt 0.9712 similar, without 8 steps" in doubt
     assert doubts(f"{TEXT}, Similarity threshold: 0.9", MODEL) == ()
@@ -333,7 +333,7 @@ def test_a_picture_that_began_from_another_raises_a_doubt() -> None:
     assert "not in the file" in doubt
 
 
-def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:
+def test_an_unknown_spacing_is_omitted_with_a_warning() -> None:
     odd = TEXT.replace("Spacing: trailing", "Spacing: ZEBRASECRET" + "x" * 100)
     assert form_of(odd, MODEL).spacing is None
     (doubt,) = doubts(odd, MODEL)
@@ -342,7 +342,7 @@ def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:
 
 
 @pytest.mark.parametrize("pair", ["Sampler: odd", "Size: odd", "Steps: odd", "CFG scale: odd", "Seed: odd", "Eta: odd"])
-def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -> None:
+def test_free_text_of_an_image_reaches_only_text_fields(pair: str) -> None:
     form = form_of(f"a fox\nSteps: 5, Seed: 1, Model: m, {pair}", MODEL)
     assert form.quality in (None, *MODEL.quality_steps)
     assert form.aspect in (None, *ASPECTS)
@@ -351,7 +351,7 @@ def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "The prompt has 32001 characters; at most 32000"),
         ({"negative_prompt": "x" * 1_000_000}, "The negative prompt has 1000000 characters"),
@@ -359,9 +359,9 @@ def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -
         ({"sampler": ["ddim"]}, "The sampler is no text"),
     ],
 )
-def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], message: str) -> None:
     check_lengths(Form(prompt="x" * MAX_PROMPT_CHARS, negative_prompt=None))
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         check_lengths(msgspec.structs.replace(Form(prompt="a fox"), **changes))
 
 
@@ -371,12 +371,12 @@ def test_the_parameters_of_a_real_file_are_read() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"not a picture", b"\x89PNG\r\n\x1a\nbroken"])
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
+def test_a_file_that_is_not_an_image_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
         infotext_of(data)
 
 
-def test_a_picture_that_says_nothing_is_refused() -> None:
+def test_an_image_without_parameters_is_refused() -> None:
     from io import BytesIO
 
     from PIL import Image

@@ -1,4 +1,4 @@
-"""What stands below a suggestion that is edited."""
+"""The status below a suggested prompt while it is edited."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ WISH = "a <small> fox"
 SAID = status("The prompt is already good.")
 
 
-@pytest.mark.parametrize("said", [None, "", SAID, difference_html(WISH, "a cat")])
-def test_an_edit_shows_what_changed(said: str | None) -> None:
-    shown, accept = compare(WISH, "a <small> red fox", said)
+@pytest.mark.parametrize("suggestion", [None, "", SAID, difference_html(WISH, "a cat")])
+def test_an_edit_shows_what_changed(suggestion: str | None) -> None:
+    shown, accept = compare(WISH, "a <small> red fox", suggestion)
     assert "<ins>red </ins>" in shown
     assert accept["visible"]
 
 
-@pytest.mark.parametrize("said", [None, "", difference_html(WISH, "a <small> red fox")])
-def test_an_edit_that_is_taken_back_leaves_no_marks(said: str | None) -> None:
-    shown, accept = compare(WISH, WISH, said)
+@pytest.mark.parametrize("suggestion", [None, "", difference_html(WISH, "a <small> red fox")])
+def test_a_reverted_edit_leaves_no_marks(suggestion: str | None) -> None:
+    shown, accept = compare(WISH, WISH, suggestion)
     assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
 
 
-def test_what_is_warning_of_a_wish_that_is_a_good_prompt_stays() -> None:
+def test_a_warning_about_a_wish_that_is_a_good_prompt_stays() -> None:
     shown, _ = compare(WISH, WISH, SAID)
     assert shown == gr.skip()
 
@@ -45,7 +45,7 @@ def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
     assert (shown, accept["visible"]) == ("", False)
 
 
-def test_the_way_of_a_suggestion_into_a_picture_is_said_beside_the_choice() -> None:
+def test_the_rewriter_choice_describes_how_a_suggestion_is_used() -> None:
     panel, note = choose("Suggest")
     assert panel["visible"]
     assert "uses the prompt above" in note
@@ -61,18 +61,18 @@ def test_a_text_that_is_too_long_is_neither_compared_nor_accepted() -> None:
             event()
 
 
-def test_a_wish_that_is_too_long_is_refused_and_not_remembered() -> None:
+def test_a_too_long_wish_is_refused_and_not_stored() -> None:
     async def suggest() -> list[tuple[Any, ...]]:
         events = Rewriting(None, None)  # type: ignore[arg-type]
         return [shown async for shown in events.suggest(TOO_LONG, Request())]  # type: ignore[arg-type]
 
-    [(suggestion, said, _, _, wish)] = asyncio.run(suggest())
+    [(suggestion, message, _, _, wish)] = asyncio.run(suggest())
     assert (suggestion, wish) == ("", gr.skip())
-    assert "32001 characters" in said
+    assert "32001 characters" in message
 
 
 class Refusing:
-    """A rewriter that leaves every wish as it is."""
+    """A rewriter that returns every wish unchanged."""
 
     client: Refusing
 
@@ -88,18 +88,18 @@ class Refusing:
         yield events()
 
 
-@pytest.mark.parametrize(("wish", "said"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
-def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, said: str) -> None:
+@pytest.mark.parametrize(("wish", "message"), [(" ", "Describe an image first"), (WISH, "The rewriter declined.")])
+def test_without_a_suggestion_nothing_can_be_accepted(wish: str, message: str) -> None:
     async def last() -> tuple[object, ...]:
         events = Rewriting(Refusing(), None)  # type: ignore[arg-type]
         return [moment async for moment in events.suggest(wish, Request())][-1]  # type: ignore[arg-type]
 
-    _, told, can_accept, can_revert, _ = asyncio.run(last())
-    assert said in str(told)
+    _, text, can_accept, can_revert, _ = asyncio.run(last())
+    assert message in str(text)
     assert can_accept == can_revert == gr.update(visible=False)
 
 
-def test_what_was_accepted_cannot_be_accepted_again() -> None:
+def test_an_accepted_suggestion_cannot_be_accepted_again() -> None:
     prompt, can_accept, can_revert = accept("a cat", WISH)
     assert (prompt, can_accept["visible"], can_revert["visible"]) == ("a cat", False, True)
     assert accept("a cat", "a cat")[0] == "a cat"

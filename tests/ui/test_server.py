@@ -1,4 +1,4 @@
-"""What the page knows of its server, and what it says when something fails."""
+"""The page's client of its server, and its error messages."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def test_the_loaded_models_are_found_among_the_aliases() -> None:
     other = msgspec.structs.replace(MODEL, default_num_steps=4)
     several = models_of([model("painter", image=MODEL), model("other", image=other), model("broken")])
     assert (several.names, several.image_of("other"), several.image_of("gone")) == (["painter", "other"], other, MODEL)
-    found = models_of([model("dall-e-3"), model("painter", image=MODEL), model("writer", language=WRITER)])
-    assert (found.image_id, found.image, found.language_id, found.language) == ("painter", MODEL, "writer", WRITER)
+    models = models_of([model("dall-e-3"), model("painter", image=MODEL), model("writer", language=WRITER)])
+    assert (models.image_id, models.image, models.language_id, models.language) == ("painter", MODEL, "writer", WRITER)
 
 
-def test_a_language_model_that_cannot_rewrite_is_none() -> None:
-    found = models_of([model("painter", image=MODEL), model("writer", language=DEAF)])
-    assert (found.language_id, found.language) == (None, None)
+def test_a_language_model_that_cannot_rewrite_is_not_offered() -> None:
+    models = models_of([model("painter", image=MODEL), model("writer", language=DEAF)])
+    assert (models.language_id, models.language) == (None, None)
 
 
-def test_a_server_of_an_older_version_is_asked_to_be_updated() -> None:
+def test_an_older_server_causes_a_request_to_update_it() -> None:
     with pytest.raises(DiffserveError, match="update it"):
         models_of([model("painter"), model("dall-e-3")])
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (InvalidRequest("size is 9x9; give\nmore"), "Size is 9x9; give more."),
         (QueueFull("the queue is full.", retry_after_s=3.6), "The queue is full. Try again in 4 s."),
@@ -53,25 +53,25 @@ def test_a_server_of_an_older_version_is_asked_to_be_updated() -> None:
         (ValueError("internals"), "its log says more"),
     ],
 )
-def test_an_error_is_a_sentence_with_the_way_out(error: Exception, said: str) -> None:
-    assert said in sentence(error)
+def test_an_error_is_a_message_with_the_fix(error: Exception, message: str) -> None:
+    assert message in sentence(error)
     assert "internals" not in sentence(error)
 
 
 @pytest.mark.slow
-def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
+def test_a_real_server_is_queried_once(text_server: RunningServer) -> None:
     async def story() -> None:
         server = Server(text_server.url)
         assert await server.client.is_ready()
-        found = await server.wait_for_models()
-        assert found.language_id == talker.NAME
-        assert await server.models() is found
+        models = await server.wait_for_models()
+        assert models.language_id == talker.NAME
+        assert await server.models() is models
         await server.close()
 
     asyncio.run(story())
 
 
-def test_where_nobody_answers_the_address_is_named() -> None:
+def test_without_an_answer_the_address_is_reported() -> None:
     async def story() -> None:
         server = Server("http://127.0.0.1:9")
         with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:9;") as caught:
@@ -83,7 +83,7 @@ def test_where_nobody_answers_the_address_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("The eta is '2'; give a number.", "“Fresh noise” is '2'; give a number."),
         ("switch_at is 0.5; the model has no refiner.", "“Refiner from” is 0.5; the model has no refiner."),
@@ -91,5 +91,5 @@ def test_where_nobody_answers_the_address_is_named() -> None:
         ("the metadata is lost", "The metadata is lost."),
     ],
 )
-def test_fields_are_called_as_the_page_calls_them(message: str, told: str) -> None:
-    assert sentence(InvalidRequest(message)) == told
+def test_errors_use_the_field_labels_of_the_page(message: str, expected: str) -> None:
+    assert sentence(InvalidRequest(message)) == expected

@@ -1,4 +1,4 @@
-"""A visitor's session: cheap to begin, cheap to update, and as good as gradio's own."""
+"""Sessions of visitors: cheap to create, cheap to update, and equivalent to Gradio's own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ui.uploads import keep_sessions_lean
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The components that are described from now on."""
+    """Record the components that are described from now on."""
     ids: list[int] = []
     describe = BlocksConfig.config_for_block
 
-    def counted(number: int, *rest: Any) -> dict[str, Any]:
+    def counted(number: int, *arguments: Any) -> dict[str, Any]:
         ids.append(number)
-        return describe(number, *rest)
+        return describe(number, *arguments)
 
     monkeypatch.setattr(BlocksConfig, "config_for_block", staticmethod(counted))
     return ids
@@ -33,7 +33,7 @@ def small_page() -> tuple[gr.Blocks, gr.Textbox, gr.Radio]:
     return page, box, choice
 
 
-def test_a_session_describes_no_component_and_knows_them_all(described: list[int]) -> None:
+def test_a_session_describes_no_component_and_has_all(described: list[int]) -> None:
     keep_sessions_lean()
     page, box, choice = _within_a_loop(small_page)
     described.clear()
@@ -47,7 +47,7 @@ def test_a_session_describes_no_component_and_knows_them_all(described: list[int
     assert page.get_config_file()["components"][0]["props"]["value"] == "a"
 
 
-def test_it_is_done_once() -> None:
+def test_components_are_described_once() -> None:
     keep_sessions_lean()
     lean = SessionState.__init__
     keep_sessions_lean()

@@ -1,4 +1,4 @@
-"""What a request begins from: the browser's marks, a visitor's own pictures, and nothing of anybody else."""
+"""Source images of a request: marks in the browser and images of the same visitor only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ URL = MASK + base64.b64encode(PNG).decode()
 
 
 def painted(path: Path) -> FinishedPicture:
-    """One that lies at ``path``."""
+    """Return an image stored at ``path``."""
     path.write_bytes(PNG)
     return FinishedPicture(path=path, seed=1, prompt="", wish="", rewrites=False, infotext="", warnings=(), settings="")
 
@@ -36,7 +36,7 @@ def marks(mask: str = "", *, is_edit: bool = True) -> str:
     return msgspec.json.encode(PageMarks(is_edit, mask)).decode()
 
 
-def test_what_is_marked_comes_with_the_picture_and_its_own_size(tmp_path: Path) -> None:
+def test_marks_come_with_the_image_and_its_size(tmp_path: Path) -> None:
     start = start_of(marks(URL), "0,5", tmp_path)
     assert start is not None
     assert (start.path, start.mask, start.strength) == (tmp_path, PNG, 0.5)
@@ -53,14 +53,12 @@ def test_what_is_marked_comes_with_the_picture_and_its_own_size(tmp_path: Path) 
 @pytest.mark.parametrize(
     "odd", ["[", "[1]", "5", marks("data:image/svg+xml,x"), marks(MASK + "%%"), "x" * (MAX_MARKS_CHARS + 1)]
 )
-def test_marks_that_the_page_would_not_send_are_refused_in_a_sentence(odd: str) -> None:
+def test_invalid_marks_are_refused_with_a_message(odd: str) -> None:
     with pytest.raises(InvalidRequest, match="draw it again"):
         start_of(odd, "", Path("start.png"))
 
 
-def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_visitor_can_start_only_from_own_uploads_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def models(self: Server, *, is_fresh: bool = False) -> Models:
         return Models("tiny", msgspec.structs.replace(MODEL, max_side_px=64))
 
@@ -68,13 +66,13 @@ def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
         starting = Starting(server, visitors, None)  # type: ignore[arg-type]
         visitor = visitors.of(Request.session_hash)
-        own, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
-        visitor.pictures = [own]
+        own_image, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
+        visitor.pictures = [own_image]
         for name in (str(foreign.path), "/etc/passwd", None, {"path": [1]}, 7):
             assert "image no longer exists" in (await starting.edit(name, Request()))[-1]  # type: ignore[arg-type]
             assert visitor.start is None
-        assert str(own.path) in (await starting.edit({"path": str(own.path)}, Request()))[1]  # type: ignore[arg-type]
-        assert visitor.start == own.path
+        assert str(own_image.path) in (await starting.edit({"path": str(own_image.path)}, Request()))[1]  # type: ignore[arg-type]
+        assert visitor.start == own_image.path
 
         sent = BytesIO()
         Image.fromarray(np.zeros((32, 128, 3), np.uint8)).save(sent, "JPEG", exif=_sideways())

@@ -1,4 +1,4 @@
-"""A tab that is reloaded finds its painting and its pictures again; one that is closed ends them, and nobody else's."""
+"""A reloaded tab finds its requests and images; a closed tab cancels only its own requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
 
 
 async def shown_by(moments: AsyncIterator[Sequence[Any]]) -> dict[str, Any]:
-    """Everything that ``moments`` showed to their end, the newest of each part."""
+    """Return the newest value of each component after all ``moments``."""
     shown: dict[str, Any] = {}
     async with asyncio.timeout(SOON_S):
         async for moment in moments:
@@ -48,20 +48,22 @@ async def shown_by(moments: AsyncIterator[Sequence[Any]]) -> dict[str, Any]:
 
 
 async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]) -> None:
-    """The page of ``session`` is gone, as gradio tells it."""
+    """Close the page of ``session``, as Gradio reports it."""
     await watching.aclose()  # type: ignore[attr-defined]
     visitors.leave(session)
 
 
-def test_the_buttons_are_told_anew_each_time_and_all_else_once() -> None:
+def test_buttons_are_sent_with_every_update_and_other_parts_once() -> None:
     screen = Screen()
     parts = {"caption": "a", "generate": {"visible": "hidden"}, "stop": {"visible": True}}
-    told = [{name for name, value in zip(PARTS, screen.draw(**parts), strict=True) if value != gr.skip()} for _ in "ab"]
-    assert told == [{"caption", "generate", "stop"}, {"generate", "stop"}]
+    updates = [
+        {name for name, value in zip(PARTS, screen.draw(**parts), strict=True) if value != gr.skip()} for _ in "ab"
+    ]
+    assert updates == [{"caption", "generate", "stop"}, {"generate", "stop"}]
 
 
 @pytest.mark.slow
-def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServer) -> None:
+def test_a_reloaded_tab_restores_its_request_and_its_images(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=NEVER_S)
         before = visitors.arrive("before", TOKEN)
@@ -82,26 +84,28 @@ def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServe
 
 
 @pytest.mark.slow
-def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server: RunningServer) -> None:
+def test_a_closed_tab_cancels_only_its_own_request(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=GRACE_S)
-        mine, theirs = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
-        paintings = [visitor.paint(page, order(num_inference_steps=LONG)) for visitor in (mine, theirs)]
-        watching = [follow(visitor, each, Screen()) for visitor, each in zip((mine, theirs), paintings, strict=True)]
+        mine, other_visitor = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
+        paintings = [visitor.paint(page, order(num_inference_steps=LONG)) for visitor in (mine, other_visitor)]
+        watching = [
+            follow(visitor, each, Screen()) for visitor, each in zip((mine, other_visitor), paintings, strict=True)
+        ]
         await asyncio.gather(*map(anext, watching), *map(until_step, paintings))
         await hang_up(visitors, "mine", watching[0])
         async with asyncio.timeout(SOON_S):
             await paintings[0].wait()
         assert paintings[0].was_stopped
         assert not paintings[1].is_over
-        theirs.stop()
+        other_visitor.stop()
         await paintings[1].wait()
 
     tell(server.url, story)
 
 
 @pytest.mark.slow
-def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningServer) -> None:
+def test_a_disconnected_script_is_cancelled_at_once(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitor = Visitors(grace_s=NEVER_S).of("script")
         painting = visitor.paint(page, order(num_inference_steps=LONG))
@@ -116,7 +120,7 @@ def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningS
 
 
 @pytest.mark.parametrize("token", [None, "", "0", "g" * 32, "0" * 33, "../" + "0" * 29])
-def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -> None:
+def test_only_an_unguessable_token_restores_a_visitor(token: str | None) -> None:
     async def story() -> None:
         visitors = Visitors()
         mine = visitors.arrive("mine", TOKEN)
@@ -127,7 +131,7 @@ def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -
     asyncio.run(story())
 
 
-def test_a_token_finds_nothing_with_another_key() -> None:
+def test_a_token_restores_nothing_with_another_key() -> None:
     async def story() -> None:
         visitors = Visitors()
         mine = visitors.arrive("mine", TOKEN, "key-1")
@@ -137,11 +141,11 @@ def test_a_token_finds_nothing_with_another_key() -> None:
     asyncio.run(story())
 
 
-def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
+def test_visitors_without_content_are_removed_first() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)
-        one = visitors.arrive("one", TOKEN)
-        one.pictures = [PICTURE]
+        visitor = visitors.arrive("one", TOKEN)
+        visitor.pictures = [PICTURE]
         empty = visitors.arrive("empty", OTHER)
         for number in range(10 * MAX_TOKENS):
             visitors.of(f"session {number}").trouble = "nothing came of it"
@@ -149,13 +153,13 @@ def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
                 visitors.arrive(f"page {number}", f"{number:032x}")
         assert len(visitors._visitors) <= 2 * MAX_EMPTY
         assert len(visitors._tokens) <= MAX_TOKENS
-        assert visitors.of("one") is one
+        assert visitors.of("one") is visitor
         assert visitors.of("empty") is not empty
 
     asyncio.run(story())
 
 
-def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
+def test_a_removed_visitor_is_recreated_for_its_tab() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)
         visitors.arrive("mine", TOKEN)
@@ -169,7 +173,7 @@ def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_anew(server: RunningServer) -> None:
+def test_images_of_present_visitors_survive_a_restart(server: RunningServer) -> None:
     files = PageFiles()
 
     async def story(page: Server) -> None:
@@ -196,7 +200,7 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
 
 
 class _Ended:
-    """Removes what a test left, whatever happens."""
+    """Removal of leftover files on close."""
 
     def __init__(self, files: PageFiles) -> None:
         self._files = files

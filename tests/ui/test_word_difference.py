@@ -1,4 +1,4 @@
-"""What changed between a wish and a prompt."""
+"""Differences between a wish and a prompt by words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_no_word_is_lost_or_invented(old: str, new: str) -> None:
 
 
 @given(TEXTS, TEXTS)
-def test_marks_are_found_where_anything_changed(old: str, new: str) -> None:
+def test_changes_are_marked(old: str, new: str) -> None:
     has_changed = any(piece.kind != "same" for piece in difference(old, new))
     assert is_marked(difference_html(old, new)) == has_changed
 
@@ -36,13 +36,13 @@ def test_a_text_does_not_differ_from_itself(text: str) -> None:
 
 
 @given(TEXTS, TEXTS)
-def test_neighbours_differ_in_kind(old: str, new: str) -> None:
+def test_adjacent_pieces_differ_in_kind(old: str, new: str) -> None:
     kinds = [piece.kind for piece in difference(old, new)]
-    assert all(one != other for one, other in itertools.pairwise(kinds))
+    assert all(kind != other for kind, other in itertools.pairwise(kinds))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("2 doggos on teh beach", "two dogs on the beach", "-2 doggos |+two dogs |=on |-teh |+the |=beach"),
         ("a cat", "a cat, at night", "=a cat|+, at night"),
@@ -53,12 +53,12 @@ def test_neighbours_differ_in_kind(old: str, new: str) -> None:
         ("", "", ""),
     ],
 )
-def test_words_are_compared_one_by_one(old: str, new: str, said: str) -> None:
+def test_words_are_compared_individually(old: str, new: str, expected: str) -> None:
     marks = {"same": "=", "added": "+", "removed": "-"}
-    assert "|".join(marks[piece.kind] + piece.text for piece in difference(old, new)) == said
+    assert "|".join(marks[piece.kind] + piece.text for piece in difference(old, new)) == expected
 
 
-def test_markup_in_a_text_stays_text() -> None:
+def test_markup_in_a_text_is_escaped() -> None:
     shown = difference_html("<b>a</b> & b", "<script>alert(1)</script> & b")
     assert "<b>" not in shown
     assert "<script>" not in shown
@@ -66,7 +66,7 @@ def test_markup_in_a_text_stays_text() -> None:
     assert "&amp;" in shown
 
 
-def test_texts_of_a_novel_are_not_compared_word_by_word() -> None:
+def test_very_long_texts_are_not_compared_by_words() -> None:
     old, new = "a " * (MAX_WORDS + 1), "b " * (MAX_WORDS + 1)
     assert difference(old, new) == (WordRun("removed", old), WordRun("added", new))
 
@@ -78,6 +78,6 @@ def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest
     assert difference(text, text) == (WordRun("same", text),)
 
 
-def test_no_more_words_are_looked_for_than_would_be_compared() -> None:
-    found = _words("a " * (MAX_WORDS + 500))
-    assert len(found) == MAX_WORDS + 1
+def test_splitting_stops_at_the_word_limit() -> None:
+    pieces = _words("a " * (MAX_WORDS + 500))
+    assert len(pieces) == MAX_WORDS + 1
