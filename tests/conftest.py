@@ -146,7 +146,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _shared_by(file: Path) -> str:
     """What tests in ``file`` share with others; empty where they share nothing."""
     text = file.read_text(encoding="utf-8")
-    return next((what for what, asked in SHARED.items() if asked.search(text)), "")
+    return next((what for what, pattern in SHARED.items() if pattern.search(text)), "")
 
 
 @pytest.fixture(scope="session")

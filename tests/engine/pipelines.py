@@ -76,10 +76,10 @@ def pipeline_latents(
     return latents
 
 
-def asked(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
+def image_request(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
     """A guided request of ten steps; ``fields`` override, those of DiffusionParams too."""
-    ours = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
-    params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **ours}
+    request_fields = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
+    params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **request_fields}
     defaults: dict[str, Any] = {
         "prompt": "the red fox",
         "negative_prompt": "cat",

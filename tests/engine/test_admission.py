@@ -59,9 +59,9 @@ def test_spacing_that_nobody_names_is_the_scheduler_file_s_or_else_the_sampler_s
     info = msgspec.structs.replace(INFO, default_spacing="auto")
     spacings = [admission(info).admit(request(sampler=name), 0.0).settings.spacing for name in ("ddim", "euler")]
     assert spacings == ["leading", "linspace"]
-    told = admission(info, timestep_spacing="trailing")
-    assert told.admit(request(sampler="euler"), 0.0).settings.spacing == "trailing"
-    assert told.admit(request(sampler="euler", spacing="leading"), 0.0).settings.spacing == "leading"
+    admission_result = admission(info, timestep_spacing="trailing")
+    assert admission_result.admit(request(sampler="euler"), 0.0).settings.spacing == "trailing"
+    assert admission_result.admit(request(sampler="euler", spacing="leading"), 0.0).settings.spacing == "leading"
 
 
 def test_a_profile_s_sigma_schedule_belongs_to_its_sampler_only() -> None:

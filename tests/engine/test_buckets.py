@@ -7,10 +7,10 @@ from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, foll
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
     """A curve that has been told its costs."""
-    made = CostCurve(tuple(costs), is_exact=is_exact)
+    curve = CostCurve(tuple(costs), is_exact=is_exact)
     for size, seconds in costs.items():
-        made.observe(size, seconds)
-    return made
+        curve.observe(size, seconds)
+    return curve
 
 
 STEEP = {4: 5.0, 8: 9.0, 16: 17.0}

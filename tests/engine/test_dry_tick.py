@@ -46,12 +46,12 @@ def open_engine(name: str, directory: Path, **config: Any) -> Engine:
 
 def ticks(engine: Engine, count: int) -> list[Work]:
     """The work of each of ``count`` ticks; raises for what waits or mixes."""
-    found = []
+    tick_work = []
     for _ in range(count):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
             engine.tick()
-        found.append(counted.work)
-    return found
+        tick_work.append(counted.work)
+    return tick_work
 
 
 def submit(

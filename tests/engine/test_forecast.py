@@ -43,16 +43,16 @@ class Watched:
         self.foreseen: dict[str, tuple[float, float]] = {}
         self.told: list[tuple[str, float, float]] = []
         self.done: dict[str, float] = {}
-        for one in mixed(2, COSTS.sizes, seed=9):
-            self.submit(one)
+        for request in mixed(2, COSTS.sizes, seed=9):
+            self.submit(request)
         self.run()
         self.told.clear()
-        for one in trace:
-            self.submit(one)
+        for request in trace:
+            self.submit(request)
         self.run()
 
-    def submit(self, one: Recorded) -> LiveRequest:
-        live = self.door.admit(one.request(f"request {len(self.done)} {len(self.engine.inbox)}"), self.now_s)
+    def submit(self, request: Recorded) -> LiveRequest:
+        live = self.door.admit(request.request(f"request {len(self.done)} {len(self.engine.inbox)}"), self.now_s)
         left_s = self.engine.scheduler.seconds_left(live, self.engine.inbox, self.now_s)
         if left_s is not None:
             self.foreseen[live.request_id] = (left_s, self.now_s)
@@ -74,8 +74,8 @@ class Watched:
     @property
     def errors(self) -> list[float]:
         """Of every event with steps: |told - true| / true."""
-        true_s = [(told_s, self.done[name] - at_s) for name, told_s, at_s in self.told]
-        return [abs(told_s - true_s) / true_s for told_s, true_s in true_s if true_s > LEAST_S]
+        true_s = [(estimate_s, self.done[name] - at_s) for name, estimate_s, at_s in self.told]
+        return [abs(estimate_s - true_s) / true_s for estimate_s, true_s in true_s if true_s > LEAST_S]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_times_left_are_about_right_while_no_request_comes_later(policy: str, me
 
 def test_times_left_stay_about_right_with_three_clients_and_both_priorities() -> None:
     trace = [
-        msgspec.structs.replace(one, client=f"{place % 3}", priority="interactive" if place % 5 else "batch")
-        for place, one in enumerate(mixed(24, COSTS.sizes, seed=3))
+        msgspec.structs.replace(request, client=f"{place % 3}", priority="interactive" if place % 5 else "batch")
+        for place, request in enumerate(mixed(24, COSTS.sizes, seed=3))
     ]
     errors = Watched(trace).errors
     assert len(errors) > 200
@@ -118,19 +118,19 @@ def test_images_that_share_ticks_are_not_forecast_one_after_another() -> None:
 def test_the_forecast_of_a_light_client_counts_no_full_ticks_of_a_saturating_one(crowd: int) -> None:
     """The scheduler limits the rows of the other client in the ticks of this one."""
     watched = Watched([])
-    one = mixed(1, COSTS.sizes[:1], seed=3)[0]
+    request = mixed(1, COSTS.sizes[:1], seed=3)[0]
     for _ in range(crowd):
-        watched.submit(msgspec.structs.replace(one, client="crowd", num_steps=20))
+        watched.submit(msgspec.structs.replace(request, client="crowd", num_steps=20))
     for _ in range(10 if crowd else 0):
         watched.now_s, _ = watched.engine.begin(watched.now_s)
         watched.engine.end(watched.now_s)
-    guest = watched.submit(msgspec.structs.replace(one, client="guest", num_steps=20))
+    guest = watched.submit(msgspec.structs.replace(request, client="guest", num_steps=20))
     while guest.request_id not in watched.done:
         watched.now_s, _ = watched.engine.begin(watched.now_s)
         for event in watched.engine.end(watched.now_s):
             watched.take(event)
-    told = [(told_s, at_s) for name, told_s, at_s in watched.told if name == guest.request_id]
-    ratios = [told_s / (watched.done[guest.request_id] - at_s) for told_s, at_s in told[:15]]
+    estimates = [(estimate_s, at_s) for name, estimate_s, at_s in watched.told if name == guest.request_id]
+    ratios = [estimate_s / (watched.done[guest.request_id] - at_s) for estimate_s, at_s in estimates[:15]]
     assert 0.8 < statistics.median(ratios) < 1.5
 
 
@@ -140,9 +140,9 @@ def test_the_row_cap_of_a_forecast_is_the_knee_and_is_not_counted() -> None:
         curve.observe(num_rows, seconds)
     expected = [cap.of(curve) for _ in range(40)]
     again = KneeCap(16, "latency")
-    asked = [(again.of(curve, may_probe=False), again.of(curve)) for _ in range(40)]
-    assert [probed for _, probed in asked] == expected
-    assert {knee for knee, _ in asked} == {min(expected)}
+    bucket_pairs = [(again.of(curve, may_probe=False), again.of(curve)) for _ in range(40)]
+    assert [probed for _, probed in bucket_pairs] == expected
+    assert {knee for knee, _ in bucket_pairs} == {min(expected)}
     assert len(set(expected)) == 2
 
 
@@ -191,16 +191,16 @@ def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: di
     desk.submit(num_steps=10)
     desk.run()
     lives = [desk.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
-    told: list[tuple[Progress, float]] = []
+    progress_events: list[tuple[Progress, float]] = []
     painted_s: dict[tuple[str, int], float] = {}
     while desk.scheduler.has_work:
         for event in desk.tick()[1]:
             if isinstance(event, Progress):
-                told.append((event, desk.now_s))
+                progress_events.append((event, desk.now_s))
             elif isinstance(event, Painted):
                 painted_s[event.request_id, event.result.image_index] = desk.now_s
-    assert len(told) == 10 * fields["num_images"] * len(lives)
-    for event, now_s in told:
+    assert len(progress_events) == 10 * fields["num_images"] * len(lives)
+    for event, now_s in progress_events:
         assert event.seconds_left is not None
         assert event.request_seconds_left is not None
         assert event.request_seconds_left >= event.seconds_left
@@ -209,7 +209,7 @@ def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: di
         own_s = painted_s[event.request_id, event.image_index]
         assert event.seconds_left == pytest.approx(own_s - now_s, rel=0.3, abs=3.0)
     if "seed" not in fields:
-        first = told[0][0]
+        first = progress_events[0][0]
         assert first.seconds_left is not None
         assert first.request_seconds_left is not None
         assert first.request_seconds_left > 2 * first.seconds_left

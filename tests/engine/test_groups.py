@@ -21,7 +21,7 @@ from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import SHARED, GroupFacts
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 MEASURING_ROWS = 62
 """What a check of all sizes up to 16 runs, forwards and backwards."""
@@ -52,7 +52,7 @@ def counted_rows(engine: Engine) -> Iterator[list[int]]:
 
 
 def odd_size(seed: int = 1, width_px: int = 72, **fields: Any) -> GenerationRequest:
-    return asked("sd15", "ddim", seed=seed, num_steps=3, width_px=width_px, height_px=64, **fields)
+    return image_request("sd15", "ddim", seed=seed, num_steps=3, width_px=width_px, height_px=64, **fields)
 
 
 def study_all(engine: Engine) -> None:
@@ -72,9 +72,9 @@ def test_a_shape_nobody_has_painted_before_is_painted_at_once(make_engine: MakeE
 def test_a_long_prompt_does_not_hold_up_those_who_paint(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
     engine.warm_up()
-    engine.submit(asked("sd15", "ddim", seed=1, num_steps=8))
+    engine.submit(image_request("sd15", "ddim", seed=1, num_steps=8))
     engine.tick()
-    engine.submit(asked("sd15", "ddim", seed=2, num_steps=8, prompt=" ".join(["cat"] * 100)))
+    engine.submit(image_request("sd15", "ddim", seed=2, num_steps=8, prompt=" ".join(["cat"] * 100)))
     widest = 0
     while engine.has_work:
         with counted_rows(engine) as calls:
@@ -123,9 +123,9 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
 ) -> None:
     """The process loop runs for real; only its studio is replaced by one that notes when it measures."""
     monkeypatch.setattr(process, "QUIET_S", 0.2)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        loop = process.EngineProcess(ipc.EngineEnd(theirs))
+    client_socket, server_socket = socket.socketpair()
+    with client_socket, server_socket:
+        loop = process.EngineProcess(ipc.EngineEnd(server_socket))
         began_s = time.monotonic()
         measured_s: list[float] = []
 
@@ -176,14 +176,14 @@ def test_what_was_measured_is_known_at_the_next_start(make_engine: MakeEngine, t
 def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    told = []
+    messages = []
     for _ in range(2):
         engine = make_engine(cache_dir=str(tmp_path))
         with counted_rows(engine) as calls:
-            engine.generate(asked("sd15", "ddim", seed=1, num_steps=3))
-        told.append(sum(calls))
-    assert told[1] <= 3 * SHARED
-    assert told[0] - told[1] <= FIRST_LOOK_ROWS < MEASURING_ROWS
+            engine.generate(image_request("sd15", "ddim", seed=1, num_steps=3))
+        messages.append(sum(calls))
+    assert messages[1] <= 3 * SHARED
+    assert messages[0] - messages[1] <= FIRST_LOOK_ROWS < MEASURING_ROWS
 
 
 @pytest.mark.slow

@@ -34,12 +34,12 @@ def who(plan: TickPlan) -> list[str]:
 
 def run_and_watch(desk: Desk) -> list[list[str]]:
     """Ticks until nothing is left: who was in each that had rows."""
-    seen = []
+    ticks = []
     while desk.scheduler.has_work:
         plan, _ = desk.tick()
         if plan.rows:
-            seen.append(who(plan))
-    return seen
+            ticks.append(who(plan))
+    return ticks
 
 
 def test_every_name_that_can_be_configured_is_a_policy() -> None:
@@ -100,9 +100,9 @@ def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> 
     desk.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
         desk.submit(num_steps=num_steps)
-    told = [event for event in desk.run() if isinstance(event, Progress)]
-    assert len(told) == 13
-    assert all(event.seconds_left is not None for event in told)
+    progress_events = [event for event in desk.run() if isinstance(event, Progress)]
+    assert len(progress_events) == 13
+    assert all(event.seconds_left is not None for event in progress_events)
 
 
 @pytest.mark.parametrize("name", POLICIES)

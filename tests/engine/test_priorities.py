@@ -110,8 +110,8 @@ def test_ten_fold_overload_by_one_key_leaves_another_its_pace() -> None:
     """95 of 100 of its pictures take at most twice as long as alone, and the tick that runs when they come; a full tick
     takes four times as long as one of theirs.
     """
-    alone, beside = (guest_seconds(Desk(8, LinearCosts(8)), crowd) for crowd in (0, 80))
-    assert sorted(beside)[18] <= 2.0 * sorted(alone)[18] + 8.0
+    alone, crowded_s = (guest_seconds(Desk(8, LinearCosts(8)), crowd) for crowd in (0, 80))
+    assert sorted(crowded_s)[18] <= 2.0 * sorted(alone)[18] + 8.0
 
 
 def test_priorities_and_shares_that_are_none_are_refused() -> None:

@@ -42,5 +42,5 @@ def found_in(pages: PromptPages, conditioning: PagedConditioning) -> list[torch.
     return tensors + [pooled for pooled in (conditioning.pooled_cond, conditioning.pooled_uncond) if pooled is not None]
 
 
-def same_bytes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+def same_bytes(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -65,8 +65,8 @@ def test_a_map_is_passed_through_and_an_unknown_preprocessor_is_refused_in_a_sen
     assert preprocess(Control("edges", preprocessor=PASSED_THROUGH), picture) is picture
     assert np.array_equal(preprocess(Control("edges", preprocessor=CANNY), picture)[..., 2], canny(picture))
     for trouble in ("is not installed here", "cannot be imported here (No module named 'torchvision_for_cpus'"):
-        said = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
-        with pytest.raises(InvalidRequest, match=re.escape(said)):
+        message = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
             preprocess(Control("edges", preprocessor="hed"), picture)
         library = tmp_path / "controlnet_aux"
         library.mkdir(exist_ok=True)

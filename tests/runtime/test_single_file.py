@@ -43,17 +43,19 @@ def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[st
 
 @pytest.mark.parametrize("kind", [*KINDS, REFINER])
 def test_a_single_file_gives_the_networks_of_its_directory(export: Export, tiny: LoadTiny, kind: str) -> None:
-    found = load_model(export(kind), dtype="float32", device=DEVICE)
+    loaded_model = load_model(export(kind), dtype="float32", device=DEVICE)
     expected = tiny(kind)
-    pairs = [(found.unet.network, expected.unet.network), (found.vae.network, expected.vae.network)]
-    pairs += [(a.network, b.network) for a, b in zip(found.text.encoders, expected.text.encoders, strict=True)]
+    pairs = [(loaded_model.unet.network, expected.unet.network), (loaded_model.vae.network, expected.vae.network)]
+    pairs += [(a.network, b.network) for a, b in zip(loaded_model.text.encoders, expected.text.encoders, strict=True)]
     for mine, other in pairs:
-        theirs = other.state_dict()
-        assert mine.state_dict().keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.state_dict().items())
-    assert found.family == expected.family
-    assert found.schedule.prediction_type == expected.schedule.prediction_type
-    conditioning = [model.text.encode("a red fox", "dog", width_px=64, height_px=64) for model in (found, expected)]
+        reference = other.state_dict()
+        assert mine.state_dict().keys() == reference.keys()
+        assert all(torch.equal(tensor, reference[name]) for name, tensor in mine.state_dict().items())
+    assert loaded_model.family == expected.family
+    assert loaded_model.schedule.prediction_type == expected.schedule.prediction_type
+    conditioning = [
+        model.text.encode("a red fox", "dog", width_px=64, height_px=64) for model in (loaded_model, expected)
+    ]
     assert torch.equal(conditioning[0].cond, conditioning[1].cond)
 
 
@@ -63,10 +65,10 @@ def test_diffusers_own_converter_reads_the_same_layout(export: Export, tiny: Loa
     convert_vae = import_quietly("diffusers.loaders.single_file_utils", "convert_ldm_vae_checkpoint")
     tensors = load_file(export(kind))
     for network, convert in ((tiny(kind).unet.network, convert_unet), (tiny(kind).vae.network, convert_vae)):
-        theirs = convert(dict(tensors), dict(network.config))
-        ours = network.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor.cpu(), theirs[name]) for name, tensor in ours.items())
+        reference = convert(dict(tensors), dict(network.config))
+        actual = network.state_dict()
+        assert actual.keys() == reference.keys()
+        assert all(torch.equal(tensor.cpu(), reference[name]) for name, tensor in actual.items())
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -262,8 +264,8 @@ def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
     export: Export, tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(export("sd15", LUGGAGE), dtype="float32", device=DEVICE)
-    [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
-    assert said.endswith(
+    [message] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
+    assert message.endswith(
         f"3 tensors that generation does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
     )
     expected = tiny("sd15").vae.network.state_dict()
@@ -404,9 +406,9 @@ def test_a_file_of_a_unet_alone_is_loaded_with_parts_of_another_model(
         load_model(file, dtype="float32", device=DEVICE)
     (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations beside the file
     profile = replace(tiny(kind).profile, vae=str(tiny_model(kind)), text_encoder=str(tiny_model(kind)))
-    found = load_model(file, dtype="float32", device=DEVICE, profile=profile)
+    loaded_model = load_model(file, dtype="float32", device=DEVICE, profile=profile)
     expected = tiny(kind).unet.network.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.unet.network.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded_model.unet.network.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
@@ -421,8 +423,8 @@ def test_a_file_with_the_averages_of_the_weights_alone_is_loaded(export: Export,
     }
     assert averages.keys() != tensors.keys()
     save_file(averages | {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(5)}, file)
-    found = load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tiny(kind).unet.network.state_dict().items())
+    actual = load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tiny(kind).unet.network.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])

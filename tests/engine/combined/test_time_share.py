@@ -15,7 +15,7 @@ def texts_turn(share: TimeShare) -> bool:
 def run(share: TimeShare, image_s: float, text_s: float, num_turns: int = 40_000) -> tuple[float, float, int]:
     """Seconds of both sides when both always have work, and the most calls between two steps."""
     spent = [0.0, 0.0]
-    calls = most = 0
+    calls = max_calls = 0
     for _ in range(num_turns):
         if share.is_texts_turn:
             share.wrote(text_s, has_moved=True)
@@ -24,8 +24,8 @@ def run(share: TimeShare, image_s: float, text_s: float, num_turns: int = 40_000
         else:
             share.painted(image_s, has_moved=True, is_shared=True)
             spent[0] += image_s
-            most, calls = max(most, calls), 0
-    return spent[0], spent[1], most
+            max_calls, calls = max(max_calls, calls), 0
+    return spent[0], spent[1], max_calls
 
 
 @pytest.mark.parametrize("image_s", [0.001, 0.1, 3.0])
@@ -43,8 +43,8 @@ def test_calls_come_in_bursts_of_what_two_steps_earn() -> None:
 
 
 def test_a_call_longer_than_a_burst_waits_for_many_steps() -> None:
-    images, texts, most = run(TimeShare(0.25), image_s=0.01, text_s=0.09)
-    assert most == 1
+    images, texts, max_calls = run(TimeShare(0.25), image_s=0.01, text_s=0.09)
+    assert max_calls == 1
     assert images / 0.01 == pytest.approx(27 * texts / 0.09, rel=0.1)
 
 

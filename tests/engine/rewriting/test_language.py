@@ -58,10 +58,10 @@ def test_whatever_is_said_at_random_is_a_caption(tokenizer: Any) -> None:
         while tokenizer.eos_token_id not in ids:
             ids.append(chance.choice(sorted(constraint.moves(end_state(constraint, ids)))))
         text = tokenizer.decode(ids, skip_special_tokens=True).replace(" ,", ",").strip()
-        said = parse_sentence(text)
+        sentence = parse_sentence(text)
         twice = any(len(re.findall(rf"\b{noun(name)}\b", text)) > 1 for name in OBJECTS)
-        assert said is not None or twice, text  # "a cat above a cat" is said as "two cats" by those who can choose
-        kinds.add(None if said is None else (len(said.names), said.relation, len(set(said.names)) > 1))
+        assert sentence is not None or twice, text  # "a cat above a cat" is said as "two cats" by those who can choose
+        kinds.add(None if sentence is None else (len(sentence.names), sentence.relation, len(set(sentence.names)) > 1))
     assert {(1, None, False), (2, None, False), (3, None, False), (2, "above", True)} <= kinds
 
 

@@ -13,12 +13,12 @@ from tests.runtime.language import tiny
 
 def greedy(prompt_ids: Sequence[int], max_tokens: int = 24, **params: Any) -> TextRequest:
     """A request for the most likely text. What is no sampling parameter is the request's."""
-    own = {name: params.pop(name) for name in list(params) if name in TextRequest.__struct_fields__}
+    request_fields = {name: params.pop(name) for name in list(params) if name in TextRequest.__struct_fields__}
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-    return TextRequest(token_ids=tuple(prompt_ids), params=settings, **own)
+    return TextRequest(token_ids=tuple(prompt_ids), params=settings, **request_fields)
 
 
-def said(answer: TextFinished, index: int = 0) -> list[int]:
+def token_ids_of(answer: TextFinished, index: int = 0) -> list[int]:
     """The tokens of one text of an answer."""
     return list(answer.results[index].token_ids)
 

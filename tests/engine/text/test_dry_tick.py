@@ -26,13 +26,13 @@ def open_engine(directory: Path, kind: str = "llama", *, num_draft_tokens: int =
 
 def ticks(engine: TextEngine, count: int) -> list[Work]:
     """The work of each of ``count`` ticks; a text that waited or mixed has failed."""
-    found = []
+    tick_work = []
     for _ in range(count):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
             events = engine.tick()
         assert not [event for event in events if type(event).__name__ == "Failed"]
-        found.append(counted.work)
-    return found
+        tick_work.append(counted.work)
+    return tick_work
 
 
 def drawn(prompt_ids: range, **params: Any) -> TextRequest:

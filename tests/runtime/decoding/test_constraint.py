@@ -56,9 +56,9 @@ def test_the_mask_is_the_set_of_tokens_that_continue_some_text() -> None:
     words = [[1], [1, 2], [2, 1, 1], [3, 2]]  # [1] begins [1, 2], and [1][2, 1, 1] begins like [1, 2][1][1]
     constraint = TokenConstraint(words, words, end_ids=[END])
     texts = {
-        tuple(itertools.chain(*chosen, [END]))
+        tuple(itertools.chain(*combination, [END]))
         for count in range(1, 6)
-        for chosen in itertools.product(words, repeat=count)
+        for combination in itertools.product(words, repeat=count)
     }
     prefixes = {text[:length] for text in texts for length in range(5)}
     for prefix in prefixes:
@@ -94,7 +94,7 @@ def test_every_text_of_the_words_is_allowed_as_the_tokenizer_spells_it(kind: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -> None:
     tokenizer, constraint = tiny_tokenizer(kind), words_of(kind)
-    vocab_size, seen = len(tokenizer), set()
+    vocab_size, token_ids = len(tokenizer), set()
     rows = [
         SamplingState(
             SamplingParams(temperature=temperature, seed=seed, max_tokens=30),
@@ -114,8 +114,8 @@ def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -
         if row.finish_reason == "stop":
             words = read(kind, say(tokenizer, row.output_ids))
             assert words
-            seen.update(words)
-    assert len(seen) > len(WORDS) // 2
+            token_ids.update(words)
+    assert len(token_ids) > len(WORDS) // 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,13 +155,13 @@ def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
 def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
     constraint = TokenConstraint([[1]], end_ids=[END])
     row = SamplingState(SamplingParams(temperature=0, min_tokens=5), [7], end_ids=[END], constraint=constraint)
-    said = []
+    outputs = []
     while row.finish_reason is None:
         (choice,) = choose(torch.zeros(1, 10), [row])
         assert isinstance(choice, Choice)
-        said.append(choice.token_id)
+        outputs.append(choice.token_id)
         row.append(choice.token_id)
-    assert said == [1, END]
+    assert outputs == [1, END]
 
 
 def test_the_least_length_holds_where_there_is_more_to_say() -> None:

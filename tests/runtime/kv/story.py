@@ -65,7 +65,7 @@ def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], sal
         assert torch.equal(values, -expected)
 
 
-def told(pool: PagePool, tenant: str, token_ids: Sequence[int], salt: bytes = b"") -> PageTable:
+def write_sequence(pool: PagePool, tenant: str, token_ids: Sequence[int], salt: bytes = b"") -> PageTable:
     """A sequence opened, written and committed."""
     table, num_cached = pool.open(tenant, token_ids, salt, reserve=len(token_ids))
     write_tokens(pool, table, token_ids, num_cached, salt)

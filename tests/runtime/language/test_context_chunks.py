@@ -78,9 +78,11 @@ def test_where_nothing_fused_is_right_the_plain_arithmetic_says_the_same(
     context_chunks._is_right.cache_clear()
     plain = attend_weighed(query[:, :, :4], keys, values, mask, 0.4)
     context_chunks._is_right.cache_clear()
-    for one, other, expected in zip(fused, plain, written_out(query[:, :, :4], keys, values, mask, 0.4), strict=True):
+    for actual, other, expected in zip(
+        fused, plain, written_out(query[:, :, :4], keys, values, mask, 0.4), strict=True
+    ):
         assert torch.equal(other, expected)
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.02)
+        torch.testing.assert_close(actual, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.02)
 
 
 def work_of(length: int, num_rows: int, monkeypatch: pytest.MonkeyPatch, long: int) -> tuple[Work, int]:

@@ -71,7 +71,7 @@ def make_config(kind: str, **changes: Any) -> Any:
         "max_position_embeddings": CONTEXT_TOKENS,
         "tie_word_embeddings": False,
     }
-    own: dict[str, dict[str, Any]] = {
+    kind_fields: dict[str, dict[str, Any]] = {
         "llama": {},
         "qwen2": {"max_window_layers": 2},
         "qwen3": {"head_dim": 16, "max_window_layers": 2},
@@ -81,7 +81,7 @@ def make_config(kind: str, **changes: Any) -> Any:
     }
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2"}
     cls = import_quietly("transformers", f"{names.get(kind, kind.capitalize())}Config")
-    return cls(**{**common, **settings, **own[kind], **changes})
+    return cls(**{**common, **settings, **kind_fields[kind], **changes})
 
 
 def make_network(kind: str, *, seed: int = 0, **changes: Any) -> Any:
@@ -125,5 +125,5 @@ def generate(network: Any, prompt_ids: Sequence[int], max_tokens: int, **setting
         pad_token_id=PAD_ID,
         **settings,
     )
-    said: list[int] = output[0, len(prompt_ids) :].tolist()
-    return said
+    output_ids: list[int] = output[0, len(prompt_ids) :].tolist()
+    return output_ids
