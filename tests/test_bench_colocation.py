@@ -30,7 +30,7 @@ def test_ratios_are_of_medians_within_a_round() -> None:
 
 
 @pytest.mark.parametrize(("token_s", "num_rows", "goals"), [(0.031, 75, (False, True)), (0.02, 69, (True, False))])
-def test_a_goal_that_is_missed_is_said(token_s: float, num_rows: int, goals: tuple[bool, bool]) -> None:
+def test_a_missed_goal_is_reported(token_s: float, num_rows: int, goals: tuple[bool, bool]) -> None:
     met = list(compare(rounds(token_s=token_s, tpot_s=0.01, num_rows=num_rows))["goals"].values())
     assert (met[0], met[2]) == goals
 

@@ -30,7 +30,7 @@ def test_arms_take_turns_at_going_first_and_warming_up_does_not_count() -> None:
     assert [measurement.tokens for measurement in measurements["theirs"]] == [5, 8]
 
 
-def test_a_comparison_is_told_by_medians_and_by_pairs() -> None:
+def test_a_comparison_reports_medians_and_pairs() -> None:
     assert compared([1.0, 4.0, 3.0], [2.0, 2.0, 4.0]) == {"of_medians": 1.5, "median_of_pairs": 0.75}
     assert figures([0.001, 0.003, 0.002], 1e3) == {"median": 2.0, "min": 1.0, "max": 3.0}
 

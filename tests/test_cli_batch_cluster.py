@@ -119,9 +119,7 @@ def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Pa
 
 
 @pytest.mark.parametrize("webdataset", [False, True])
-def test_a_shard_is_gone_on_with_by_line_and_what_was_asked_anew_is_painted(
-    tmp_path: Path, *, webdataset: bool
-) -> None:
+def test_a_shard_resumes_by_line_and_changed_prompts_are_generated(tmp_path: Path, *, webdataset: bool) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=6, webdataset=webdataset), *PROMPTS)
     desk.paint()
     desk.painter.seeds.clear()
@@ -138,7 +136,7 @@ def test_a_shard_is_gone_on_with_by_line_and_what_was_asked_anew_is_painted(
             assert tar.getnames()[4:8] == ["3.png", "3.json", "pair-1.png", "pair-1.json"]
 
 
-def test_of_a_shard_that_ends_early_nothing_is_told(tmp_path: Path) -> None:
+def test_a_shard_that_ends_early_is_not_reported(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=4, webdataset=True), "a", "b", "stop", "c")
     with pytest.raises(KeyboardInterrupt):
         desk.paint()
@@ -147,7 +145,7 @@ def test_of_a_shard_that_ends_early_nothing_is_told(tmp_path: Path) -> None:
     assert not list(desk.place.parts())
 
 
-def test_what_nobody_can_go_on_with_is_said(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=4), "a")
     [report] = desk.paint(token="another")
     assert "give one that all machines of the cluster share" in report.error

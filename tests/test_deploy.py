@@ -177,7 +177,7 @@ def test_a_server_is_let_finish_and_its_probes_and_options_are_real(routes: set[
     assert service["metadata"]["name"] in names.split(",")
 
 
-def test_what_it_is_scaled_by_is_told_by_a_server() -> None:
+def test_a_server_reports_the_scaling_metric() -> None:
     metrics = Metrics()
     Admission(load_settings(env={}), metrics)
     metrics_text = metrics.render(None).decode()
@@ -193,7 +193,7 @@ def test_what_it_is_scaled_by_is_told_by_a_server() -> None:
     assert all(float(trigger["metadata"]["threshold"]) > 0 for trigger in triggers)
 
 
-def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(routes: set[str], tmp_path: Path) -> None:
+def test_a_cluster_has_its_front_next_to_the_head_and_room_for_every_replica(routes: set[str], tmp_path: Path) -> None:
     by_kind = {document["kind"]: document for document in documents("ray-cluster.yaml")}
     ray, files = by_kind["RayCluster"], by_kind["ConfigMap"]["data"]
     for name, text in files.items():

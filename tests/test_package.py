@@ -74,7 +74,7 @@ def test_wheel_says_that_it_is_typed_and_under_which_licence(wheel: dict[str, in
     assert any(name.endswith("/licenses/LICENSE") for name in wheel)
 
 
-def test_version_is_said_once_in_each_place() -> None:
+def test_version_is_stated_once_in_each_place() -> None:
     assert PROJECT["version"] == diffserve.__version__
 
 

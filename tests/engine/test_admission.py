@@ -47,7 +47,7 @@ def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param
     assert "\n" not in refused.value.message
 
 
-def test_what_is_not_said_is_filled_in_from_the_model() -> None:
+def test_missing_fields_are_filled_in_from_the_model() -> None:
     live = admission().admit(msgspec.structs.replace(request(), diffusion=DiffusionParams()), 7.0)
     settings = live.settings
     assert (settings.width_px, settings.height_px, settings.sampler, settings.num_steps) == (64, 64, "ddim", 10)

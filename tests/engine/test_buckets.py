@@ -71,7 +71,7 @@ def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
     assert CostCurve((1,)).knee(16) == 2
 
 
-def test_half_the_rows_are_twice_the_ticks_and_what_those_take_beside_their_calls_counts() -> None:
+def test_half_the_rows_take_twice_the_ticks_including_overhead() -> None:
     measured = curve({8: 0.0230, 16: 0.0445})
     cap = KneeCap(16, "latency")
     assert cap.of(measured) == 8, "within 5 % of the best"

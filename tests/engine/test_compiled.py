@@ -281,7 +281,7 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
 
 @slow
 @pytest.mark.parametrize(("dtype", "sizes", "closeness"), [("float32", SIZES, 1), ("int8", (1,), 8)])
-def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
+def test_compiled_calls_are_shared_by_all_adapters(
     directory: Path,
     adapters: Path,
     compiled_already: Path,
@@ -452,7 +452,7 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
     ("openvino", "member"),
     [pytest.param("2026.4", MEMBER, marks=needs_openvino), (None, "part/data/aotinductor/model/call.wrapper.so")],
 )
-def test_a_package_that_lost_some_bytes_is_made_anew(
+def test_a_truncated_package_is_compiled_again(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openvino: str | None, member: str
 ) -> None:
     monkeypatch.setattr(compiled, "openvino_version", lambda: openvino)
@@ -526,7 +526,7 @@ assert not found, found
     assert not list(tmp_path.rglob("*openvino*"))
 
 
-def test_a_group_is_compiled_beside_an_engine_once_even_where_what_was_made_does_not_load(
+def test_a_group_is_compiled_in_the_background_once_even_when_the_package_does_not_load(
     make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {"compile": "background", "deterministic": False}
@@ -543,7 +543,7 @@ def test_a_group_is_compiled_beside_an_engine_once_even_where_what_was_made_does
 
 
 @slow
-def test_an_engine_finds_what_was_compiled_beside_it(
+def test_an_engine_uses_packages_compiled_in_the_background(
     model: DiffusionModel, warmed: tuple[Path, str], tmp_path: Path
 ) -> None:
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
@@ -559,7 +559,7 @@ def test_an_engine_finds_what_was_compiled_beside_it(
 
 
 @slow
-def test_the_compiler_beside_an_engine_ends_with_it(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
+def test_the_background_compiler_ends_with_its_engine(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
     order = order_of(
         model,
         warmed[0].parent / "model",
@@ -625,7 +625,7 @@ def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_anothe
     ("config", "reason"),
     [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "int8_static are not compiled")],
 )
-def test_why_nothing_can_be_compiled_is_said(
+def test_the_reason_for_not_compiling_is_reported(
     make_engine: Callable[..., Engine], config: dict[str, str], reason: str
 ) -> None:
     loaded = make_engine(cache_dir="").model
@@ -691,7 +691,7 @@ def test_what_a_size_costs_is_what_its_calls_take_one_after_the_other() -> None:
     assert facts.is_complete
 
 
-def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disagree_there_is_none() -> None:
+def test_on_a_busy_machine_the_verdict_comes_from_agreeing_pairs() -> None:
     loads = itertools.cycle((1.0, 3.0, 2.0))
 
     def run_in_background(attempt: Try, load: Callable[[], float]) -> Try:

@@ -170,7 +170,7 @@ def test_rows_with_and_without_share_ticks_and_none_depends_on_another(
     engine.check_integrity()
 
 
-def test_images_of_other_sizes_are_resized_where_they_are_said_to_be(
+def test_images_of_other_sizes_are_resized_where_the_control_allows_it(
     make: MakeEngine, tiny_model: Any, folders: Any
 ) -> None:
     images = (control_map(0, 160, 160), control_map(1))

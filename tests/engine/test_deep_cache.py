@@ -197,7 +197,7 @@ def test_shallow_rows_cost_less_and_make_calls_of_their_own() -> None:
     assert max(totals) > 4, "whole and shallow rows do not take each other's room"
 
 
-def test_a_unet_that_cannot_be_split_is_told_so() -> None:
+def test_a_unet_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cache_interval is 3; the UNet of desk cannot be split") as refused:
         admission().admit(request(cache_interval=3), 0.0)
     assert refused.value.param == "cache_interval"

@@ -241,7 +241,7 @@ class CostsByRows(DeskCosts):
         return float(num_rows)
 
 
-def test_a_crowd_has_a_third_as_much_beside_who_asks_for_less_than_a_tick() -> None:
+def test_a_saturating_client_gets_a_third_share_next_to_a_light_client() -> None:
     desk = Desk(costs=CostsByRows(8))
     submit_many(desk, "crowd", 200)
     rows = Counter[str]()

@@ -167,14 +167,14 @@ def test_forecasts_take_a_small_share_of_the_time() -> None:
     assert desk.scheduler.seconds_left(urgent, (), desk.now_s) is not None, "a deadline is always checked"
 
 
-def test_the_last_who_comes_is_told_when_all_before_it_are_done() -> None:
+def test_the_last_request_is_forecast_to_end_after_all_earlier_requests() -> None:
     trace = mixed(20, COSTS.sizes, seed=4)
     watched = Watched([*trace, msgspec.structs.replace(trace[0], num_steps=50)])
     name, (left_s, at_s) = list(watched.foreseen.items())[-1]
     assert left_s == pytest.approx(watched.done[name] - at_s, rel=0.2)
 
 
-def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
+def test_the_forecast_for_a_single_image_is_exact_to_a_tick() -> None:
     watched = Watched(
         [Recorded(arrival_s=0, num_steps=30, sampler="ddim", guidance_scale=5.0, width_px=64, height_px=64)]
     )
@@ -184,7 +184,7 @@ def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
 
 
 @pytest.mark.parametrize(("max_lanes", "fields"), [(1, {"num_images": 3}), (2, {"num_images": 5, "seed": 1})])
-def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: dict[str, int]) -> None:
+def test_a_request_is_forecast_until_its_last_image(max_lanes: int, fields: dict[str, int]) -> None:
     """Though some wait for a slot meanwhile, and others want the same pictures."""
     desk = Desk(max_lanes=max_lanes)
     desk.scheduler.estimates.timer = lambda: 0.0
@@ -232,7 +232,7 @@ def test_a_pause_of_the_process_leaves_the_forecast_as_it_was(where: str) -> Non
     assert forecast._prepare_s == pytest.approx(prepare_s, rel=0.1)
 
 
-def test_nothing_is_told_before_anything_was_seen() -> None:
+def test_no_value_is_reported_before_the_first_observation() -> None:
     desk = Desk()
     live = desk.door.admit(desk.submit(num_steps=3).request, 0.0)
     assert desk.scheduler.seconds_left(live, (), 0.0) is None

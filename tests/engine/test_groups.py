@@ -145,7 +145,7 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
 
 
 @pytest.mark.slow
-def test_while_images_of_a_new_shape_wait_for_each_other_it_is_measured_beside_them(make_engine: MakeEngine) -> None:
+def test_a_new_shape_is_measured_while_its_images_wait(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
     for _ in range(30):  # beside busy neighbours an eighth of the time is little
         for seed in range(24):
@@ -187,7 +187,7 @@ def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
 
 
 @pytest.mark.slow
-def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_implausible_measurements_are_repeated(make_engine: MakeEngine, tmp_path: Path) -> None:
     first = make_engine(cache_dir=str(tmp_path), max_rows=2)
     first.warm_up()
     files = list(tmp_path.rglob("*.json"))
@@ -233,7 +233,7 @@ def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
     assert len(engine.generate(odd_size())) == 1
 
 
-def test_what_a_request_takes_alone_is_told_by_the_calls_that_it_will_be_painted_with(make_engine: MakeEngine) -> None:
+def test_solo_time_is_computed_from_the_calls_that_the_request_uses(make_engine: MakeEngine) -> None:
     """By compiled ones where they are used: a deadline by the slower network's leaves all of its pictures late."""
     groups = make_engine(cache_dir="").runners.groups
     plain, unread = GroupKey(64, 64, 77), GroupKey(64, 64, 0)

@@ -116,7 +116,7 @@ def test_a_guidance_interval_is_of_the_whole_way(make_engine: MakeEngine) -> Non
     assert cache_fields(first_result) == (1.0, 5, 5 + 2)
 
 
-def test_who_cannot_begin_from_others_is_told_so(make_engine: MakeEngine) -> None:
+def test_a_request_that_cannot_use_cached_latents_is_refused_with_the_reason(make_engine: MakeEngine) -> None:
     for engine, request, why in (
         (
             make_engine(),

@@ -166,7 +166,7 @@ def test_parameters_tell_the_digest_of_a_file_as_a1111_does_whatever_is_written_
     assert "Lora hashes" not in write_infotext(engine.generate(lora_request())[0], width_px=64, height_px=64)
 
 
-def test_memory_goes_to_those_asked_for_last_and_a_new_file_is_read_anew(
+def test_memory_goes_to_the_most_recent_and_a_changed_file_is_read_again(
     folder: Path, tmp_path: Path, loaded: Callable[[str], Any]
 ) -> None:
     model = with_folder(loaded("sd15"), write_folder(tmp_path, loaded("sd15")))
@@ -228,7 +228,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     assert [(result.request_id, result.picture) for result in painted] == [(neighbour, alone.picture)]
 
 
-def test_an_adapter_whose_numbers_are_not_finite_is_told_by_name(loaded: Callable[[str], Any], tmp_path: Path) -> None:
+def test_an_adapter_with_non_finite_numbers_is_refused_by_name(loaded: Callable[[str], Any], tmp_path: Path) -> None:
     model = with_folder(loaded("sd15"), write_folder(tmp_path, loaded("sd15")))
     tensors = load_file(tmp_path / "queries.safetensors")
     save_file({name: tensor * math.inf for name, tensor in tensors.items()}, tmp_path / "broken.safetensors")

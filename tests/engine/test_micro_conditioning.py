@@ -21,7 +21,7 @@ TOLD = MicroConditioning(original_size=(40, 72), crop=(8, 16), target_size=(96, 
 HALF = MicroConditioning(original_size=(40, 72), target_size=(96, 80))
 
 
-def test_latents_are_those_of_diffusers_beside_pictures_that_are_told_their_own_sizes(
+def test_latents_match_diffusers_in_a_batch_with_different_size_conditioning(
     make_engine: MakeEngine, tiny_model: Callable[[str], Path]
 ) -> None:
     pipeline = load_pipeline("StableDiffusionXLPipeline", tiny_model("sdxl"))
@@ -50,7 +50,7 @@ def test_latents_are_those_of_diffusers_beside_pictures_that_are_told_their_own_
     assert "Micro conditioning" not in write_infotext(results[2], width_px=64, height_px=64)
 
 
-def test_a_model_that_is_told_no_sizes_says_so(make_engine: MakeEngine) -> None:
+def test_a_model_without_size_conditioning_reports_it(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequest, match="is told no sizes; micro_conditioning is SDXL's: leave it out") as no:
         make_engine("sd15").submit(image_request("sd15", "ddim", seed=5, micro_conditioning=HALF))
     assert no.value.param == "micro_conditioning"

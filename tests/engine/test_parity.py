@@ -160,7 +160,7 @@ def test_an_empty_negative_prompt_is_zeros_or_encoded_as_the_model_says_and_as_i
     assert (np.abs(reference - encoded).max() > 10 * TOLERANCE) == says_zeros
 
 
-def test_a_latent_consistency_model_is_told_guidance_as_in_diffusers(
+def test_a_latent_consistency_model_gets_guidance_as_in_diffusers(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Row by row, in whole calls and those of the shallow part, with no unconditional rows."""

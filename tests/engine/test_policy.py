@@ -95,7 +95,7 @@ def test_nobody_starves_while_others_keep_coming(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> None:
+def test_completion_is_forecast_while_an_image_waits_for_decoding(name: str) -> None:
     desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
     desk.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):

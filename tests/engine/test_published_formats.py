@@ -200,7 +200,7 @@ def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl"])
-def test_single_file_with_luggage_paints_as_in_diffusers(
+def test_single_file_with_extra_tensors_generates_as_in_diffusers(
     write_file: Callable[..., Path], tiny_model: TinyModel, kind: str
 ) -> None:
     """As their own reader of such files has it, which tells two text encoders by their widths: here these are one."""

@@ -193,7 +193,7 @@ def test_what_is_no_refiner_is_refused_in_a_sentence(
         load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model(kind)))
 
 
-def test_room_is_looked_for_beside_the_refiner_too_where_it_is_asked(
+def test_room_is_checked_for_the_refiner_when_it_is_used(
     ensemble: DiffusionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runners = engine_of(ensemble).runners

@@ -126,7 +126,7 @@ def test_the_shortest_job_runs_first_and_takes_the_place_of_a_longer_one() -> No
     assert desk.tick()[0].rows == (long.tasks[0],)
 
 
-def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again() -> None:
+def test_queue_positions_are_sent_on_change_and_periodically() -> None:
     desk = Desk(max_lanes=1)
     desk.submit(num_steps=1000)
     desk.tick()

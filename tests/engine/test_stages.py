@@ -145,7 +145,7 @@ def test_pictures_of_stages_apart_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_refiner_is_told_what_its_own_encoders_made(stages: Callable[..., Stages]) -> None:
+def test_a_refiner_gets_the_output_of_its_encoders(stages: Callable[..., Stages]) -> None:
     of = stages("sdxl", cross_attention="paged")
     request = image_request("sdxl", "ddim", 8, num_steps=4, switch_at=0.5)
     [full_result] = painted(collect_events(of["all"], request))

@@ -74,7 +74,7 @@ def test_a_cpu_is_timed_by_the_hosts_clock_and_a_dry_run_not_at_all() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_how_long_it_worked_and_not_how_long_it_was_told() -> None:
+def test_the_gpu_stopwatch_measures_device_time_not_launch_time() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
     torch.mm(matrix, matrix)

@@ -170,7 +170,7 @@ def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_c
 
 
 @pytest.mark.parametrize("setting", ["warm", "off"])
-def test_a_server_that_is_told_not_to_build_uses_the_network(
+def test_a_server_with_building_disabled_uses_the_network(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any
 ) -> None:
     monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)

@@ -101,7 +101,7 @@ def test_a_picture_that_begins_from_another_is_varied_too(make_engine: MakeEngin
     assert inside.picture != outside.picture
 
 
-def test_a_variation_is_drawn_where_none_is_named_and_told(make_engine: MakeEngine) -> None:
+def test_an_omitted_variation_seed_is_drawn_and_reported(make_engine: MakeEngine) -> None:
     engine = make_engine()
     drawn = [engine.generate(varied(7, None, 0.3))[0] for _ in range(2)]
     assert drawn[0].variation_seed != drawn[1].variation_seed

@@ -53,7 +53,7 @@ def test_parts_go_whole_where_there_is_room_and_a_unet_that_is_too_large_is_spli
     assert tuple(dict(part) for part in placement) == expected
 
 
-def test_what_lies_beside_the_unet_is_counted_and_too_little_room_is_told_by_device() -> None:
+def test_parts_next_to_the_unet_are_counted_and_missing_room_is_reported_by_device() -> None:
     assert dict(spread_over(SIZES | {"else": 4}, {"a": 13, "b": 20}, "balanced").unet) == {"a": 5, "b": 17}
     gib = {part: size << 30 for part, size in SIZES.items()}
     with pytest.raises(InsufficientMemory) as refused:

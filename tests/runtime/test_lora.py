@@ -205,7 +205,9 @@ def test_settings_of_an_adapter_start_from_those_of_its_base(make_adapter: MakeA
     assert settings.origins["model.guidance_scale"] == "configs/embedded.toml"
 
 
-def test_a_base_may_lie_beside_its_adapter(make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]) -> None:
+def test_a_base_model_may_share_a_folder_with_its_adapter(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
     path = make_adapter()
     (path.parent / "base").symlink_to(tiny_model("sd15"))
     (path / "adapter.json").write_text(json.dumps({"base": "../base"}))

@@ -68,7 +68,7 @@ def loaded(directory: Path) -> PreviewRunner:
     return runner
 
 
-def test_our_own_decoder_lies_beside_the_unet_and_changes_nothing_else(copy_tiny: CopyTiny, tiny: LoadTiny) -> None:
+def test_the_preview_decoder_is_next_to_the_unet_and_changes_nothing_else(copy_tiny: CopyTiny, tiny: LoadTiny) -> None:
     path, decoder, latents = copy_tiny("embedded"), own_decoder(), randn(3, 8, 8, 12)
     save_preview(decoder, path / "preview")
     model, without = load(path), tiny("embedded")

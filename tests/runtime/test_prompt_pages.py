@@ -23,7 +23,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest(tiny: L
         assert stats.asked_tokens - before[name].asked_tokens == 77
 
 
-def test_a_prompt_said_again_runs_no_encoder_and_takes_no_page(tiny: LoadTiny) -> None:
+def test_a_repeated_prompt_runs_no_encoder_and_takes_no_page(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sdxl"))
     first = condition(pages, "a red fox", "cat")
     opened = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs.encoders]
@@ -43,7 +43,7 @@ def test_the_negative_prompt_is_stored_once_for_thirty_two_prompts(tiny: LoadTin
     assert pages.pool.stats().held_pages == 33 * pages.pool.num_pages_for(pages.specs.unet.tenant, 77)
 
 
-def test_the_empty_windows_beside_a_long_prompt_are_those_of_the_empty_prompt(tiny: LoadTiny) -> None:
+def test_the_padding_windows_of_a_long_prompt_are_those_of_the_empty_prompt(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sd15"))
     conditioning = condition(pages, "a cat BREAK a dog BREAK a cat", "")
     empty = condition(pages, "", None)
@@ -93,7 +93,7 @@ def test_pooled_vectors_are_those_of_diffusers_and_found_again(tiny: LoadTiny, i
     assert again.time_ids.tolist() == [64, 64, 0, 0, 64, 64]
 
 
-def test_who_finds_no_pages_is_told_to_wait_and_holds_none(tiny: LoadTiny) -> None:
+def test_a_request_without_pages_waits_and_holds_none(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sd15"), num_windows=3)
     first = condition(pages, "a cat", "red")
     held_pages = pages.pool.stats().held_pages

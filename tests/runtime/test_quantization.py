@@ -88,7 +88,7 @@ def test_a_quantized_layer_comes_near_the_exact_one_for_every_token(scheme: str,
     assert float(error.max()) < TOLERANCE[scheme] + 2 * torch.finfo(dtype).eps
 
 
-def test_a_token_has_the_same_bytes_alone_and_beside_any_others() -> None:
+def test_a_token_has_the_same_bytes_alone_and_in_any_batch() -> None:
     layer, inputs = linear("int8_dynamic"), tokens(6)
     together = layer(inputs)
     assert torch.equal(torch.cat([layer(inputs[row : row + 1]) for row in range(6)]), together)

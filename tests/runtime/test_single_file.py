@@ -300,7 +300,7 @@ def test_a_tensor_of_the_wrong_shape_in_a_single_file_is_named(export: Export) -
         (["model.diffusion_model.input_blocks.0.0.weight"], "holds a UNet but no text encoder"),
     ],
 )
-def test_other_files_are_told_apart(tmp_path: Path, keys: list[str], problem: str) -> None:
+def test_other_files_are_distinguished(tmp_path: Path, keys: list[str], problem: str) -> None:
     save_file({key: torch.zeros(1) for key in keys}, tmp_path / "other.safetensors")
     with pytest.raises(ModelLoadError, match=problem):
         load_model(tmp_path / "other.safetensors")
@@ -333,7 +333,7 @@ def test_half_of_edm_s_marks_is_an_error(tmp_path: Path) -> None:
         edm_scheduler(save_file_and_open(tmp_path, {"edm_vpred.sigma_max": FOUR}))
 
 
-def test_marks_of_edm_and_another_scheduler_beside_the_file_are_an_error(export: Export) -> None:
+def test_edm_marks_with_a_conflicting_scheduler_config_are_an_error(export: Export) -> None:
     path = export("sdxl", {"edm_mean": FOUR, "edm_std": FOUR.abs()})
     with pytest.raises(ModelLoadError, match=r"a model of EDM's noise .* says DDIMScheduler"):
         load_model(path, dtype="float32", device=DEVICE)

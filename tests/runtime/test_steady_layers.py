@@ -22,7 +22,7 @@ def test_a_rows_vector_becomes_the_same_bytes_alone_and_among_many(dtype: torch.
     torch.testing.assert_close(together, nn.functional.linear(vectors, layer.weight, layer.bias), rtol=0.02, atol=0.01)
 
 
-def test_it_takes_the_place_of_what_a_row_is_told_and_tokens_go_the_usual_way(tiny: LoadTiny) -> None:
+def test_it_replaces_the_row_output_and_tokens_take_the_usual_path(tiny: LoadTiny) -> None:
     layers = {
         name: type(part) for name, part in tiny("sdxl").unet.network.named_modules() if isinstance(part, nn.Linear)
     }

@@ -41,7 +41,7 @@ def test_shares_meet_side_by_side_and_come_back_in_order_each_on_threads_of_its_
     assert values == [num_threads // num_streams] * 2 * num_streams
 
 
-def test_a_share_that_fails_is_told_when_all_are_done() -> None:
+def test_a_failed_share_is_raised_after_all_shares_end() -> None:
     done: list[float] = []
 
     def make(tensors: Sequence[Tensor]) -> Tensor:

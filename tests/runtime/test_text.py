@@ -79,7 +79,7 @@ def test_an_empty_negative_prompt_of_sdxl_is_all_zeros(tiny: LoadTiny) -> None:
     assert not conditioning.pooled_uncond.any()
 
 
-def test_sdxl_is_told_the_size_height_first(tiny: LoadTiny) -> None:
+def test_sdxl_gets_the_size_height_first(tiny: LoadTiny) -> None:
     conditioning = tiny("sdxl").text.encode("a cat", "", width_px=96, height_px=64)
     assert conditioning.time_ids is not None
     assert conditioning.time_ids.tolist() == [64, 96, 0, 0, 64, 96]

@@ -92,7 +92,7 @@ def test_salts_keep_texts_apart_in_the_pool(make_studio: MakeStudio) -> None:
     assert results == [0, 0, 32, 0]
 
 
-def test_cancelled_requests_of_every_kind_are_told_and_leave_nothing(make_studio: MakeStudio) -> None:
+def test_cancelled_requests_of_every_kind_are_reported_and_leave_nothing(make_studio: MakeStudio) -> None:
     studio = make_studio()
     requests = picture(num_steps=50), text(), RewriteRequest(wish="something cosy")
     studio.submit(requests[0])

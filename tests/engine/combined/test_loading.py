@@ -84,7 +84,7 @@ def test_a_draft_model_is_a_tenant_of_the_same_pool(tiny_model: Model, talker_di
     assert {"llm", "llm_draft"} < set(studio.pool.stats().tenants)
 
 
-def test_a_rewriter_that_was_not_shipped_is_said_and_images_are_painted(
+def test_a_missing_rewriter_is_reported_and_images_are_generated(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(style, "DIRECTORY", tmp_path / "nowhere")

@@ -39,7 +39,7 @@ def results(studio: CombinedEngine, *requests: GenerationRequest) -> list[ImageR
     return [event.result for event in studio.events() if isinstance(event, Painted)]
 
 
-def test_a_wish_is_painted_as_its_rewritten_prompt_and_both_are_told(make_studio: MakeStudio) -> None:
+def test_a_wish_is_generated_as_its_rewritten_prompt_and_both_are_reported(make_studio: MakeStudio) -> None:
     studio = make_studio()
     (rewritten,) = results(studio, wish())
     (direct,) = results(studio, wish(SAYS, rewriting=None))

@@ -25,7 +25,7 @@ def test_the_last_tags_go_first_and_those_that_must_stay_stay() -> None:
     assert fit(tags, "tags", window(1), ()) is None
 
 
-def test_tags_are_said_once() -> None:
+def test_repeated_tags_are_dropped() -> None:
     assert fit("a fox, snow, A Fox , , snow", "tags", window(20), ()) == "a fox, snow"
 
 

@@ -51,7 +51,7 @@ def test_an_answer_with_such_words_inside_is_none(answer: str) -> None:
     assert judged("a dog", answer).prompt == answer
 
 
-def test_a_refusal_is_told_by_whole_words() -> None:
+def test_a_refusal_is_detected_by_full_words() -> None:
     assert refuses("Sorry.", ["sorry"])
     assert not refuses("sorrywater", ["sorry"])
     assert not refuses("", ["sorry"])

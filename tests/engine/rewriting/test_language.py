@@ -40,7 +40,7 @@ def tokenizer(request: pytest.FixtureRequest, image_tokenizer: Any) -> Any:
     return tiny.make_tokenizer() if request.param == "bytes" else image_tokenizer
 
 
-def test_every_caption_may_be_said_and_other_texts_may_not(tokenizer: Any) -> None:
+def test_the_constraint_allows_every_caption_and_no_other_text(tokenizer: Any) -> None:
     constraint = caption_constraint(tokenizer, [tokenizer.eos_token_id])
     for caption in CAPTIONS:
         state = end_state(constraint, tokenizer(caption, add_special_tokens=False).input_ids)
@@ -50,7 +50,7 @@ def test_every_caption_may_be_said_and_other_texts_may_not(tokenizer: Any) -> No
         assert state == DEAD or not constraint.may_end(state), text
 
 
-def test_whatever_is_said_at_random_is_a_caption(tokenizer: Any) -> None:
+def test_random_constrained_text_is_a_caption(tokenizer: Any) -> None:
     constraint, chance = caption_constraint(tokenizer, [tokenizer.eos_token_id]), random.Random(3)
     kinds = set()
     for _ in range(300):

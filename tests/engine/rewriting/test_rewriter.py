@@ -42,7 +42,7 @@ def test_a_wish_becomes_the_prompt_that_the_model_says(make_rewriter: MakeRewrit
     assert rewrite.mean_entropy < 0.01
 
 
-def test_a_server_feeds_every_tick_and_is_told_the_end(make_rewriter: MakeRewriter) -> None:
+def test_a_server_feeds_every_tick_and_gets_the_final_event(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
     request = RewriteRequest(wish="something for winter", num_prompts=2)
     assert rewriter.submit(request) == request.request_id
@@ -179,7 +179,7 @@ def test_a_style_and_a_system_text_can_be_chosen_for_one_wish(make_rewriter: Mak
     assert end.usage.prompt_tokens != plain.usage.prompt_tokens
 
 
-def test_deltas_are_told_as_they_come_and_thoughts_are_not_shown(make_rewriter: MakeRewriter) -> None:
+def test_deltas_are_sent_as_they_come_without_thoughts(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
     events = list(rewriter.stream(RewriteRequest(wish="something for winter", deltas=True)))
     assert [event.text for event in events[:-1] if isinstance(event, RewriteDelta)] == [
@@ -201,7 +201,7 @@ def test_deltas_name_the_prompt_they_belong_to(make_rewriter: MakeRewriter) -> N
     assert text_by_index == {index: rewrite.answer for index, rewrite in enumerate(end.rewrites)}
 
 
-def test_a_cancelled_rewrite_gives_its_pages_back_and_is_told_once(make_rewriter: MakeRewriter) -> None:
+def test_a_cancelled_rewrite_gives_its_pages_back_and_is_reported_once(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter(max_batch_tokens=64)
     request = RewriteRequest(wish="winter", num_prompts=3)
     rewriter.submit(request)

@@ -66,7 +66,7 @@ def test_a_greedy_tick_is_three_transfers_whatever_the_number_of_layers(tmp_path
     assert copies == {(3, 1)}
 
 
-def test_drafts_beams_and_penalties_do_not_wait_either_but_for_what_they_are_told(tmp_path: Path) -> None:
+def test_drafts_beams_and_penalties_wait_only_for_their_inputs(tmp_path: Path) -> None:
     engine = open_engine(tmp_path, num_draft_tokens=3)
     engine.submit(greedy([5, 6, 7] * 6))  # what is told on meta is always 1, so a draft is looked up soon
     ticks(engine, 4)

@@ -50,7 +50,7 @@ def test_deltas_add_up_to_the_text_and_the_last_one_says_why(make_engine: MakeEn
     assert len({event.request_id for event in events}) == 1
 
 
-def test_without_deltas_only_the_end_is_told(make_engine: MakeEngine) -> None:
+def test_without_deltas_only_the_final_event_is_sent(make_engine: MakeEngine) -> None:
     events = list(make_engine().stream(greedy(IDS, 5, deltas=False)))
     assert [type(event) for event in events] == [TextAccepted, TextFinished]
 
@@ -98,7 +98,7 @@ def test_a_stop_token_of_the_request_ends_it_too(make_engine: MakeEngine) -> Non
     assert list(result.token_ids) == full[: full.index(full[4]) + 1]
 
 
-def test_the_best_beams_are_told_in_order(make_engine: MakeEngine) -> None:
+def test_the_best_beams_are_returned_in_order(make_engine: MakeEngine) -> None:
     events = list(make_engine().stream(greedy(IDS, 8, num_beams=4, num_texts=3)))
     end = events[-1]
     assert isinstance(end, TextFinished)

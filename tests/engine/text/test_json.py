@@ -92,7 +92,7 @@ def test_a_model_of_random_weights_says_what_every_schema_allows(make_engine: Ma
 
 
 @pytest.mark.parametrize("draft_seed", [None, 1])
-def test_drafts_do_not_change_what_is_said_and_keys_are_forced(draft_seed: int | None, make_engine: MakeEngine) -> None:
+def test_drafts_do_not_change_the_output_and_keys_are_forced(draft_seed: int | None, make_engine: MakeEngine) -> None:
     requests = [
         constrained_request(PERSON, 3, num_texts=2),
         constrained_request(PERSON, 3, temperature=0.0),
@@ -126,7 +126,7 @@ def test_beams_follow_too_and_other_fields_mean_what_they_do(make_engine: MakeEn
     }
 
 
-def test_schemas_are_compiled_beside_the_ticks_and_few_are_kept(
+def test_schemas_are_compiled_in_the_background_and_few_are_cached(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_constraint, "KEPT_SCHEMAS", 3)

@@ -90,7 +90,7 @@ def test_one_token_too_much_is_computed_after_an_end_that_nobody_foresaw(make_en
         assert counts[1] - counts[0] == num_surplus
 
 
-def test_a_token_is_told_one_tick_after_it_was_chosen_and_at_once_where_time_is_shared_out(
+def test_a_token_is_reported_one_tick_later_and_at_once_under_time_sharing(
     make_engine: MakeEngine,
 ) -> None:
     for budget, first in ((TickBudget(), []), (TickBudget(time_s=1.0), [1])):

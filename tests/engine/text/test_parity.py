@@ -110,7 +110,7 @@ def test_beam_search(kind: str, num_beams: int, make_engine: MakeEngine) -> None
     assert [token_ids_of(answer) for answer in answers] == texts
 
 
-def test_beam_search_beside_others_in_chunks_and_with_preemption(make_engine: MakeEngine) -> None:
+def test_beam_search_in_a_batch_in_chunks_and_with_preemption(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", num_pages=26, max_batch_tokens=14)
     beams = [greedy(ids, 12, num_beams=3) for ids in (PROMPTS[2], PROMPTS[1])]
     plain = [greedy(ids, 30) for ids in PROMPTS[:3]]

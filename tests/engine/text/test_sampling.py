@@ -67,7 +67,7 @@ def test_preemption_does_not_change_what_a_seed_draws(make_engine: MakeEngine) -
     assert engine.stats().preemptions > 0
 
 
-def test_without_a_seed_texts_differ_and_the_seed_is_told(make_engine: MakeEngine) -> None:
+def test_without_a_seed_texts_differ_and_the_seed_is_reported(make_engine: MakeEngine) -> None:
     engine = make_engine()
     events = list(engine.stream(drawn(None)))
     again = engine.generate(drawn(events[0].seed))[0]  # type: ignore[union-attr] # TextAccepted comes first

@@ -92,7 +92,7 @@ def test_every_text_of_the_words_is_allowed_as_the_tokenizer_spells_it(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -> None:
+def test_constrained_text_is_made_of_the_words(kind: str) -> None:
     tokenizer, constraint = tiny_tokenizer(kind), words_of(kind)
     vocab_size, token_ids = len(tokenizer), set()
     rows = [
@@ -119,7 +119,7 @@ def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_of_several_answers_is_said_in_full(kind: str) -> None:
+def test_one_of_several_answers_is_given_in_full(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     answers = ("the cat", "the dog sat", "a fox")
     constraint = one_of(tokenizer, answers, end_ids=[tokenizer.eos_token_id])
@@ -189,7 +189,7 @@ def test_masks_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [((), "list of allowed words is empty"), (("cat", "  "), "cannot spell '  '"), (("cat", ""), "cannot spell ''")],
 )
-def test_words_that_cannot_be_said_are_refused(words: tuple[str, ...], message: str) -> None:
+def test_words_outside_the_language_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         allowed_words(tiny_tokenizer("byte_level"), words, end_ids=[0])
 

@@ -217,7 +217,7 @@ def test_a_constraint_and_its_forced_tokens_change_no_token() -> None:
     assert num_calls < sum(map(len, expected))
 
 
-def test_nothing_is_said_after_a_stop_token() -> None:
+def test_no_text_follows_a_stop_token() -> None:
     logits = torch.full((4, 8), -5.0)
     logits[:, 4] = 5.0
     for temperature in (0.0, 1.0):
@@ -267,7 +267,7 @@ def test_a_greedy_drafter_puts_everything_on_one_token() -> None:
     torch.testing.assert_close(probs[1], DRAFTER[1].softmax(-1))
 
 
-def test_a_draft_is_no_longer_than_what_may_still_be_said() -> None:
+def test_a_draft_is_no_longer_than_the_remaining_token_limit() -> None:
     row = SamplingState(SamplingParams(max_tokens=4), [1], end_ids=[END])
     assert row.crop([5, 6, 7, 8, 9]) == [5, 6, 7]
     assert row.crop([5, END, 7]) == [5, END]
@@ -346,7 +346,7 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=25), st.integers(0, 6), st.integers(1, 4))
-def test_whatever_is_drafted_under_a_constraint_may_be_said(prompt: list[int], count: int, longest: int) -> None:
+def test_drafts_under_a_constraint_are_allowed_by_it(prompt: list[int], count: int, longest: int) -> None:
     words = [[1, 2], [3], [4, 5, 6]]
     constraint = TokenConstraint(words, words, end_ids=[7])
     constraint.practise([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])

@@ -16,7 +16,7 @@ def state_of(pool: PagePool) -> tuple[Any, ...]:
     return pool.draw(), pool.stats(), [logical.pages for logical in pool._ledger.index.idle], list(pool._ledger.free)
 
 
-def test_busy_and_too_small_are_told_apart() -> None:
+def test_busy_and_too_small_are_distinct_errors() -> None:
     pool = ten_pages(LLM)
     pool.open("llm", reserve=12)
     assert [pool.can_hold(pages) for pages in (0, 4, 5, 10)] == [True, True, False, False]
