@@ -23,7 +23,7 @@ class Chain(NamedTuple):
 
 
 def make_chain(folder: Path, name: str, *, host: bool = False) -> Chain:
-    """A certificate for ``name``: a ``host``, or one who signs documents."""
+    """Write a certificate for ``name``, which is a ``host`` or a signer of documents."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = _certificate("a root of tests", root_key.public_key(), root_key, is_root=True)
     usage = ExtendedKeyUsageOID.SERVER_AUTH if host else ExtendedKeyUsageOID.EMAIL_PROTECTION

@@ -36,7 +36,7 @@ def blocks() -> list[str]:
 
 
 def torches(block: str) -> str:
-    """The block of torch in two: the CPU wheel for Linux, and the index's own elsewhere."""
+    """Return the block of torch twice: the CPU wheel for Linux, and the index's wheel elsewhere."""
     (version,) = re.findall(r"^torch==(\S+)", block)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"torch=={version}"]

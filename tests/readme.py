@@ -30,7 +30,7 @@ def blocks(language: str | None = None, file: Path = README) -> list[Block]:
 
 
 def command(name: str) -> str:
-    """The README's command ``paint`` or ``test``: one line each, the first two shell blocks."""
+    """Return the README's command ``paint`` or ``test``: one line each, the first two shell blocks."""
     line = blocks("sh")[COMMANDS[name]].text.strip()
     if "\n" in line:
         raise ValueError(f"the {name} command of the README is not one line: {line!r}")

@@ -28,7 +28,7 @@ from tests.cluster.ports import check_refusals, listening
 
 
 class Draughtsman:
-    """Says the seed; who is asked for the prompt "stop" is lost."""
+    """A worker that returns the seed as the image; the prompt "stop" kills it."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -164,7 +164,7 @@ def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What standard error says of ``diffserve batch`` with these."""
+    """Return the standard error of ``diffserve batch`` with these arguments."""
     with pytest.raises(SystemExit) as caught:
         main(["batch", *map(str, arguments)])
     assert caught.value.code == 2
@@ -221,7 +221,7 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.
 
 
 def check_ports(process: Batch) -> None:
-    """All of Ray that a batch began listens to this machine alone, and to nobody without the token."""
+    """Check that all Ray processes of a batch listen on localhost only and require the token."""
     batch = psutil.Process(process.pid)
     sockets = listening([batch, *batch.children(recursive=True)])
     assert [connection for connection in sockets if not connection.host.is_loopback] == []

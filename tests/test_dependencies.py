@@ -157,7 +157,7 @@ def test_tasks_of_the_contributors_page_exist_and_run() -> None:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """Its folder of commands."""
+    """Create an environment with the package; return its folder of commands."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     return folder / ("Scripts" if sys.platform == "win32" else "bin")
 
@@ -170,7 +170,7 @@ def install(commands: Path, *arguments: str | Path) -> None:
 
 
 def paint_and_serve(commands: Path, folder: Path) -> None:
-    """A picture from the shell; then a server with the page, a rewriter and another picture."""
+    """Generate an image from the shell; then start a server with the page and a rewriter, and generate another."""
     subprocess.run([commands / "diffserve", *PAINT], cwd=folder, check=True, timeout=300)
     with Image.open(folder / "fox.png") as image:
         assert image.size == (128, 128)

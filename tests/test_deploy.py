@@ -71,12 +71,12 @@ def pods(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(environment: Mapping[str, str]) -> Settings:
-    """Raises ConfigError for a name or a value that the configuration does not know."""
+    """Load settings from environment variables; an unknown name or value raises ConfigError."""
     return load_settings(env={name: value for name, value in environment.items() if name.startswith("DIFFSERVE_")})
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """The options of a command, read by the real command line; it raises where there is no such option."""
+    """Parse the options of a command with the real command line; an unknown option raises."""
     command: Any = typer.main.get_command(command_line)
     name, *options = arguments
     while hasattr(command := command.commands[name], "commands"):
@@ -320,7 +320,7 @@ def test_composed_services_are_let_finish_have_no_root_and_are_on_loopback(route
 
 
 class Instruction(NamedTuple):
-    """Of a Dockerfile; ``stage`` is the number of its FROM."""
+    """An instruction of a Dockerfile; ``stage`` is the number of its FROM."""
 
     stage: int
     word: str

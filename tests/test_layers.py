@@ -189,7 +189,7 @@ def circle(arrows: Iterable[Arrow]) -> list[str]:
 
 @cache
 def all_arrows() -> tuple[Arrow, ...]:
-    """Of the whole house; read by the first test that asks, for whoever collects tests runs few of them."""
+    """Return the imports of the full tree, collected by the first test that needs them to keep test collection fast."""
     return tuple(arrow for path in python_files() for arrow in arrows(path))
 
 

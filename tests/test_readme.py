@@ -37,7 +37,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def here(line: str) -> list[str]:
-    """A README command as this interpreter runs it, without the README's virtual environment."""
+    """Return a README command for this interpreter, without the README's virtual environment."""
     words = shlex.split(line)
     assert words[0].startswith(".venv/bin/")
     name = words[0].removeprefix(".venv/bin/")
@@ -55,7 +55,10 @@ def run(arguments: list[str], folder: Path) -> str:
 
 
 def output_of(call: Callable[[], object], folder: Path) -> str:
-    """What ``call`` prints, in ``folder`` as its place; a warning is an error. One process imports once for all."""
+    """Return the output of ``call``, run in ``folder``; a warning is an error.
+
+    The calls share one process, which imports the libraries once.
+    """
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             call()
@@ -66,7 +69,7 @@ def output_of(call: Callable[[], object], folder: Path) -> str:
 
 
 def run_script(script: Path, *arguments: str, folder: Path) -> str:
-    """What a Python file prints, run as a script in this process."""
+    """Run a Python file as a script in this process; return its output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *arguments])
         patch.setattr(sys, "path", [*sys.path])
@@ -74,14 +77,14 @@ def run_script(script: Path, *arguments: str, folder: Path) -> str:
 
 
 def run_snippet(text: str, folder: Path) -> str:
-    """What a snippet of the README prints."""
+    """Run a snippet of the README; return its output."""
     script = folder.with_name(f"{folder.name}.py")
     script.write_text(text, encoding="utf-8")
     return run_script(script, folder=folder)
 
 
 def run_command(line: str, folder: Path) -> str:
-    """What a ``diffserve`` command of the README prints, run in this process."""
+    """Run a ``diffserve`` command of the README in this process; return its output."""
     return output_of(lambda: main(here(line)[3:]), folder)
 
 

@@ -63,7 +63,7 @@ def write_tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) ->
 
 
 def tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) -> Any:
-    """Transformers' CLIPTokenizer over the tiny vocabulary."""
+    """Return transformers' CLIPTokenizer over the tiny vocabulary."""
     written = write_tokenizer(directory, pad=pad, window=window)
     return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(written))
 
@@ -77,7 +77,7 @@ def text_encoder(
     vocabulary_size: int | None = None,
     window: int = WINDOW,
 ) -> Any:
-    """A CLIP text encoder; with ``projection`` the class that has a pooled projection of that width."""
+    """Return a CLIP text encoder; with ``projection``, one with a pooled projection of that width."""
     size = vocabulary_size or len(vocabulary())
     config = import_quietly("transformers", "CLIPTextConfig")(
         vocab_size=size,
@@ -104,7 +104,7 @@ def text_encoder(
 
 
 def vae(**config: Any) -> Any:
-    """An AutoencoderKL with 8 pixels to a cell."""
+    """Return an AutoencoderKL with 8 pixels to a cell."""
     defaults = {"latent_channels": 4, "norm_num_groups": 32}
     return import_quietly("diffusers", "AutoencoderKL")(
         block_out_channels=(32, 32, 32, 32),
@@ -117,7 +117,7 @@ def vae(**config: Any) -> Any:
 
 
 def save_clip(directory: Path) -> Path:
-    """A random CLIP model of text and vision, as transformers writes it, which looks at 32 pixels squared."""
+    """Save a random CLIP model of text and vision for images of 32x32 pixels, as transformers writes it."""
     shared = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     size = len(vocabulary())
     config = import_quietly("transformers", "CLIPConfig")(
@@ -134,7 +134,7 @@ def save_clip(directory: Path) -> Path:
 
 
 def unet(kind: str, *, context: int) -> Any:
-    """A UNet of the family ``kind``; 8x8 latents are native, two levels the rule."""
+    """Return a UNet of the family ``kind``, with a native latent size of 8x8 and two levels by default."""
     shared = {"layers_per_block": 1, "sample_size": 8, "cross_attention_dim": context, "norm_num_groups": 32}
     plain = {
         "block_out_channels": (32, 64),
@@ -230,8 +230,9 @@ def save_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def save_safety_checker(directory: Path, threshold: float) -> Path:
-    """Put a safety checker as Stable Diffusion's into ``directory``, with its feature extractor: cosines above
-    ``threshold`` are what nobody shall see.
+    """Save a Stable Diffusion safety checker and its feature extractor in ``directory``.
+
+    It blocks images whose cosines are above ``threshold``.
     """
     checker = import_quietly("diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker")
     config, vision = import_quietly("transformers", "CLIPConfig"), import_quietly("transformers", "CLIPVisionConfig")

@@ -44,7 +44,7 @@ def waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def loaded(_models: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A tiny model by its kind."""
+    """Return a loader of the tiny model of a kind."""
     return _models
 
 

@@ -17,7 +17,11 @@ from tests.engine.pipelines import image_request
 
 
 def save_controlnet(unet: Any, directory: Path, seed: int, **options: Any) -> Path:
-    """A ControlNet that fits ``unet``, in random numbers where it would be zeros; ``options`` of its configuration."""
+    """Save a ControlNet that fits ``unet``, with random weights in its zero convolutions.
+
+    Args:
+        options: Fields of its configuration.
+    """
     torch.manual_seed(seed)
     network = import_quietly("diffusers", "ControlNetModel").from_unet(unet, load_weights_from_unet=False, **options)
     with torch.no_grad():
@@ -49,7 +53,7 @@ def control_map(seed: int, width_px: int = 64, height_px: int = 64) -> Picture:
 def controlled(
     *controls: Control, kind: str = "sd15", sampler: str = "ddim", seed: int = 1, **extra_fields: Any
 ) -> Any:
-    """A request of ``controls``, the picture of each by its place."""
+    """Return a request with ``controls``, each with a control image of its index."""
     images = tuple(control_map(place) for place in range(len(controls)))
     fields: dict[str, Any] = {
         "num_steps": 4,

@@ -39,8 +39,9 @@ def with_folder(model: Any, folder: Path) -> Any:
 
 
 def kohya_tensors(tensors: dict[str, torch.Tensor], pipeline: Any) -> dict[str, torch.Tensor]:
-    """``tensors``, named as diffusers does, as kohya's trainer names them, with an alpha for each layer: an SDXL UNet
-    in the block numbers of SGM, others in those of diffusers, and encoders of a pair by their numbers.
+    """Rename ``tensors`` from diffusers' names to those of kohya's trainer, with an alpha for each layer.
+
+    An SDXL UNet gets the block numbers of SGM, other UNets those of diffusers; the two encoders of SDXL get numbers.
     """
     is_xl = hasattr(pipeline, "text_encoder_2")
     prefixes = {"unet": "unet", "text_encoder": "te1" if is_xl else "te", "text_encoder_2": "te2"}

@@ -45,14 +45,18 @@ def use_sampler(pipeline: Any, sampler: str, spacing: str) -> None:
 
 
 def spacing_of(kind: str) -> str:
-    """The spacing that the tiny model's scheduler was written for."""
+    """Return the timestep spacing of the tiny model's scheduler."""
     return SPACING.get(kind, "leading")
 
 
 def pipeline_latents(
     pipeline: Any, request: GenerationRequest, kind: str, *, keep_scheduler: bool = False, **inputs: Any
 ) -> NDArray[np.float32]:
-    """Final latents (C, h, w) that ``pipeline`` gives for ``request``, by the model's own scheduler if it is kept."""
+    """Return the final latents (C, h, w) of ``pipeline`` for ``request``.
+
+    Args:
+        keep_scheduler: Use the scheduler of the model instead of that of the sampler.
+    """
     params = request.diffusion
     assert params.sampler is not None
     assert request.seed is not None
@@ -77,7 +81,7 @@ def pipeline_latents(
 
 
 def image_request(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
-    """A guided request of ten steps; ``fields`` override, those of DiffusionParams too."""
+    """Return a guided request of ten steps; ``fields`` override it, including those of DiffusionParams."""
     request_fields = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
     params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **request_fields}
     defaults: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Best of several: all are painted, those with the highest scores are delivered, the best first, by whoever scores."""
+"""Best of several: all images are generated, and those with the highest scores are returned, best first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BySeed:
 
 
 def choosing(engine: Engine, scorer: Any) -> Engine:
-    """``engine`` with ``scorer``."""
+    """Return ``engine`` with ``scorer``."""
     engine.scheduler._scores._scorer = scorer
     return engine
 
@@ -113,7 +113,7 @@ def test_the_checker_grades_what_is_right_and_how_much_of_it() -> None:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random CLIP model as transformers writes it."""
+    """Save a tiny random CLIP model as transformers writes it."""
     return save_clip(tmp_path_factory.mktemp("clip"))
 
 

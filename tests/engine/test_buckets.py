@@ -6,7 +6,7 @@ from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, foll
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
-    """A curve that has been told its costs."""
+    """Return a cost curve with measured costs."""
     curve = CostCurve(tuple(costs), is_exact=is_exact)
     for size, seconds in costs.items():
         curve.observe(size, seconds)

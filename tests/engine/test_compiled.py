@@ -92,16 +92,16 @@ assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == unusable
 
 @pytest.fixture(scope="module")
 def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose UNet is as small as one with cross-attention can be, for it is compiled."""
+    """Save a model with the smallest UNet that has cross-attention, to keep compilation fast."""
     return Path(shutil.copytree(tiny_model(ONE_LEVEL), tmp_path_factory.mktemp("compiled") / "model"))
 
 
 @pytest.fixture(scope="module")
 def warmed(directory: Path) -> tuple[Path, str]:
-    """The cache folder after ``diffserve warm`` for one and two rows, and what that printed.
+    """Run ``diffserve warm`` for one and two rows; return the cache folder and the printed report.
 
-    The same process, which has its libraries by then, compiles for another folder, ``cache-more``, where torch's
-    compilers can share nothing: calls with adapters, and without OpenVINO one row's, and one with adapters in int8.
+    The same process, whose libraries are loaded, then compiles for another folder, ``cache-more``, where torch's
+    compilers can share nothing: calls with adapters, one row without OpenVINO, and one row with adapters in int8.
     """
     home = directory.parent
     cache, config = home / "cache", home / "warm.toml"
@@ -122,7 +122,7 @@ def warmed(directory: Path) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def adapters(directory: Path, model: DiffusionModel) -> Path:
-    """A folder of them, all of one padded rank."""
+    """Save a folder of adapters, all of one padded rank."""
     folder = directory.parent / "loras"
     folder.mkdir()
     for seed, (name, ends) in enumerate({"attention": ATTENTION, "kernels": KERNELS, "everything": ("",)}.items()):
@@ -132,12 +132,12 @@ def adapters(directory: Path, model: DiffusionModel) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_already(warmed: tuple[Path, str]) -> Path:
-    """The cache folder of calls with adapters, of one row by Inductor, and of one in int8."""
+    """Return the cache folder of calls with adapters, of one row by Inductor, and of one row in int8."""
     return warmed[0].with_name("cache-more")
 
 
 def order_of(model: DiffusionModel, directory: Path, **options: Any) -> dict[str, Any]:
-    """What a compiler beside an engine is told."""
+    """Return the order that an engine gives its background compiler."""
     order = {
         "path": str(directory),
         "dtype": model.choice.dtype,
@@ -291,9 +291,7 @@ def test_compiled_calls_are_shared_by_all_adapters(
     sizes: tuple[int, ...],
     closeness: int,
 ) -> None:
-    """As near to the network as plain ones, which computes in 16 bits over quantised weights, and alone as in any
-    company.
-    """
+    """Compare compiled calls with the network in 16 bits over quantized weights, alone and in a batch."""
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
     model = with_folder(load_model(directory, dtype=dtype, device="cpu"), adapters)
     cache = shutil.copytree(compiled_already, tmp_path / "cache")
@@ -637,7 +635,7 @@ def test_the_reason_for_not_compiling_is_reported(
 
 
 def trial(scale: float, wall_s: float, odd_size: int = 0) -> Try:
-    """Calls whose rows are their numbers; in calls of ``odd_size`` rows they are another thing."""
+    """Return calls that output their row numbers, except for a wrong output in calls of ``odd_size`` rows."""
 
     def attempt(rows: range, _num_threads: int) -> Trial:
         output = scale * (1.0 + torch.arange(max(rows) + 1)[list(rows)].float().view(-1, 1, 1, 1))
@@ -669,7 +667,7 @@ def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() 
 
 
 def test_what_a_size_costs_is_what_its_calls_take_one_after_the_other() -> None:
-    """The first one after another network's finds none of its weights at hand."""
+    """The first call after another network's call starts with cold caches."""
     last: list[str] = []
 
     def report_attempt(name: str, attempt: Try, cold_s: float = 0.0) -> Try:

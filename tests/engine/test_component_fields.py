@@ -166,7 +166,7 @@ DIFFERENT = (("vae", "latents_mean"), ("vae", "latents_std"), ("vae", "shift_fac
 
 
 def fields_of(component: str) -> set[str]:
-    """The fields that the class of a component reads from its configuration."""
+    """Return the fields that the class of a component reads from its configuration."""
     library = "transformers" if component == "text_encoder" else "diffusers"
     cls = import_quietly(library, CLASSES[component])
     return set(inspect.signature(cls.__init__).parameters) - {*MANAGED, *NOT_OF_THE_NETWORK}

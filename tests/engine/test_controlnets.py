@@ -42,7 +42,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="session")
 def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of two ControlNets for the tiny model of a kind."""
+    """Return a function that saves two ControlNets for the tiny model of a kind."""
     written: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
@@ -63,7 +63,7 @@ def make(folders: Callable[[str], Path], _models: Callable[[str], Any]) -> MakeE
 
 
 def make_one(make: MakeEngine, folder: Path, **config: Any) -> Engine:
-    """An engine with ControlNets and adapters."""
+    """Return an engine with ControlNets and adapters."""
     engine = make(**config)
     if not any(folder.iterdir()):
         write_loras(folder, engine.model)
@@ -78,7 +78,7 @@ def latents(result: ImageResult) -> Any:
 def their_latents(
     request: GenerationRequest, kind: str, model: Path, folder: Path, purpose: str = "", **inputs: Any
 ) -> Any:
-    """Those of diffusers' own pipeline with ControlNets, for text or another ``purpose``."""
+    """Return the latents of diffusers' ControlNet pipeline, for text or another ``purpose``."""
     controls = request.diffusion.controlnets
     plain = load_pipeline.__wrapped__(PIPELINES[kind], model)
     cls = import_quietly("diffusers", PIPELINES[kind].replace("Pipeline", f"ControlNet{purpose}Pipeline"))
@@ -133,7 +133,7 @@ def test_a_picture_that_is_repainted_goes_by_controlnets_too(make: MakeEngine, t
 
 
 def company() -> list[GenerationRequest]:
-    """Requests with none, one and two ControlNets, one twice, at work all the time or not, and with adapters."""
+    """Return requests with none, one and two ControlNets, with different intervals, and with adapters."""
     once, half = Control("edges"), Control("depth", 0.7, 0.0, 0.5)
     return [
         controlled(once, seed=1, num_steps=2),
@@ -318,7 +318,7 @@ def test_memory_that_runs_out_once_costs_no_byte(make: MakeEngine) -> None:
         return [controlled(*TWO, seed=seed, num_steps=2, sampler="euler_a") for seed in (1, 2)]
 
     def engine() -> Engine:
-        """With its ControlNets read: what goes wrong while a file is read is told to whoever asked for it."""
+        """Return an engine whose ControlNets are loaded; a failed read is an error of the requests that need it."""
         loaded_engine = make(max_rows=8)
         loaded_engine.runners.controlnets.check(TWO)
         for control in TWO:

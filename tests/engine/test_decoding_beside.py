@@ -1,4 +1,4 @@
-"""On a GPU a picture is not here in the tick that begins it: nobody waits for it while there are steps to run."""
+"""Decoding on a GPU: a tick does not wait for the image that it starts to decode while there are steps to run."""
 
 from __future__ import annotations
 

@@ -42,8 +42,10 @@ def calls_of(engine: Engine) -> Counter[bool]:
 
 
 class PlainDeepCache:
-    """DeepCache as a loop over diffusers' own UNet would do it: a whole call first, then, ``interval - 1`` times, a
-    whole call too, in which all that lies below the shallow part is overwritten by what was kept.
+    """DeepCache as a plain loop over diffusers' UNet.
+
+    Each interval starts with a full call. The other ``interval - 1`` calls are full calls, too, whose deep features are
+    replaced by those of the first call.
     """
 
     def __init__(self, network: Any, interval: int) -> None:
@@ -88,7 +90,7 @@ def test_latents_are_those_of_a_plain_loop_over_the_unet_of_diffusers(
 
 
 def company() -> list[GenerationRequest]:
-    """Requests that share nothing but their size."""
+    """Return requests that share nothing but their size."""
     return [
         image_request("sd15", "ddim", seed=1, num_steps=7, cache_interval=3),
         image_request("sd15", "heun", seed=2, num_steps=4, cache_interval=3, prompt="cat"),

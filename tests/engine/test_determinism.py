@@ -141,7 +141,7 @@ def test_a_reused_slot_holds_nothing_of_its_last_image(make_engine: MakeEngine) 
 
 
 def outcome(predict: Predict, reference: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> GroupFacts:
-    """What a study of ``predict`` finds out."""
+    """Return the result of a study of ``predict``."""
     return end_of(study(timed(predict), sizes, reference=reference))
 
 

@@ -38,7 +38,7 @@ PASSING = (
 
 
 class NumberedError(RuntimeError):
-    """As torch.AcceleratorError: the driver's own number."""
+    """An error with the driver's number, like torch.AcceleratorError."""
 
     def __init__(self, text: str, error_code: int) -> None:
         super().__init__(text)

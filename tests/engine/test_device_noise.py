@@ -1,4 +1,4 @@
-"""Noise that is counted off on the device: the numbers of a CUDA generator, for whole batches, whoever is in them."""
+"""Noise generated on the device: the numbers of a CUDA generator, computed for a full batch at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several clients at one engine: who waits for whom. Stories at a desk without torch."""
+"""Fair sharing between several clients, on a simulated engine without torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_picture_that_is_nearly_done_is_finished_before_a_newcomers() -> None:
 
 
 def test_among_many_with_one_picture_each_the_shortest_comes_first() -> None:
-    """Taking turns step by step would make everybody wait for the last."""
+    """Alternating step by step would delay every client until the last image is done."""
     desk = Desk(row_cap=2, max_lanes=8)
     lives = {steps: desk.submit(client=f"client {steps}", num_steps=steps) for steps in (9, 3, 6, 1)}
     ended = [event.request_id for event in desk.run() if isinstance(event, Finished)]
@@ -235,7 +235,7 @@ def test_the_forecast_of_a_new_client_does_not_count_the_queue_of_another() -> N
 
 
 class CostsByRows(DeskCosts):
-    """A call takes a second for each of its rows, so that nobody is let in for nothing."""
+    """Costs of one second for each row of a call, so that no row is free."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         return float(num_rows)

@@ -1,4 +1,4 @@
-"""Times left and deadlines: what is told is held against what comes, over a clock that is made of costs. No torch."""
+"""Completion forecasts and deadlines, compared with the actual times of a simulated clock. No torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Watched:
 
     @property
     def errors(self) -> list[float]:
-        """Of every event with steps: |told - true| / true."""
+        """Return the relative forecast error of every event with steps."""
         true_s = [(estimate_s, self.done[name] - at_s) for name, estimate_s, at_s in self.told]
         return [abs(estimate_s - true_s) / true_s for estimate_s, true_s in true_s if true_s > LEAST_S]
 
@@ -239,7 +239,7 @@ def test_no_value_is_reported_before_the_first_observation() -> None:
 
 
 def test_foreseeing_changes_nothing() -> None:
-    """Who asks when a newcomer would be done leaves the queue and the shares as they are."""
+    """A forecast for a new request leaves the queue and the shares unchanged."""
     ran: list[list[list[tuple[int, int]]]] = []
     for is_asked in (True, False):
         desk = Desk(row_cap=4)

@@ -87,13 +87,13 @@ def latents_of(engine: Engine, *requests: GenerationRequest) -> list[LatentArray
 
 
 def adapter(model: Any, first: int) -> LoRASet:
-    """A change of every fifth layer from number ``first`` on."""
+    """Save an adapter that changes every fifth layer from number ``first`` on."""
     layers = list(adaptable(model.unet.network).values())
     return random_set(layers[first::5], 16, torch.empty(0))
 
 
 def adapted(make_engine: Callable[..., Engine], folder: Path, **config: Any) -> Engine:
-    """An engine whose requests may have ControlNets and adapters."""
+    """Return an engine whose requests may have ControlNets and adapters."""
     model = make_engine(cache_dir="").model
     if not any(folder.iterdir()):
         loras.write_folder(folder, model)

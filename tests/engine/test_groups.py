@@ -32,13 +32,13 @@ FIRST_LOOK_ROWS = 3 * (1 + 2 + 4) + 3 * (2 + 4)
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a call may take a second; all sizes are measured all the same."""
+    """Raise the time limit so that all sizes are measured on a busy machine, where a call may take a second."""
     monkeypatch.setattr("diffserve.runtime.unet.batch_invariance.LONGEST_CALL_S", 1e9)
 
 
 @contextmanager
 def counted_rows(engine: Engine) -> Iterator[list[int]]:
-    """The rows of every UNet call that is made inside."""
+    """Yield a list of the number of rows of every UNet call inside the context."""
     calls: list[int] = []
 
     def hook(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
 
 
 def test_solo_time_is_computed_from_the_calls_that_the_request_uses(make_engine: MakeEngine) -> None:
-    """By compiled ones where they are used: a deadline by the slower network's leaves all of its pictures late."""
+    """Costs of the slower, uncompiled network would set deadlines that are too late."""
     groups = make_engine(cache_dir="").runners.groups
     plain, unread = GroupKey(64, 64, 77), GroupKey(64, 64, 0)
     groups.known(plain)

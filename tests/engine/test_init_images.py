@@ -19,7 +19,7 @@ TOLERANCE = 1e-3
 
 
 def scene(height: int = 64, width: int = 64) -> NDArray[np.uint8]:
-    """A picture with gradients and an edge, (height, width, 3)."""
+    """Return an image with gradients and an edge, (height, width, 3)."""
     down, right = np.mgrid[0:height, 0:width]
     return np.stack([down * 255 // height, right * 255 // width, 255 * (down > right)], axis=-1).astype(np.uint8)
 
@@ -34,13 +34,13 @@ def half_mask(height: int = 64, width: int = 64) -> NDArray[np.uint8]:
 
 
 def inputs_of(with_mask: bool) -> dict[str, Any]:
-    """The pictures as diffusers takes them."""
+    """Return the images as diffusers takes them."""
     pictures = {"image": Image.fromarray(scene())}
     return {**pictures, "mask_image": Image.fromarray(half_mask())} if with_mask else pictures
 
 
 def fields_of(with_mask: bool) -> dict[str, Any]:
-    """The pictures as a request takes them."""
+    """Return the images as a request takes them."""
     pictures = {"init_image": Picture.from_array(scene())}
     return {**pictures, "mask_image": Picture.from_array(half_mask())} if with_mask else pictures
 

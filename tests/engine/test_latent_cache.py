@@ -1,4 +1,4 @@
-"""The semantic cache: pictures that begin from the latents of a similar prompt, for those who ask for it."""
+"""Semantic cache: requests that allow it start from the latents of a similar prompt."""
 
 from __future__ import annotations
 

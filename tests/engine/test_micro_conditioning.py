@@ -1,4 +1,4 @@
-"""The sizes that SDXL is told: as diffusers tells them, row by row, and readable everywhere they are written."""
+"""SDXL size conditioning: the same latents as diffusers, for each row, and the values in every output format."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero
 
 
 class Shortage(TorchDispatchMode):
-    """Operation number ``when``, of those that take memory, and the ``width - 1`` after it find none."""
+    """An out-of-memory error in allocation number ``when`` and in the next ``width - 1``."""
 
     def __init__(self, when: int = -1, width: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class Shortage(TorchDispatchMode):
 
 @contextmanager
 def small_device(engine: Engine, spoil: Spoil) -> Iterator[list[int]]:
-    """A UNet that runs out of memory when ``spoil`` says so; the rows of every call."""
+    """Return a UNet that runs out of memory when ``spoil`` says so, and the rows of every call."""
     calls: list[int] = []
 
     def hook(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

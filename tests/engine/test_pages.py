@@ -1,4 +1,4 @@
-"""One budget of pages: who fits is let in, the others wait, and every way out gives the pages back."""
+"""One page budget: requests are admitted if they fit and wait otherwise, and every exit returns the pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIXTEEN = "cat " * 15
 
 
 def pool_bytes(model: Any, num_windows: int) -> int:
-    """A pool that holds so many different windows, one of them being encoded."""
+    """Return the size of a pool for this many different windows, with one of them being encoded."""
     specs = image_specs(model, is_exact=True)
     return wanted_bytes([specs], (), model.text.window_tokens, num_windows=num_windows)
 

@@ -1,4 +1,4 @@
-"""Ours against theirs: the same seed gives the latents that diffusers' pipelines give, alone and in a mixed batch."""
+"""Parity with diffusers: the same seed gives the same latents as its pipelines, alone and in a mixed batch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_skipped_layer_changes_its_picture_alone(
 
 
 def test_rescaled_guidance_is_that_of_diffusers(make_engine: MakeEngine, tiny_model: Callable[[str], Path]) -> None:
-    """Beside pictures without it, whose bytes it leaves alone."""
+    """The batch includes images without rescaling, whose bytes do not change."""
     pipeline = load_pipeline(PIPELINES["sd15"], tiny_model("sd15"))
     shares = (0.7, 0.0, 1.0)
     asks = [image_request("sd15", "ddim", seed=8, num_steps=6, guidance_rescale=share) for share in shares]

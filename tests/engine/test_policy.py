@@ -1,4 +1,4 @@
-"""Policies: who is in the next tick, under each of them, and that nobody waits for ever. Stories at a desk."""
+"""Scheduling policies: which rows run in the next tick, and that no request starves. Simulated, without torch."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def test_nobody_starves_while_others_keep_coming(
     arrivals: list[tuple[int, int, bool, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``arrivals`` (how many, steps, wide, guidance) come tick after tick, for ever. What may overtake came within
-    cost / ageing ticks; each tick that is not the victim's takes at least one step off that.
+    """Requests of ``arrivals`` (count, steps, wide, guidance) come in every tick, without end.
+
+    Only requests that came within cost / ageing ticks can overtake the first one, and each tick that does not run it
+    finishes at least one step of those.
     """
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
     desk = Desk(row_cap=row_cap, policy=name, max_lanes=8)

@@ -1,5 +1,6 @@
-"""Pruned models: what adds nothing is cut first and nobody sees it, everything follows the narrower layers, and a side
-file that is not the network's own is refused.
+"""Pruned models: units that add nothing are cut first, and all layers follow the smaller widths.
+
+A side file that belongs to another network is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def engine_of(directory: Path, **config: object) -> Engine:
 
 
 def company(kind: str) -> list[GenerationRequest]:
-    """Requests that share nothing but their size; one under DeepCache."""
+    """Return requests that share nothing but their size; one uses DeepCache."""
     return [
         image_request(kind, "ddim", 1, num_steps=4, cache_interval=2),
         image_request(kind, "dpmpp_2m", 2, num_steps=3, prompt="cat", guidance_scale=1.0),

@@ -39,7 +39,7 @@ TinyModel = Callable[[str], Path]
 
 @pytest.fixture
 def copy_tiny(tiny_model: TinyModel, tmp_path: Path) -> TinyModel:
-    """``copy_tiny(kind)``: a copy of the tiny model, to be written anew in another format."""
+    """Return ``copy_tiny(kind)``, which copies the tiny model so that a test can change its format."""
     return lambda kind: Path(shutil.copytree(tiny_model(kind), tmp_path / kind))
 
 
@@ -51,7 +51,7 @@ def rename_tensors(file: Path, words: dict[str, str]) -> None:
 
 
 def engine_of(path: Path, env: dict[str, str] | None = None) -> Engine:
-    """An engine on ``path`` with the settings of its kind, for small pictures."""
+    """Return an engine on ``path`` with the settings of its kind, for small images."""
     profile = replace(load_settings(model=str(path), env=env or {}).model, good_sizes=((64, 64),), probe=False)
     return Engine(load_model(path, dtype="float32", device=DEVICE, profile=profile))
 
@@ -183,7 +183,10 @@ def test_each_sampler_takes_its_own_spacing_where_the_scheduler_s_file_names_non
 
 @pytest.fixture
 def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
-    """``write_file(extra, without, kind)``: in one file, configurations beside it; no tensors that begin so."""
+    """Return ``write_file(extra, without, kind)``, which writes a single file with its configurations next to it.
+
+    Tensors whose names start with ``without`` are left out.
+    """
 
     def write(
         extra: dict[str, torch.Tensor] | None = None, *, without: tuple[str, ...] = (), kind: str = "sd15"
@@ -203,7 +206,7 @@ def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
 def test_single_file_with_extra_tensors_generates_as_in_diffusers(
     write_file: Callable[..., Path], tiny_model: TinyModel, kind: str
 ) -> None:
-    """As their own reader of such files has it, which tells two text encoders by their widths: here these are one."""
+    """The reference reads the parts itself: diffusers' reader tells the two encoders apart by widths, which are equal here."""
     file = write_file(
         {name: tensor for name, tensor in LUGGAGE.items() if kind == "sd15" or "cond_" not in name}, kind=kind
     )
@@ -225,7 +228,7 @@ def test_single_file_with_extra_tensors_generates_as_in_diffusers(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd2", "sdxl"])
 def test_single_file_whose_keys_say_velocity_and_zero_snr_paints_as_in_diffusers(kind: str, tmp_path: Path) -> None:
-    """All by itself: shapes, CLIP's vocabulary and two marks are what there is to read."""
+    """No configuration files: only shapes, CLIP's vocabulary and two marker keys are available."""
     pipeline = build_pipeline(kind, tmp_path / "parts")
     pipeline.scheduler = scheduler("sd2")
     fields: dict[str, Any] = {"vocabulary_size": VOCABULARY_SIZE}

@@ -31,25 +31,25 @@ TOLERANCE = tolerance(1e-3)
 
 @pytest.fixture(scope="session")
 def ensemble(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
-    """The tiny SDXL with the tiny refiner, and a folder of adapters."""
+    """Return the tiny SDXL with the tiny refiner, and a folder of adapters."""
     path, folder = tiny_model("sdxl"), tmp_path_factory.mktemp("loras")
     model = load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model("refiner")))
     return with_folder(model, write_folder(folder, model))  # type: ignore[no-any-return]
 
 
 def profile_of(path: Path, *, refiner: Path) -> ModelProfile:
-    """Of the tiny model at ``path``, which answers as nothing that was trained."""
+    """Return the profile of the tiny model at ``path``, without the plausibility check, which needs a trained model."""
     model_settings = load_settings(model=str(path), env={}).model
     return msgspec.structs.replace(model_settings, refiner=str(refiner), probe=False)
 
 
 def engine_of(model: DiffusionModel, **config: Any) -> Engine:
-    """A fresh engine of few rows."""
+    """Return a new engine of few rows."""
     return Engine(model, EngineConfig(max_rows=4, **config))
 
 
 def reference_latents(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.float32]:
-    """Final latents (C, h, w) of diffusers' two pipelines, one after the other."""
+    """Return the final latents (C, h, w) of diffusers' base and refiner pipelines in sequence."""
     params, latents = request.diffusion, None
     generator = torch.Generator("cpu").manual_seed(request.seed or 0)
     for name, directory in (("StableDiffusionXLPipeline", base), ("StableDiffusionXLImg2ImgPipeline", refiner)):
@@ -81,7 +81,7 @@ def latents_of(result: ImageResult) -> NDArray[np.float32]:
 
 
 def check_integrity(engine: Engine) -> None:
-    """Nothing is lost, and nobody holds a page."""
+    """Check that no page is lost and that no request holds a page."""
     engine.check_integrity()
     tenants = engine.page_stats.tenants.values() if engine.page_stats is not None else ()
     assert not any(stats.held_pages for stats in tenants)
@@ -161,7 +161,7 @@ def test_pictures_of_both_networks_share_ticks_and_none_depends_on_another(
 
 
 def again(request: GenerationRequest) -> GenerationRequest:
-    """The same request under another name."""
+    """Return a copy of the request with another id."""
     return msgspec.structs.replace(request, request_id=f"{request.request_id}-again")
 
 

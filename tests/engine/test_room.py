@@ -209,7 +209,7 @@ def test_what_a_decode_holds_is_kept_for_the_dtype_of_the_vae(make_engine: MakeE
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the high-water mark cannot be reset here")
 def test_what_a_process_takes_is_within_the_margin(tmp_path: Path) -> None:
-    """In a process for each dtype, its high-water mark before and after a call."""
+    """Measure the peak memory before and after a call, in a process for each dtype."""
     dtypes = ["float32"]
     dtypes += ["bfloat16"] if cpu_bf16_unit() else []  # else a call takes minutes
     dtypes += ["int8_dynamic"] if cpu_int8_unit() else ["int8"]

@@ -108,7 +108,7 @@ def test_costs_are_found_again_in_ticks() -> None:
 
 
 class HandClock:
-    """A clock that moves when somebody says so."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

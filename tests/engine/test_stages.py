@@ -69,7 +69,7 @@ def stages(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def collect_events(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]:
-    """The events of ``request``, which has travelled to ``studio`` as they have from it."""
+    """Return the events of ``request``, with the request and the events serialized as between processes."""
     (body,) = ipc.bodies(ipc.frame(ipc.Submit(request=request)))
     command = ipc.decode_command(body)
     assert isinstance(command, ipc.Submit)

@@ -1,4 +1,4 @@
-"""Costs are learnt from what a device says of itself, which on a GPU comes later than the call: nobody waits for it."""
+"""Costs from device timers: on a GPU they are read later than the call, without waiting."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def model(tiny_model: Callable[[str], Path]) -> DiffusionModel:
 
 @pytest.fixture(scope="module")
 def packages(model: DiffusionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with packages of one and two rows at the native size, of which nothing was checked yet."""
+    """Return a cache folder with unchecked packages of one and two rows at the native size."""
     cache = tmp_path_factory.mktemp("packages")
     engine = engine_of(model, cache)
     packages = engine.runners.groups.compiled.packages
@@ -112,7 +112,7 @@ def never_compile(*_: Any) -> None:
 
 
 def copied_from(packages: Path, cache: Path) -> Callable[..., None]:
-    """A compiler that takes no time."""
+    """Return a compiler that copies packages and takes no time."""
 
     def compile_in_child(*_: Any) -> None:
         shutil.copytree(packages / "compiled", cache / "compiled", dirs_exist_ok=True)

@@ -67,7 +67,7 @@ def test_a_varied_picture_is_that_of_diffusers_from_the_same_noise(
 def test_images_of_a_request_share_their_seed_and_each_can_be_painted_alone(
     make_engine: MakeEngine, sampler: str, source: str
 ) -> None:
-    """Beside others, and from the text in its file; all the way it is the other seed's picture."""
+    """Generate them in a batch and from the text in their files; strength 1 gives the other seed's image."""
     engine = make_engine(max_rows=8)
     how: dict[str, Any] = {"sampler": sampler, "noise_source": source}
     request = varied(7, 20, 0.25, num_images=2, **how)

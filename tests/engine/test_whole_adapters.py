@@ -76,7 +76,7 @@ Make = Callable[[Tensor, torch.Generator], Change]
 
 
 def layers_of(model: Any) -> Layers:
-    """The layers of UNet and text encoder by component and name, without the prefix that some versions have."""
+    """Return the layers of UNet and text encoder by component and name, without version-dependent prefixes."""
     networks = {"unet": model.unet.network}
     networks |= zip(
         ("text_encoder", "text_encoder_2"), (encoder.network for encoder in model.text.encoders), strict=False
@@ -123,7 +123,7 @@ def kohya_dora(dim: int) -> Make:
 
 
 def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
-    """The Kronecker product of two matrices, or of a matrix with every place of a kernel."""
+    """Return the Kronecker product of two matrices, or of a matrix with every position of a kernel."""
     if w2.ndim == 2:
         return torch.from_numpy(np.kron(w1.numpy(), w2.numpy()))
     places = [[np.kron(w1.numpy(), w2[:, :, y, x].numpy()) for x in range(w2.shape[3])] for y in range(w2.shape[2])]
@@ -229,7 +229,7 @@ def tensors_of(kind: str, changes: Mapping[str, Change]) -> Tensors:
 
 
 def write(folder: Path, model: Any, kinds: Iterable[str] = KINDS) -> Path:
-    """A file for each of ``kinds``, and an ordinary LoRA."""
+    """Write a file for each of ``kinds``, and an ordinary LoRA."""
     for kind in kinds:
         save_file(tensors_of(kind, changes_of(kind, model)), folder / f"{kind}.safetensors")
     save_file(lora_tensors(model, QUERIES, 1, 4), folder / "ordinary.safetensors")

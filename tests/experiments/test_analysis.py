@@ -19,7 +19,7 @@ CONVERGED = PLAN.references[0]
 
 
 def with_sets(plan: SweepPlan = PLAN, shift: float = 0.0) -> Analysis:
-    """An analysis with drawn scenes and the library's distances to them."""
+    """Return an analysis with drawn scenes and the library's distances to them."""
     records = records_of(plan, lambda _: 0.5, lambda _: 0.2)
     prompts = [index for index in range(len(plan.prompts)) for _ in range(5)]
     features = np.random.default_rng(99).normal(shift, 1, size=(len(prompts), NUM_FEATURES)).astype(np.float32)

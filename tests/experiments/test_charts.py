@@ -77,7 +77,7 @@ def test_several_guidance_scales_are_several_lines() -> None:
 
 
 def svgs(html: str) -> list[ElementTree.Element]:
-    """The charts of a figure, without its legend."""
+    """Return the charts of a figure, without its legend."""
     tree = ElementTree.fromstring(f"<all>{html}</all>")
     return tree.findall(".//figure/svg")
 

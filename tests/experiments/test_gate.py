@@ -40,7 +40,7 @@ def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
 
 
 def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
-    """Opens the model in a precision, ``damaged`` with coarse weights."""
+    """Return a function that opens the model in a precision, ``damaged`` with coarse weights."""
 
     def open_engine(precision: str) -> Engine:
         engine = Engine.from_pretrained(path, dtype=precision, device="cpu", config=EngineConfig(max_rows=4))
@@ -55,7 +55,7 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
 
 @pytest.fixture(scope="module")
 def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Passed:
-    """A gate that all candidates pass: its report, its folder and its progress events."""
+    """Run a gate that all candidates pass; return its report, its folder and its progress events."""
     folder, events = tmp_path_factory.mktemp("gate"), list[GateProgress]()
     return run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), events.append), folder, events
 

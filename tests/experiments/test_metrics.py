@@ -83,7 +83,7 @@ def test_pictures_that_cannot_be_compared_are_refused() -> None:
 def with_moments(
     mean: NDArray[np.float64], covariance: NDArray[np.float64], count: int, seed: int
 ) -> NDArray[np.float32]:
-    """A sample whose own mean and unbiased covariance are exactly these."""
+    """Return a sample with exactly this mean and unbiased covariance."""
     raw = np.random.default_rng(seed).normal(size=(count, len(mean)))
     raw -= raw.mean(axis=0)
     factor = np.linalg.cholesky(np.cov(raw.T))

@@ -68,7 +68,7 @@ def test_the_table_reads_back_with_a_line_for_each_cell(summaries: tuple[CellSum
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, and which elements there are."""
+    """The elements of a page and the addresses that a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

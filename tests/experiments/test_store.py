@@ -37,7 +37,7 @@ def keep(folder: Path, records: list[ImageRecord], cell: Cell = CELL, **setup: A
 
 
 def finished(cell: Cell, place: Place, size: int = 8) -> FinishedImage:
-    """An image of noise."""
+    """Return a finished image of noise."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
     return FinishedImage(PlannedImage(cell, *place), pixels, 0, "trailing", 8, rng.random((4, 2, 2), np.float32))

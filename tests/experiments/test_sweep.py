@@ -72,7 +72,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 def numbers_of(folder: Path) -> list[dict[str, Any]]:
-    """The cells of a report without what a clock said."""
+    """Return the cells of a report without measured times."""
     cells = json.loads((folder / "report.json").read_bytes())["cells"]
     return [{name: cell[name] for name in cell if not name.endswith(("_s", "_ms"))} for cell in cells]
 
@@ -83,7 +83,7 @@ def journals(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def sweep_folder(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep that nothing disturbed."""
+    """Run a sweep without interruption; return its folder."""
     folder = tmp_path_factory.mktemp("sweep") / "new" / "folder"
     run_plan(tiny, PLAN, folder)
     return folder
@@ -91,7 +91,7 @@ def sweep_folder(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The numbers of the command line's sweep that nothing disturbed."""
+    """Return the numbers of the command line's sweep without interruption."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_plan(tiny, AS_PLAN, folder)
     return numbers_of(folder)
@@ -99,7 +99,7 @@ def undisturbed(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture(scope="module")
 def small(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep of two pictures."""
+    """Run a sweep of two images; return its folder."""
     folder = tmp_path_factory.mktemp("small")
     assert sweep(tiny, folder=folder, **SMALL).cells[0].num_images == 1
     return folder
@@ -204,7 +204,7 @@ def test_a_sweep_that_is_interrupted_and_then_given_more_steps_redoes_no_picture
 
 
 def run_until(num_finished: int | None, engine: Engine, plan: SweepPlan, folder: Path) -> list[SweepProgress]:
-    """What a sweep tells until it is over, or interrupted as soon as so many cells are finished."""
+    """Return the events of a sweep until its end, or until it is interrupted after ``num_finished`` cells."""
     events: list[SweepProgress] = []
 
     def look(now: SweepProgress) -> None:
@@ -388,8 +388,10 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
 
 
 def stop_when_a_cell_is_finished(command: list[str], folder: Path, how: signal.Signals) -> tuple[int, str]:
-    """The exit code of a real process that gets a real signal once it has finished another cell, and what it said on
-    standard error.
+    """Send a signal to a real process once it has finished another cell.
+
+    Returns:
+        Its exit code and its standard error.
     """
     num_cells = num_finished(folder) + 1
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

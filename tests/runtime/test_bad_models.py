@@ -38,7 +38,7 @@ def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
 
 
 def message_of(path: Path) -> str:
-    """What ``load_model`` says about ``path``: one line."""
+    """Return the one-line error of ``load_model`` for ``path``."""
     with pytest.raises(ModelLoadError) as caught:
         load_model(path, dtype="float32", device=DEVICE)
     assert "\n" not in caught.value.message

@@ -55,7 +55,7 @@ NARROW: dict[str, dict[str, Any]] = {  # the published depths and heads, on narr
 
 
 def rows_for(unet: UNetRunner, conditioning: Conditioning | PagedConditioning) -> dict[str, Any]:
-    """Inputs of a call of two rows, cond and uncond of one image, but for the texts."""
+    """Return the inputs of a call with two rows, cond and uncond of one image, except the texts."""
     rng = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {
         "model_input": torch.randn((2, unet.latent_channels, 8, 8), generator=rng).to(DEVICE),

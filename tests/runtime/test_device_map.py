@@ -82,7 +82,7 @@ def test_auto_leaves_a_single_device_as_it_is(tiny_model: Callable[[str], Path])
 
 @contextmanager
 def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iterator[None]:
-    """Main memory under two names, with so many bytes for weights each."""
+    """Return main memory under two names, with this many bytes for weights each."""
     devices = (torch.device("cpu"), torch.device("cpu", 1))
     free = dict(zip(devices, rooms, strict=True))
     monkeypatch.setattr(placement, "devices_of", lambda choice: devices)
@@ -92,14 +92,14 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iter
 
 
 def room_of(model: Path, share: float) -> tuple[int, int]:
-    """Of either device, that it takes ``share`` of the UNet and no more than the rest of the model beside it."""
+    """Return the room per device for ``share`` of the UNet and the other parts of the model."""
     parts = part_bytes(load_model(model, device="meta", dtype="float32").memory_report())
     each = int(share * parts["unet"]) + parts["text"]
     return each, each
 
 
 def pictures(engine: Engine) -> list[bytes]:
-    """Of several samplers, guided and not, together."""
+    """Generate images with several samplers, guided and unguided, in one batch."""
     ways = [DiffusionParams(sampler="ddim", num_steps=2), DiffusionParams(sampler="euler_a", num_steps=2, clip_skip=2)]
     ways.append(DiffusionParams(num_steps=2, guidance_scale=1.0))
     requests = [GenerationRequest(prompt="a (red:1.3) fox", seed=seed, diffusion=how) for seed, how in enumerate(ways)]
@@ -111,8 +111,9 @@ class MixedPlacesError(AssertionError):
 
 
 class TwoPlaces(TorchFunctionMode):
-    """Knows of tensors in which of two devices they would be, though both are main memory: whatever is made of some is
-    where they are, and ``to`` alone brings them over. Tensors that nobody has brought anywhere fit everywhere.
+    """A mode that tracks on which of two simulated devices each tensor is; both are main memory.
+
+    Results are on the device of their inputs, and only ``to`` moves a tensor. Tensors that were never moved fit both.
     """
 
     def __init__(self, model: DiffusionModel) -> None:
@@ -150,7 +151,7 @@ class TwoPlaces(TorchFunctionMode):
 
 
 def in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch, cross_attention: Any) -> Engine:
-    """A model on two devices: its text encoders and much of its UNet on the second."""
+    """Return a model on two devices: its text encoders and much of its UNet are on the second."""
     config = EngineConfig(cache_dir="", max_rows=2, cross_attention=cross_attention, device_map="balanced")
     first, second = room_of(path, 0.7)
     with two_devices(monkeypatch, (first, 2 * second)):

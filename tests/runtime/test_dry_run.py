@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 
 def shaped(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """A tensor without numbers."""
+    """Return a tensor without data."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 

@@ -77,14 +77,15 @@ def output_of(code: str, *arguments: object) -> str:
 
 
 def unused(output: str) -> list[str]:
-    """What was there of ``UNUSED`` after each picture."""
+    """Return the modules of ``UNUSED`` that were loaded after each image."""
     return [line.removeprefix("unused: ") for line in output.splitlines() if line.startswith("unused: ")]
 
 
 @pytest.mark.slow
 def test_command_imports_nothing_unused_and_paints_the_same_bytes(tmp_path: Path) -> None:
-    """A lean process finds what was hidden when it is wanted, and all classes of transformers where they are. One that
-    is not the command's own is left alone, and so is one whose libraries do not bear it.
+    """A lean process can still import the hidden modules, and all classes of transformers keep their place.
+
+    Processes other than the command's, and libraries that do not support it, are left unchanged.
     """
     lean, full_path = tmp_path / "lean.png", tmp_path / "whole.png"
     assert unused(output_of(PAINT + LEAN, lean, tmp_path / "int8.png")) == ["[]", "[]"]

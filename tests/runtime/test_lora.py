@@ -45,7 +45,7 @@ MakeAdapter = Callable[..., Path]
 
 
 def pair(weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random down and up for a layer's weight, large enough to be seen in its output."""
+    """Return a random down and up matrix for a layer's weight, large enough to change its output."""
     generator = torch.Generator().manual_seed(seed)
     down = torch.randn((RANK, *weight.shape[1:]), generator=generator) / 4
     up = torch.randn((weight.shape[0], RANK, *(1 for _ in weight.shape[2:])), generator=generator) / 4
@@ -58,7 +58,7 @@ def unet_layers(model: Path) -> Tensors:
 
 
 def lora_tensors(model: Path) -> Tensors:
-    """As diffusers names them: two UNet kernels, a UNet matrix and a matrix of the text encoder."""
+    """Return adapter tensors in diffusers' names: two UNet kernels, a UNet matrix and a text encoder matrix."""
     text = load_file(model / "text_encoder" / "model.safetensors")
     weights = {f"unet.{layer}": weight for layer, weight in unet_layers(model).items()}
     name = next(name for name in (f"{TEXT}.weight", f"{TEXT.removeprefix('text_model.')}.weight") if name in text)

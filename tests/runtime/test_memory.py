@@ -1,4 +1,4 @@
-"""Memory that nobody uses goes back to the system."""
+"""Release of unused memory to the operating system."""
 
 from __future__ import annotations
 

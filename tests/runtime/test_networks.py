@@ -148,7 +148,7 @@ def test_latents_that_are_not_finite_are_refused(tiny: LoadTiny) -> None:
 
 
 def overflowing_vae(scale: float) -> Any:
-    """A VAE whose decoder's first convolution answers beyond float16."""
+    """Return a VAE whose decoder's first convolution exceeds the range of float16."""
     torch.manual_seed(0)
     network = tiny_models.vae(force_upcast=False).to(DEVICE)
     with torch.no_grad():

@@ -37,7 +37,7 @@ VELOCITY = "v_prediction"
 
 @pytest.fixture(scope="module")
 def embedded() -> DiffusionModel:
-    """The shipped model, a trained one of velocity."""
+    """Return the shipped model, which was trained for velocity."""
     return load_model("embedded", dtype="float32", device=DEVICE)
 
 
@@ -63,7 +63,7 @@ class Dressed:
         return (denoised - at_rest) / self.front.read(torch.zeros_like(x), sigma, torch.ones_like(x))
 
     def _sigma(self, timesteps: FloatArray) -> FloatArray:
-        """The noise level that it believes is meant."""
+        """Return the noise level that the declared schedule assigns to the timesteps."""
         if self.front.preconditioning is None:
             time = np.clip(timesteps / 1000, 1e-3, 1 - 1e-3)
             return np.asarray(time / (1 - time), dtype=np.float64)
@@ -74,7 +74,7 @@ class Dressed:
 
 
 def schedule_of(name: str) -> NoiseSchedule:
-    """The embedded model's betas, declared to be of the reading ``name``."""
+    """Return the embedded model's betas with the prediction type ``name``."""
     betas = json.loads((EMBEDDED_DIRECTORY / "scheduler/scheduler_config.json").read_text(encoding="utf-8"))
     if "CosXL" in name:
         cosxl = {"_class_name": "EDMEulerScheduler", "prediction_type": VELOCITY, "sigma_data": 1.0}
@@ -90,7 +90,7 @@ NAMES = tuple(readings(schedule_of(VELOCITY))[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", NAMES)
 def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
-    """Declared as it is, and as another one: every one is declared for another, but flow matching, which cannot be."""
+    """Declare the correct type and each other one; flow matching is skipped, since it cannot be declared."""
     network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])
     for declared in {truth, NAMES[NAMES.index(truth) - 1]} - {"flow matching"}:
         schedule = schedule_of(declared)

@@ -1,4 +1,4 @@
-"""Preview decoders: our own and diffusers' tiny autoencoder, in ``preview/`` beside the model, or none at all."""
+"""Preview decoders: the trained one and diffusers' tiny autoencoder in ``preview/``, or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CopyTiny = Callable[[str], Path]
 
 @pytest.fixture
 def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
-    """``copy_tiny(kind)``: a copy of the tiny model, to lay a preview decoder beside its parts."""
+    """Return ``copy_tiny(kind)``, which copies the tiny model so that a test can add a preview decoder."""
     return lambda kind: Path(shutil.copytree(tiny_model(kind), tmp_path / kind))
 
 
@@ -41,7 +41,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def own_decoder(**shape: Any) -> PreviewDecoder:
-    """A decoder with random weights whose numbers 16 bits can hold."""
+    """Return a decoder with random weights that 16 bits represent exactly."""
     torch.manual_seed(0)
     return PreviewDecoder(PreviewConfig.from_dict(SHAPE | shape)).half().float().eval()
 

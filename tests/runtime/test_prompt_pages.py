@@ -1,4 +1,4 @@
-"""Prompts as pages: what is shared, what is computed, who has to wait, and that nothing is left behind."""
+"""Prompts as pages: sharing, computation, waiting for room, and release of all pages."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    """A layer, the same in int8, and activations as after SiLU, which lie on one side of 0."""
+    """Return a layer, its int8 version, and one-sided activations as after SiLU."""
     torch.manual_seed(3)
     layer = LAYERS[kind]().to(dtype).requires_grad_(False)
     inputs = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)

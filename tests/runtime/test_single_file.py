@@ -32,7 +32,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture
 def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[str], Path]) -> Export:
-    """``export(kind, extra)``: a single file, its configurations in the directory of the same name beside it."""
+    """Return ``export(kind, extra)``, which writes a single file and its configurations in a directory of the same name."""
 
     def write(kind: str, extra: dict[str, torch.Tensor] | None = None) -> Path:
         (tmp_path / kind).symlink_to(tiny_model(kind), target_is_directory=True)
@@ -109,7 +109,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def headers_only(pairs: Any) -> Checkpoint:
-    """A checkpoint of shapes without data."""
+    """Return a checkpoint of shapes without data."""
     return Checkpoint(
         entries={key: TensorEntry(Path("model.safetensors"), tuple(tensor.shape)) for key, tensor in pairs}
     )

@@ -1,4 +1,4 @@
-"""Layers that round alike in any company, and the sums by which it is noticed where one does not."""
+"""Layers that round the same in every batch, and the checksums that detect one that does not."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def save(path: Path, content: dict[str, Any]) -> Path:
 
 
 def knowing(model: DiffusionModel, directory: Path, folder: Path) -> DiffusionModel:
-    """``model`` of ``directory`` loaded anew with the learnt words in ``folder``."""
+    """Load ``model`` of ``directory`` again, with the learnt words in ``folder``."""
     profile = msgspec.structs.replace(model.profile, embeddings_dir=str(folder), probe=False)
     return load_model(directory, dtype="float32", device=DEVICE, profile=profile)
 

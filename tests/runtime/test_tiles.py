@@ -15,7 +15,7 @@ from tests.runtime.conftest import LoadTiny
 
 
 def local(z: Tensor) -> Tensor:
-    """Looks at neighbours only, and makes two pixels of a cell."""
+    """Decode with a kernel of direct neighbors, two pixels for each cell."""
     blurred = F.avg_pool2d(F.pad(z, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     return F.interpolate(blurred, scale_factor=2.0, mode="nearest")
 

@@ -31,7 +31,7 @@ MakeStudio = Callable[..., CombinedEngine]
 
 @pytest.fixture(scope="session")
 def talker_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers "fox"."""
+    """Save a language model that always answers "fox"."""
     return save_talker(tmp_path_factory.mktemp("talker") / "talker", SAYS)
 
 

@@ -1,4 +1,4 @@
-"""Pictures, texts and rewritten prompts out of one loop and one pool, each as it is alone."""
+"""Images, texts and rewritten prompts from one loop and one pool, each with the same result as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as vectors: what the encoder pools, the same bytes whoever else is there, and nobody is kept by anybody."""
+"""Text embeddings: pooled encoder output, the same bytes in any batch, without delaying other requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = ("a red fox", "a red fox in the snow", "the (dog:1.3) [cat]", "a", "fox 
 
 
 def embedded(studio: CombinedEngine, *texts: str, model: str = "") -> NDArray[np.float32]:
-    """The vectors of ``texts``, a request for all of them."""
+    """Return the vectors of ``texts``, computed by one request."""
     request = EmbeddingRequest(texts=texts, model=model)
     studio.submit(request)
     (event,) = of(list(studio.events()), Embedded, request.request_id)
@@ -43,7 +43,7 @@ def vectors_of(event: Embedded) -> NDArray[np.float32]:
 
 
 def pooled(model: DiffusionModel, text: str) -> NDArray[np.float32]:
-    """As transformers pools it: windows of the tokenizer's tokens, each by their number."""
+    """Pool a text as transformers does: average the windows, weighted by their number of tokens."""
     encoder = model.text.encoders[-1]
     ids = encoder.tokenizer(text, add_special_tokens=False).input_ids
     room, total = encoder.window_tokens - 2, torch.zeros((), device=DEVICE)

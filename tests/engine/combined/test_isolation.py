@@ -34,7 +34,7 @@ def kinds(events: list[Any]) -> dict[str, str]:
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """The next call of ``owner.name`` raises."""
+    """Make the next call of ``owner.name`` raise."""
     original = getattr(owner, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def test_a_network_that_fails_costs_its_own_requests_only(
 
 
 def tight_bytes(studio: CombinedEngine, *, spare_pages: int) -> int:
-    """A pool that holds one guided image and ``spare_pages`` more."""
+    """Return the size of a pool that holds one guided image and ``spare_pages`` more."""
     pool, text = studio.pool, studio.engine.model.text
     assert pool is not None
     unet, encoder = sorted(pool.stats().tenants, reverse=True)[:2]

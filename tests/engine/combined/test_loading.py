@@ -1,4 +1,4 @@
-"""From settings to a studio: what is loaded, onto which pool, and what is said of what is not there."""
+"""Loading a studio from settings: which parts are loaded, onto which pool, and the errors for missing parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Model = Callable[[str], Path]
 def load(
     tiny_model: Model, *, cross_attention: Literal["paged", "plain"] = "paged", **variables: Any
 ) -> CombinedEngine:
-    """The studio of the tiny image model, with settings as environment variables name them."""
+    """Load the studio of the tiny image model, with settings from environment variables."""
     env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_DTYPE": "float32", "DIFFSERVE_ENGINE_MAX_ROWS": "8"}
     env |= {f"DIFFSERVE_{name.upper()}": str(value) for name, value in variables.items()}
     settings = load_settings(model=str(tiny_model("sd15")), env=env)

@@ -1,4 +1,4 @@
-"""Several models behind one loop: each paints as it does alone, comes when it is asked for, goes when it is idle."""
+"""Several models in one loop: the same images as alone, loading on request, unloading when idle."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def picture(
 
 
 def paint(studio: CombinedEngine, *requests: GenerationRequest) -> dict[str, bytes]:
-    """The pixels of each request's picture, all of them painted together."""
+    """Return the pixels of each request's image, all of them generated together."""
     for request in requests:
         studio.submit(request)
     painted = [event for event in studio.events() if isinstance(event, Painted)]
@@ -229,7 +229,7 @@ def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_e
 
 
 class HeapInfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` gives, of all arenas together."""
+    """The fields of glibc's ``mallinfo2``, summed over all arenas."""
 
     _fields_: ClassVar = [
         (name, ctypes.c_size_t)
@@ -249,8 +249,10 @@ class HeapInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Memory that is in use. The resident set is that and what lies free between: tens of MB, in other arenas each time
-    for the small blocks that threads read adapters into.
+    """Return the number of bytes of allocated memory.
+
+    The resident set also counts free blocks between allocations: tens of MB, which vary with the arenas of the threads
+    that read adapters.
     """
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = HeapInfo
@@ -260,7 +262,7 @@ def allocated_bytes() -> int:
 
 @pytest.mark.slow
 def test_memory_returns_when_a_model_goes(make_models: MakeStudio, tiny_model: Model, tmp_path: Path) -> None:
-    """With all that it has read: adapters of every kind of layer, and a ControlNet."""
+    """Unload a model that has read adapters for every kind of layer, and a ControlNet."""
     model = load_model(tiny_model("sd2"), dtype="float32", device=DEVICE)
     (folder := tmp_path / "adapters").mkdir()
     controlnets = write_controlnets(tmp_path / "controlnets", model.unet.network)

@@ -8,7 +8,7 @@ from diffserve.engine.time_share import TimeShare
 
 
 def texts_turn(share: TimeShare) -> bool:
-    """Asked anew each time, which a type checker does not believe of a property."""
+    """Read the property through a function, because a type checker assumes that it does not change."""
     return share.is_texts_turn
 
 
@@ -49,7 +49,7 @@ def test_a_call_longer_than_a_burst_waits_for_many_steps() -> None:
 
 
 def saved_up(part: float = 0.5, step_s: float = 0.1) -> TimeShare:
-    """After a hundred steps during which nobody wrote."""
+    """Return a time share after a hundred steps without text requests."""
     share = TimeShare(part)
     for _ in range(100):
         share.painted(step_s, has_moved=True, is_shared=False)

@@ -64,7 +64,7 @@ def picture(num_steps: int) -> GenerationRequest:
 def start(
     make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_texts: int, **settings: Any
 ) -> CombinedEngine:
-    """A studio that knows its image group already, with so much to do."""
+    """Return a studio with this much work, whose image group is measured already."""
     studio = make_studio(clock=time, **settings)
     studio.engine.generate(picture(1))
     time.turns.clear()

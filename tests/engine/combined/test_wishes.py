@@ -1,4 +1,4 @@
-"""Rewriting before painting: what is painted is told truthfully, and no trouble of the rewriter loses an image."""
+"""Rewriting before generation: the reported prompt is the one used, and a rewriter failure loses no image."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FORKS = {"either": 0.5, "unsure": 0.1}
 
 
 def count_words(prompt: str) -> int:
-    """The image model of these tests reads words and commas."""
+    """Count words and commas, as the image model of these tests reads them."""
     return len(prompt.replace(",", " , ").split())
 
 

@@ -1,4 +1,4 @@
-"""A wish in the words of a chat template, whatever that template knows, and without anybody writing its marks."""
+"""Rewrite requests in a chat template: any template works, and no prompt can contain its markers."""
 
 from __future__ import annotations
 

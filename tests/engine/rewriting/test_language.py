@@ -1,4 +1,4 @@
-"""The embedded image model's language: every caption can be said, nothing else can."""
+"""The embedded image model's language: the constraint allows every caption and nothing else."""
 
 from __future__ import annotations
 

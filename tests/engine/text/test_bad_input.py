@@ -1,4 +1,4 @@
-"""What is wrong is said, with the value and the way out, and the engine goes on answering."""
+"""Invalid text requests: the error names the value and the fix, and the engine continues."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from tests.runtime.language import tiny
 
 
 def open_engine(directory: Path, kind: str = "llama", *, num_draft_tokens: int = 0, **changes: Any) -> TextEngine:
-    """An engine on a tiny model's shapes."""
+    """Return an engine on a tiny model's shapes."""
     model = load_language_model(tiny.save(directory / kind, kind, **changes), dtype="float32", device="meta")
     return TextEngine.from_model(model, TextConfig(num_draft_tokens=num_draft_tokens), pool_bytes=1 << 20)
 
 
 def ticks(engine: TextEngine, count: int) -> list[Work]:
-    """The work of each of ``count`` ticks; a text that waited or mixed has failed."""
+    """Return the work of each of ``count`` ticks; fail if a text waits or two kinds are mixed."""
     tick_work = []
     for _ in range(count):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
@@ -36,7 +36,7 @@ def ticks(engine: TextEngine, count: int) -> list[Work]:
 
 
 def drawn(prompt_ids: range, **params: Any) -> TextRequest:
-    """A text that is drawn at random."""
+    """Return a request with random sampling."""
     return TextRequest(token_ids=tuple(prompt_ids), params=SamplingParams(max_tokens=20, seed=1, **params))
 
 

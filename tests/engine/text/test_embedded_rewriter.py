@@ -30,7 +30,7 @@ def model() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What transformers says after every prompt, greedily, one at a time."""
+    """Return the greedy output of transformers for every prompt, computed one at a time."""
     network: Any = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(
         DIRECTORY, dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""What is told while texts are made: deltas, ends, usage, times."""
+"""Events during text generation: deltas, ends, usage and times."""
 
 from __future__ import annotations
 

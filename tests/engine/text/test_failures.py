@@ -1,4 +1,4 @@
-"""What fails takes nobody with it."""
+"""Failure isolation: a failed text request affects no other request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def poisoned(language: Load) -> Iterator[Callable[[str], None]]:
 
 
 def run_with_poison(engine: TextEngine, **settings: Any) -> Failed:
-    """Clean requests around a poisoned one: they are answered as ever. Returns what became of the poisoned one."""
+    """Run valid requests with a poisoned one, check their answers, and return the failure of the poisoned one."""
     requests = [*(greedy(ids, 10) for ids in CLEAN[:2]), greedy([1, POISON, 2], 10, **settings), greedy(CLEAN[2], 10)]
     for request in requests:
         engine.submit(request)

@@ -66,7 +66,7 @@ def constrained_request(schema: dict[str, Any], seed: int, max_tokens: int = 120
 
 
 def check_follows(result: TextResult, schema: dict[str, Any]) -> Any:
-    """What ``result`` says: valid, or the beginning of something that is not finished."""
+    """Return the parsed text of ``result`` if it is complete; otherwise check that it is a valid prefix."""
     if result.finish_reason == "length":
         return ...
     value = json.loads(result.text)

@@ -20,13 +20,13 @@ PROMPTS = [tiny.random_ids(length, seed=seed) for seed, length in enumerate((3, 
 
 
 def drawn(prompt_ids: list[int], seed: int, num_texts: int = 1, **params: Any) -> TextRequest:
-    """A text that is drawn at random."""
+    """Return a request with random sampling."""
     params = {"temperature": 0.7, "max_tokens": 18, **params}
     return TextRequest(token_ids=tuple(prompt_ids), params=SamplingParams(seed=seed, **params), num_texts=num_texts)
 
 
 def mixed() -> list[TextRequest]:
-    """Everything that can be asked, of different lengths."""
+    """Return requests with every kind of option, of different lengths."""
     likely = expected("llama", PROMPTS[1])
     return [
         greedy(PROMPTS[0], 30),
@@ -51,14 +51,14 @@ def run(engine: TextEngine, requests: list[TextRequest]) -> tuple[list[TextFinis
 
 
 def open_on(device: str, directory: Path, *, reads_late: bool) -> TextEngine:
-    """An engine with a pool of its own on ``device``."""
+    """Return an engine with a separate pool on ``device``."""
     model = load_language_model(tiny.save(directory / str(reads_late), "llama"), dtype="float32", device=device)
     pool = PagePool.for_specs(1 << 22, [model.spec()], device=model.device)
     return TextEngine(model, pool, TextConfig(num_draft_tokens=0), reads_late=reads_late)
 
 
 def comparable_result(end: TextFinished) -> Any:
-    """What an answer says, without its numbers' last digits."""
+    """Return the content of an answer with rounded numbers."""
     return [(text.token_ids, text.text, text.finish_reason, text.stop_text) for text in end.results]
 
 

@@ -124,12 +124,12 @@ class Walk:
         self.now_s += 3.0
 
     def check(self) -> None:
-        """The pool balances, and the engine's pages and the stranger's are all that is held."""
+        """Check the pool's totals: all held pages belong to the engine or to the other tenant."""
         stranger = {page for table in self.stranger for logical in table.pages for page in logical}
         self.engine.scheduler.check_integrity(other_pages=len(stranger))
 
     def finish(self) -> None:
-        """Everybody leaves, and every page comes back."""
+        """Finish all requests and check that every page is free."""
         while self.stranger:
             self.give()
         for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Stories on a pool of ten pages of four tokens: who gets which page, who waits, who gives way."""
+"""Page allocation on a pool of ten pages of four tokens: which request gets pages, waits or is preempted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.runtime.language import tiny
 
 
 def pages_of(engine: TextEngine, request_id: str) -> list[int]:
-    """The pages of a request's first sequence, in order."""
+    """Return the pages of a request's first sequence, in order."""
     table = engine.scheduler.live[request_id].tasks[0].sequences[0].table
     return [] if table is None else [page for logical in table.pages for page in logical]
 
 
 def ids_of(engine: TextEngine) -> list[set[str]]:
-    """Which requests shared each call."""
+    """Return the ids of the requests that shared each call."""
     return [{row[0] for row in tick.rows} for tick in engine.trace]
 
 

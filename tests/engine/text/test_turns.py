@@ -1,4 +1,4 @@
-"""Several clients and two priorities at the text engine: who is let in, and that neither starves. No torch is run."""
+"""Several clients and two priorities at the text engine: the order of admission, without starvation. No torch."""
 
 from __future__ import annotations
 

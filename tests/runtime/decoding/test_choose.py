@@ -45,7 +45,7 @@ def choose_rows(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
 
 
 def their_run(settings: dict[str, Any]) -> Any:
-    """Transformers' own sampling with these settings: tokens, logits and processed scores of each step."""
+    """Run transformers' sampling with these settings; return tokens, logits and processed scores of each step."""
     generate_kwargs = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in settings.items()}
     if bias := generate_kwargs.pop("logit_bias", None):
         generate_kwargs["sequence_bias"] = {(token_id,): value for token_id, value in bias if token_id < VOCAB}
@@ -152,7 +152,7 @@ def test_logits_are_not_changed_by_choosing() -> None:
 
 
 def draws(rows: list[SamplingState], steps: int = 40) -> list[list[int]]:
-    """What ``rows`` say when each row's logits depend on its own tokens alone."""
+    """Return the outputs of ``rows`` when each row's logits depend on its tokens alone."""
     for step in range(steps):
         logits = torch.stack([numbers(VOCAB, seed=1000 * row.token_ids[0] + step) for row in rows])
         for row, choice in zip(rows, choose_rows(logits, rows), strict=True):

@@ -44,7 +44,7 @@ def words_of(kind: str) -> TokenConstraint:
 
 
 def read(kind: str, text: str) -> list[str]:
-    """The words of ``text``; fails when it is anything but words with single spaces between them, and marks."""
+    """Return the words of ``text``; fail if it has anything but words, single spaces between them, and marks."""
     gap = " " if kind == "clip" else ""  # CLIP's decoder puts a space before everything
     word = f"(?:{'|'.join(map(re.escape, WORDS))})(?:{gap}(?:{'|'.join(map(re.escape, MARKS))}))*"
     word = word.replace("'s", "' ?s") if kind == "clip" else word

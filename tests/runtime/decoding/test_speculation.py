@@ -148,7 +148,7 @@ def finished_without_drafts(model: Any, rows: list[SamplingState]) -> list[list[
 def finished_with_drafts(
     model: Any, rows: list[SamplingState], propose: Callable[[SamplingState], list[int]]
 ) -> tuple[list[list[int]], int]:
-    """The outputs, and how many times the model was asked."""
+    """Return the outputs and the number of model calls."""
     num_calls = 0
     while alive := [row for row in rows if row.finish_reason is None]:
         drafts = [row.crop(propose(row)) for row in alive]

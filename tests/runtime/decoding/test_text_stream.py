@@ -22,7 +22,7 @@ TEXTS = (
 
 
 def stream(tokenizer: Any, ids: list[int], **options: Any) -> tuple[TextStream, list[str]]:
-    """A stream that ``ids`` were pushed to, and the piece that each gave."""
+    """Return a stream after ``ids`` were pushed to it, and the piece that each push returned."""
     text_stream = TextStream(tokenizer, **options)
     return text_stream, [text_stream.push(token_id) for token_id in ids]
 

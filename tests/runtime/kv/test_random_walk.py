@@ -18,7 +18,7 @@ SALTS = (b"", b"", b"", b"another key")
 
 @dataclass(eq=False)
 class Sequence:
-    """What one table should hold: ``tokens`` written so far, opened with ``salt``."""
+    """The expected content of one table: ``tokens`` written so far, opened with ``salt``."""
 
     table: PageTable
     tokens: list[int]
@@ -106,7 +106,7 @@ class Walk:
         return [(start * 5 + at // 3) % 11 for at in range(count)]
 
     def check(self) -> None:
-        """The books balance; a sequence, chosen at random, reads as it was written."""
+        """Check the pool's totals and the content of one random sequence."""
         self.pool.check_integrity()
         if self.live:
             sequence = self.pick()

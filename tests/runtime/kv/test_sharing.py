@@ -1,6 +1,4 @@
-"""Stories of sequences that share pages and come apart again, with exact page ids. Logical pages hold four tokens
-here.
-"""
+"""Sequences that share pages and diverge, with exact page ids. A logical page holds four tokens here."""
 
 from __future__ import annotations
 

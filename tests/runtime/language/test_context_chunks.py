@@ -86,8 +86,10 @@ def test_where_nothing_fused_is_right_the_plain_arithmetic_says_the_same(
 
 
 def work_of(length: int, num_rows: int, monkeypatch: pytest.MonkeyPatch, long: int) -> tuple[Work, int]:
-    """One layer's decode over ``num_rows`` contexts of about ``length`` tokens, on the meta device: its work, and the
-    most bytes it held beside the pool.
+    """Run one layer's decode over ``num_rows`` contexts of about ``length`` tokens on the meta device.
+
+    Returns:
+        Its work, and its peak number of bytes outside the pool.
     """
     monkeypatch.setitem(row_groups.LONG_CONTEXT, "meta", long)
     pool = PagePool.for_specs(num_rows * (length + 64) * KEY_HEADS * DIM * 8, [SPEC], device=torch.device("meta"))
