@@ -1,14 +1,14 @@
-"""One rule: imports point down, and nowhere in a circle. And each library stays in its room.
+"""Import rules: imports point to lower layers without cycles, and each library is used in one package only.
 
 schedulers   0   numerics, numpy only (torch in the update kernel)
-mortar       1   types, errors, config and what else every floor speaks; no torch; client/, which knows only errors
-runtime      2   tensors and memory; world/ stands beside it: scenes, captions and what tells them apart
-rewriting    3   what a good rewrite is
-engine       4   time
-service      5   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
-training     6   the recipe of the models that ship
-cluster      6   the service over replicas, and work dealt out in pieces: the one room that sees Ray
-cli, ui      6   the doors
+mortar       1   types, errors, config and other shared code; no torch; client/ imports only errors
+runtime      2   tensors and memory; world/ has the same level: scenes, captions and their recognition
+rewriting    3   rules for rewritten prompts
+engine       4   scheduling
+service      5   HTTP; no runtime, no torch; experiments/ has the same level, with torch in its metrics/ alone
+training     6   the recipe of the shipped models
+cluster      6   the service over replicas and distributed work; the only package that imports Ray
+cli, ui      6   entry points
 """
 
 from __future__ import annotations

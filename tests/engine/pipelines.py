@@ -52,11 +52,7 @@ def spacing_of(kind: str) -> str:
 def pipeline_latents(
     pipeline: Any, request: GenerationRequest, kind: str, *, keep_scheduler: bool = False, **inputs: Any
 ) -> NDArray[np.float32]:
-    """Return the final latents (C, h, w) of ``pipeline`` for ``request``.
-
-    Args:
-        keep_scheduler: Use the scheduler of the model instead of that of the sampler.
-    """
+    """Return the final latents (C, h, w) of ``pipeline`` for ``request``, with its scheduler if ``keep_scheduler``."""
     params = request.diffusion
     assert params.sampler is not None
     assert request.seed is not None
@@ -68,7 +64,9 @@ def pipeline_latents(
         else {"width": request.width_px, "height": request.height_px}
     )
     with hushed("transformers", "diffusers"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
+        warnings.filterwarnings(
+            "ignore", message="__array__ implementation", category=DeprecationWarning
+        )  # raised in diffusers
         output = pipeline(
             request.prompt,
             guidance_scale=params.guidance_scale,

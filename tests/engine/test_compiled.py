@@ -257,7 +257,7 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     study_all(engine)
     requests = [picture(number, num_steps=2 + number) for number in range(4)]
     expected = pixels(engine_of(model, "", compile="off"), *requests)
-    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # the network must not be called
     before, gather = torch.get_num_threads(), LatentPool.gather
     between: list[int] = []
 
@@ -305,7 +305,7 @@ def test_compiled_calls_are_shared_by_all_adapters(
     expected = pixels(engine_of(model, "", compile="off"), *requests)
     without = [picture(number, 2 + number, prompt="cat", **fields) for number in range(4)]
     bare = pixels(engine_of(model, "", compile="off"), *without)
-    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # the network must not be called
     packages = {path.name for path in (tmp_path / "cache" / "compiled").iterdir()}
     compiled = group._replace(is_compiled=True)
     known_group = engine.runners.groups.known(compiled)
@@ -347,7 +347,7 @@ def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
         first_path, two = (packages.path(call.kind, num_rows) for num_rows in SIZES)
         assert first_path is not None
         assert two is not None
-        shutil.copy(first_path, two)  # it is there, and nobody calls it
+        shutil.copy(first_path, two)  # the file exists and is never called
         assert unet.load(call.kind, SIZES) == SIZES
         with torch.no_grad():
             side_by_side, full_output = unet.run(call), FlatUNet(model.unet.network, call)(*call.tensors)
@@ -464,7 +464,7 @@ def test_a_truncated_package_is_compiled_again(
             package.writestr(member, b"code")
         path.write_bytes(path.read_bytes().replace(b"code", content, 1))
         assert CompiledUNet(packages).load(kind, (1,)) == ()
-        is_gone = is_damaged or openvino is not None  # which is made anew within a minute
+        is_gone = is_damaged or openvino is not None  # which is compiled again within a minute
         assert path.exists() is not is_gone, "what merely does not load may be whole"
 
 

@@ -42,7 +42,7 @@ Row "tcd-gamma" of docs/parity.md: the pipeline's default of eta is 0.
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # theirs
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised in diffusers
 @pytest.mark.parametrize(("kind", "name", "scheduler", "num_steps", "guidance_scale"), PUBLISHED)
 def test_asked_for_nothing_but_a_prompt_it_paints_as_in_diffusers_as_published(
     kind: str,

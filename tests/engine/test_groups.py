@@ -147,7 +147,7 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
 @pytest.mark.slow
 def test_a_new_shape_is_measured_while_its_images_wait(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
-    for _ in range(30):  # beside busy neighbours an eighth of the time is little
+    for _ in range(30):  # on a busy machine an eighth of the time is little
         for seed in range(24):
             engine.submit(odd_size(seed))
         events = list(engine.events())

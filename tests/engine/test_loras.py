@@ -122,7 +122,7 @@ def test_rows_with_different_adapters_share_calls_and_none_depends_on_another(ma
     alone = {request.seed: make().generate(request)[0] for request in company}
     engine = make(max_rows=max_rows)
     engine.runners.groups.learn(engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=16))
-    engine.generate(company)  # adapters are read beside the ticks, each in its own time: from now on all are there
+    engine.generate(company)  # adapters are read in the background; all are loaded from now on
     together = engine.generate(company)
     for result in together:
         assert np.array_equal(latents(result), latents(alone[result.seed]))

@@ -71,7 +71,7 @@ def test_nobody_starves_while_others_keep_coming(
     arrivals: list[tuple[int, int, bool, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests of ``arrivals`` (count, steps, wide, guidance) come in every tick, without end.
+    """Submit the requests of ``arrivals`` (count, steps, wide, guidance) in every tick, without end.
 
     Only requests that came within cost / ageing ticks can overtake the first one, and each tick that does not run it
     finishes at least one step of those.

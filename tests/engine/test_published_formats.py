@@ -160,7 +160,7 @@ SAMPLERS_AND_SPACINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # theirs
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised in diffusers
 def test_each_sampler_takes_its_own_spacing_where_the_scheduler_s_file_names_none(copy_tiny: TinyModel) -> None:
     path = copy_tiny("sd15")
     (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(STABLE_DIFFUSION_1_5))
@@ -206,7 +206,7 @@ def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
 def test_single_file_with_extra_tensors_generates_as_in_diffusers(
     write_file: Callable[..., Path], tiny_model: TinyModel, kind: str
 ) -> None:
-    """The reference reads the parts itself: diffusers' reader tells the two encoders apart by widths, which are equal here."""
+    """Diffusers gets the second encoder of SDXL separately: it tells encoders apart by width, which is equal here."""
     file = write_file(
         {name: tensor for name, tensor in LUGGAGE.items() if kind == "sd15" or "cond_" not in name}, kind=kind
     )

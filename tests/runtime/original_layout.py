@@ -130,11 +130,7 @@ def clip_tensors(encoder: Any, root: str) -> Tensors:
 
 
 def open_clip_tensors(encoder: Any, root: str, *, extra_layer: bool = False) -> Tensors:
-    """Rename the tensors of a text encoder to OpenCLIP's names.
-
-    Args:
-        extra_layer: Add the unused last layer that SD 2 files have.
-    """
+    """Rename encoder tensors to OpenCLIP's names; ``extra_layer`` adds the unused last layer of SD 2 files."""
     bare = {name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
     tensors = {
         "token_embedding.weight": bare["embeddings.token_embedding.weight"],

@@ -186,7 +186,7 @@ def test_exact_pages_are_the_same_bytes_whatever_was_cached(
     pages = pages_of(model, is_exact=True)
     condition(pages, SIXTEEN + "dog " * 16 + "cat", None).close()
     conditioning = condition(pages, prompt)
-    assert same_bytes(found_in(pages, conditioning), expected)  # after somebody who began alike
+    assert same_bytes(found_in(pages, conditioning), expected)  # after a prompt with the same beginning
     conditioning.close()
     for spec in pages.specs.encoders:
         pages.pool.forget(spec.tenant)

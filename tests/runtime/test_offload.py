@@ -192,7 +192,7 @@ def test_memory_that_weights_may_take_is_a_share_of_what_is_free() -> None:
 
 
 def test_hooks_bring_weights_from_main_memory(tiny_model: Callable[[str], Path]) -> None:
-    """On a CPU nothing moves, so the test adds the hooks that ``dispatch`` adds on a GPU."""
+    """Add the hooks that ``dispatch`` adds on a GPU, since nothing moves on a CPU."""
     plain = load_model(tiny_model("sd15"), device="cpu", dtype="float32").unet.network
     resting = load_model(tiny_model("sd15"), device="cpu", dtype="float32").unet.network
     weights = {name: tensor.detach() for name, tensor in resting.named_parameters()}

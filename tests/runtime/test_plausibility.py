@@ -63,7 +63,7 @@ class Dressed:
         return (denoised - at_rest) / self.front.read(torch.zeros_like(x), sigma, torch.ones_like(x))
 
     def _sigma(self, timesteps: FloatArray) -> FloatArray:
-        """Return the noise level that the declared schedule assigns to the timesteps."""
+        """Return the noise level that the wrapped network's reading assigns to the timesteps."""
         if self.front.preconditioning is None:
             time = np.clip(timesteps / 1000, 1e-3, 1 - 1e-3)
             return np.asarray(time / (1 - time), dtype=np.float64)
@@ -90,7 +90,7 @@ NAMES = tuple(readings(schedule_of(VELOCITY))[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", NAMES)
 def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
-    """Declare the correct type and each other one; flow matching is skipped, since it cannot be declared."""
+    """Declare the correct type and a wrong one, except flow matching, which cannot be declared."""
     network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])
     for declared in {truth, NAMES[NAMES.index(truth) - 1]} - {"flow matching"}:
         schedule = schedule_of(declared)

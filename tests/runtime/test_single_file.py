@@ -32,7 +32,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture
 def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[str], Path]) -> Export:
-    """Return ``export(kind, extra)``, which writes a single file and its configurations in a directory of the same name."""
+    """Return ``export(kind, extra)``, which writes a single file with its configurations in a directory next to it."""
 
     def write(kind: str, extra: dict[str, torch.Tensor] | None = None) -> Path:
         (tmp_path / kind).symlink_to(tiny_model(kind), target_is_directory=True)
@@ -404,7 +404,7 @@ def test_a_file_of_a_unet_alone_is_loaded_with_parts_of_another_model(
     save_file(unet_alone(tiny_pipeline, kind, naming), file)
     with pytest.raises(ModelLoadError, match="holds a UNet but no text encoder"):
         load_model(file, dtype="float32", device=DEVICE)
-    (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations beside the file
+    (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations next to the file
     profile = replace(tiny(kind).profile, vae=str(tiny_model(kind)), text_encoder=str(tiny_model(kind)))
     loaded_model = load_model(file, dtype="float32", device=DEVICE, profile=profile)
     expected = tiny(kind).unet.network.state_dict()

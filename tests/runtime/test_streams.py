@@ -21,7 +21,7 @@ def test_shares_meet_side_by_side_and_come_back_in_order_each_on_threads_of_its_
     rows, other_rows = torch.arange(8.0).view(8, 1), torch.arange(8.0).view(8, 1) * 10
 
     def make(tensors: Sequence[Tensor]) -> Tensor:
-        together.wait()  # alone nobody would come past it
+        together.wait()  # without the other thread this would block
         values.append(torch.get_num_threads())
         return tensors[0] + tensors[1]
 

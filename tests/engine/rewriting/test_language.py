@@ -60,7 +60,7 @@ def test_random_constrained_text_is_a_caption(tokenizer: Any) -> None:
         text = tokenizer.decode(ids, skip_special_tokens=True).replace(" ,", ",").strip()
         sentence = parse_sentence(text)
         twice = any(len(re.findall(rf"\b{noun(name)}\b", text)) > 1 for name in OBJECTS)
-        assert sentence is not None or twice, text  # "a cat above a cat" is said as "two cats" by those who can choose
+        assert sentence is not None or twice, text  # the caption writer prefers "two cats" to "a cat above a cat"
         kinds.add(None if sentence is None else (len(sentence.names), sentence.relation, len(set(sentence.names)) > 1))
     assert {(1, None, False), (2, None, False), (3, None, False), (2, "above", True)} <= kinds
 

@@ -35,7 +35,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def pages_of(*models: LanguageModel, num_pages: int = 10, page_tokens: int = 4) -> PagePool:
-    """Return a pool of this many pages, each of which holds ``page_tokens`` tokens of every layer of the first model."""
+    """Return a pool of this many pages, each with ``page_tokens`` tokens of every layer of the first model."""
     specs = [
         model.spec(name, page_tokens=page_tokens) for model, name in zip(models, ("llm", "llm_draft"), strict=False)
     ]

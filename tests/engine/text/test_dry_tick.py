@@ -68,7 +68,7 @@ def test_a_greedy_tick_is_three_transfers_whatever_the_number_of_layers(tmp_path
 
 def test_drafts_beams_and_penalties_wait_only_for_their_inputs(tmp_path: Path) -> None:
     engine = open_engine(tmp_path, num_draft_tokens=3)
-    engine.submit(greedy([5, 6, 7] * 6))  # what is told on meta is always 1, so a draft is looked up soon
+    engine.submit(greedy([5, 6, 7] * 6))  # tokens on meta are always 1, so a draft is found soon
     ticks(engine, 4)
     (work,) = ticks(engine, 1)
     assert engine.last_tick is not None

@@ -66,7 +66,7 @@ def constrained_request(schema: dict[str, Any], seed: int, max_tokens: int = 120
 
 
 def check_follows(result: TextResult, schema: dict[str, Any]) -> Any:
-    """Return the parsed text of ``result`` if it is complete; otherwise check that it is a valid prefix."""
+    """Validate the text of ``result`` and return its value, or ``...`` if the token limit cut it."""
     if result.finish_reason == "length":
         return ...
     value = json.loads(result.text)
@@ -84,7 +84,7 @@ def test_a_model_of_random_weights_says_what_every_schema_allows(make_engine: Ma
     assert values[0] != values[1] or values[0] is ...  # the seeds differ
     assert token_ids_of(free_answer) == token_ids_of(
         make_engine().generate(free)[0]
-    )  # nobody's neighbours matter to anybody
+    )  # other requests of the batch do not matter
     alone = make_engine()
     assert [token_ids_of(alone.generate(request)[0]) for _, request in cases[:2]] == [
         token_ids_of(answer) for answer in answers[:2]
