@@ -71,10 +71,10 @@ def test_nobody_starves_while_others_keep_coming(
     arrivals: list[tuple[int, int, bool, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Submit the requests of ``arrivals`` (count, steps, wide, guidance) in every tick, without end.
+    """Submit ``arrivals`` (count, steps, wide, guidance) in every tick, without end.
 
     Only requests that came within cost / ageing ticks can overtake the first one, and each tick that does not run it
-    finishes at least one step of those.
+    finishes at least one of their steps.
     """
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
     desk = Desk(row_cap=row_cap, policy=name, max_lanes=8)
