@@ -17,7 +17,7 @@ from tests.engine.pipelines import image_request
 
 
 def save_controlnet(unet: Any, directory: Path, seed: int, **options: Any) -> Path:
-    """Save a ControlNet that fits ``unet``, with random weights in its zero convolutions and a config of ``options``."""
+    """Save a ControlNet that fits ``unet``, with random weights in zero convolutions; ``options`` are of its config."""
     torch.manual_seed(seed)
     network = import_quietly("diffusers", "ControlNetModel").from_unet(unet, load_weights_from_unet=False, **options)
     with torch.no_grad():
