@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_bench(name: str, *options: object, out: Path) -> dict[str, Any]:
-    """The document that ``benchmarks/<name>.py`` with ``options`` wrote to ``out`` and printed as its last line."""
+    """Run ``benchmarks/<name>.py`` with ``options``; return the document that it wrote to ``out`` and printed last."""
     argv, path, threads, printed = sys.argv, sys.path[:], torch.get_num_threads(), io.StringIO()
     script = ROOT / "benchmarks" / f"{name}.py"
     sys.argv = [str(script), *map(str, options), "--out", str(out)]

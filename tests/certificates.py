@@ -23,13 +23,13 @@ class Chain(NamedTuple):
 
 
 def make_chain(folder: Path, name: str, *, host: bool = False) -> Chain:
-    """A certificate for ``name``: a ``host``, or one who signs documents."""
+    """Write a certificate for ``name``, which is a ``host`` or a signer of documents."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = _certificate("a root of tests", root_key.public_key(), root_key, is_root=True)
     usage = ExtendedKeyUsageOID.SERVER_AUTH if host else ExtendedKeyUsageOID.EMAIL_PROTECTION
-    own = _certificate(name, key.public_key(), root_key, usage=usage, host=name if host else "")
+    leaf = _certificate(name, key.public_key(), root_key, usage=usage, host=name if host else "")
     files = Chain(folder / "chain.pem", folder / "key.pem", folder / "root.pem")
-    pem = [one.public_bytes(serialization.Encoding.PEM) for one in (own, root)]
+    pem = [certificate.public_bytes(serialization.Encoding.PEM) for certificate in (leaf, root)]
     files.chain.write_bytes(b"".join(pem))
     files.root.write_bytes(pem[1])
     files.key.write_bytes(
@@ -54,8 +54,8 @@ def _certificate(
     )  # fmt: skip
     builder = (
         x509.CertificateBuilder()
-        .subject_name(_named(name))
-        .issuer_name(_named("a root of tests"))
+        .subject_name(_x509_name(name))
+        .issuer_name(_x509_name("a root of tests"))
         .public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - DAY)
@@ -74,6 +74,6 @@ def _certificate(
     return builder.sign(signer, hashes.SHA256())
 
 
-def _named(name: str) -> x509.Name:
+def _x509_name(name: str) -> x509.Name:
     both = (NameOID.COMMON_NAME, name), (NameOID.ORGANIZATION_NAME, "diffserve tests")
     return x509.Name([x509.NameAttribute(kind, value) for kind, value in both])

@@ -28,17 +28,17 @@ with their origin.
 
 def comments(text: str) -> dict[str, str]:
     """Return the comment of each key in a TOML file, continuation lines joined."""
-    found: dict[str, str] = {}
+    comments_by_key: dict[str, str] = {}
     key = None
     for line in text.splitlines():
         if match := re.match(r"(\w+) = (?:\"[^\"]*\"|[^#\"])*(?:#\s*)?", line):
             key = match[1]
-            found[key] = line[match.end() :].strip(" #")
+            comments_by_key[key] = line[match.end() :].strip(" #")
         elif key and re.match(r"\s{8,}#", line):
-            found[key] += f" {line.strip(' #')}"
+            comments_by_key[key] += f" {line.strip(' #')}"
         else:
             key = None
-    return found
+    return comments_by_key
 
 
 def page() -> str:

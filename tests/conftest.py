@@ -1,5 +1,7 @@
-"""Fixtures that several rooms share: tiny models on disk, and servers for all tests that only talk to them, each built
-or started once a session (by one worker: see the scheduler here). Tests that break or stop a server start their own.
+"""Shared fixtures: tiny models on disk, and servers for the tests that only send requests to them.
+
+Each is built or started once per session, by one worker (see the scheduler below). Tests that break or stop a server
+start another one.
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ else:  # a worker imports every test file, and with them these libraries, which 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--device`` and read it at once: the fixtures' modules, which use it, are imported before the options are
-    parsed. Workers get it by the environment.
+    """Add ``--device`` and read it immediately.
+
+    The fixtures' modules use it and are imported before the options are parsed. Workers get it from the environment.
     """
     folders = ", ".join(DEVICE_FOLDERS)
     parser.addoption(
@@ -94,8 +97,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put slow tests first, so that no worker waits at the end: those of shared servers, then those that kill processes
-    and those that compile. Leave out and skip what another device than the CPU does not need.
+    """Put slow tests first, so that no worker waits at the end; leave out or skip what the device does not need.
+
+    The order is: tests of shared servers, tests that kill processes, tests that compile.
     """
     dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
 
@@ -118,16 +122,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays for good: it is not looked through for garbage, neither while it comes nor later."""
+    """Exclude the imported modules from garbage collection, during the imports and after them."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
-    that ask for the page or a browser, so that each of these is started once, and not once for every worker.
-    Those that start a Ray of their own are one worker's, after these: several that start together take minutes.
+    """Give each file to one worker, and all files that share a server to the same worker.
+
+    Files that use the page or a browser also go to one worker, so that each of these is started once. Files that start
+    Ray go to one worker after these, because several Ray starts at once take minutes.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -144,9 +149,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def _shared_by(file: Path) -> str:
-    """What tests in ``file`` share with others; empty where they share nothing."""
+    """Return the name of the server that the tests in ``file`` share; empty if they share none."""
     text = file.read_text(encoding="utf-8")
-    return next((what for what, asked in SHARED.items() if asked.search(text)), "")
+    return next((what for what, pattern in SHARED.items() if pattern.search(text)), "")
 
 
 @pytest.fixture(scope="session")
@@ -166,7 +171,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def unharmed(server: RunningServer) -> Iterator[RunningServer]:
-    """``server`` for a test, after which it is alive and idle, and has answered everybody all the time."""
+    """Yield ``server`` for a test; afterwards check that it is alive and idle and answered all requests."""
     num_stalls = server.num_stalls(over_s=0.5)  # of what others on the machine hold back, some is taken for its own
     yield server
     server.wait_until_ready()
@@ -178,7 +183,7 @@ def unharmed(server: RunningServer) -> Iterator[RunningServer]:
 def shared_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A ready server of the tiny random SD 1.5 model."""
+    """Start a server of the tiny random SD 1.5 model."""
     from tests.service.server import running_server
 
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("server"), config=SERVER_CONFIG) as server:
@@ -188,7 +193,7 @@ def shared_server(
 
 @pytest.fixture
 def server(shared_server: RunningServer) -> Iterator[RunningServer]:
-    """The shared server, still alive and idle after each test."""
+    """Return the shared server, which must be alive and idle after each test."""
     yield from unharmed(shared_server)
 
 
@@ -196,7 +201,7 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
 def shared_text_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A ready server of the tiny image model with the language model of ``tests.service.talker`` beside it."""
+    """Start a server of the tiny image model and the language model of ``tests.service.talker``."""
     from tests.service import talker
     from tests.service.server import running_server
 
@@ -209,13 +214,13 @@ def shared_text_server(
 
 @pytest.fixture
 def text_server(shared_text_server: RunningServer) -> Iterator[RunningServer]:
-    """The shared server with a language model, still alive and idle after each test."""
+    """Return the shared server with a language model, which must be alive and idle after each test."""
     yield from unharmed(shared_text_server)
 
 
 @pytest.fixture(scope="session")
 def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A ready server of the embedded model and its rewriter, with the page at ``/``."""
+    """Start a server of the embedded model and its rewriter, with the page at ``/``."""
     from tests.service.server import START_S, running_server, wait_for
 
     grace = {"DIFFSERVE_SERVE_PAGE_GRACE_S": "12"}  # time enough to come back, on a busy machine, too
@@ -229,5 +234,5 @@ def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 @pytest.fixture
 def page_server(shared_page_server: RunningServer) -> Iterator[RunningServer]:
-    """The shared server with the page, still alive and idle after each test."""
+    """Return the shared server with the page, which must be alive and idle after each test."""
     yield from unharmed(shared_page_server)

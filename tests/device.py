@@ -72,9 +72,9 @@ def prepare() -> None:
 
         register()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    given = compiled_groups.is_deterministic
+    previous = compiled_groups.is_deterministic
     for module in list(sys.modules.values()):  # everywhere that imports it by name
-        if vars(module).get("is_deterministic") is given:
+        if vars(module).get("is_deterministic") is previous:
             module.is_deterministic = _is_deterministic  # type: ignore[attr-defined]
     initialize = compiled_groups.CompiledGroups.__init__
 

@@ -31,12 +31,12 @@ HEAD: Final = """\
 def blocks() -> list[str]:
     """One for each package: its pin, and under it its hashes."""
     command = [*COMPILE.split(), "--generate-hashes", "--no-header", "--no-annotate"]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [block for block in re.split(r"\n(?=\w)", said.strip()) if not CUDA.match(block)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [block for block in re.split(r"\n(?=\w)", output.strip()) if not CUDA.match(block)]
 
 
 def torches(block: str) -> str:
-    """The block of torch in two: the CPU wheel for Linux, and the index's own elsewhere."""
+    """Return the block of torch twice: the CPU wheel for Linux, and the index's wheel elsewhere."""
     (version,) = re.findall(r"^torch==(\S+)", block)
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"torch=={version}"]
@@ -45,8 +45,8 @@ def torches(block: str) -> str:
         if "+cpu" not in wheel.name:
             raise SystemExit(f"pip finds {wheel.name} here, not a CPU wheel of torch {version}.")
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    own = f"torch=={version}+cpu ; {CPU_TORCH} \\\n    --hash=sha256:{digest}"
-    return f"{own}\ntorch=={version} ; {OTHER_TORCH} \\\n" + block.partition("\n")[2]
+    cpu_line = f"torch=={version}+cpu ; {CPU_TORCH} \\\n    --hash=sha256:{digest}"
+    return f"{cpu_line}\ntorch=={version} ; {OTHER_TORCH} \\\n" + block.partition("\n")[2]
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ class Block(NamedTuple):
 
 def blocks(language: str | None = None, file: Path = README) -> list[Block]:
     """Return the fenced blocks of ``file`` in order, of one language or of all. Continued lines are joined."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [Block(name, re.sub(r"\\\n\s*", "", text)) for name, text in found if language in (None, name)]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [Block(name, re.sub(r"\\\n\s*", "", text)) for name, text in blocks if language in (None, name)]
 
 
 def command(name: str) -> str:
-    """The README's command ``paint`` or ``test``: one line each, the first two shell blocks."""
+    """Return the README's command ``paint`` or ``test``: one line each, the first two shell blocks."""
     line = blocks("sh")[COMMANDS[name]].text.strip()
     if "\n" in line:
         raise ValueError(f"the {name} command of the README is not one line: {line!r}")

@@ -109,12 +109,12 @@ def run_on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_devices(name, args, tensors)
     targets = [leaf.type for leaf in leaves if isinstance(leaf, torch.device)] or [NAME]
     results = func(*tree_map(_host, args), **tree_map(_host, kwargs))
-    known = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
+    tensors_by_host = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, SimulatedTensor)}
 
     def wrap(result: Any) -> Any:
         if not isinstance(result, Tensor) or targets != [NAME]:
             return result
-        return known[id(result)] if id(result) in known else SimulatedTensor(result)
+        return tensors_by_host[id(result)] if id(result) in tensors_by_host else SimulatedTensor(result)
 
     return tree_map(wrap, results)
 
@@ -123,9 +123,11 @@ def _check_devices(name: str, args: Any, tensors: list[Tensor]) -> None:
     checked = tensors
     if name in INDEXING and isinstance(args[0], SimulatedTensor):
         checked = [value for value in args[2:] if isinstance(value, Tensor)]
-    others = [tensor.device for tensor in checked if not isinstance(tensor, SimulatedTensor) and tensor.dim()]
-    if others:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} found {NAME}:0 and {others[0]}!")
+    devices = [tensor.device for tensor in checked if not isinstance(tensor, SimulatedTensor) and tensor.dim()]
+    if devices:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {name} found {NAME}:0 and {devices[0]}!"
+        )
 
 
 def _host(value: Any) -> Any:

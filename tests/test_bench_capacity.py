@@ -162,6 +162,6 @@ def test_a_small_case_says_what_it_is(tmp_path: Path) -> None:
     assert (arm["predicted"], [entry["engines"] for entry in arm["pools"]]) == (None, [1, 2])
     assert document["front"]["commit_ms"] > 0
     assert {each["launch_us"] for each in document["assumptions"].values()} == {7.5}
-    told = page(document)
-    assert "| embedded 128x128, two CPU cores | measured |" in told
-    assert "7.5 microseconds, measured on a GPU" in told
+    html = page(document)
+    assert "| embedded 128x128, two CPU cores | measured |" in html
+    assert "7.5 microseconds, measured on a GPU" in html

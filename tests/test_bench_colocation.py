@@ -22,25 +22,25 @@ def rounds(*, token_s: float, tpot_s: float, num_rows: int) -> list[dict[str, Wi
 
 
 def test_ratios_are_of_medians_within_a_round() -> None:
-    found = compare(rounds(token_s=0.02, tpot_s=0.04, num_rows=75))
-    assert found["token_p50_ratio"]["median"] == pytest.approx(2.0)
-    assert found["tpot_p50_ratio"]["median"] == pytest.approx(4.0)
-    assert found["unet_rows_kept"]["median"] == pytest.approx(0.75)
-    assert list(found["goals"].values()) == [True, False, True]
+    comparison = compare(rounds(token_s=0.02, tpot_s=0.04, num_rows=75))
+    assert comparison["token_p50_ratio"]["median"] == pytest.approx(2.0)
+    assert comparison["tpot_p50_ratio"]["median"] == pytest.approx(4.0)
+    assert comparison["unet_rows_kept"]["median"] == pytest.approx(0.75)
+    assert list(comparison["goals"].values()) == [True, False, True]
 
 
 @pytest.mark.parametrize(("token_s", "num_rows", "goals"), [(0.031, 75, (False, True)), (0.02, 69, (True, False))])
-def test_a_goal_that_is_missed_is_said(token_s: float, num_rows: int, goals: tuple[bool, bool]) -> None:
+def test_a_missed_goal_is_reported(token_s: float, num_rows: int, goals: tuple[bool, bool]) -> None:
     met = list(compare(rounds(token_s=token_s, tpot_s=0.01, num_rows=num_rows))["goals"].values())
     assert (met[0], met[2]) == goals
 
 
 def test_a_window_tells_milliseconds_and_rates() -> None:
-    told = Window(2.0, [0.01, 0.02, 0.06], [0.03], num_rewrites=4, num_rows=50, num_steps=5, busy_s=1.0).told()
-    assert told["rows_per_s"] == 25.0
-    assert told["tokens_per_s"] == 1.5
-    assert told["rewrites_per_s"] == 2.0
-    assert (told["token_p50_ms"], told["token_mean_ms"], told["tpot_p50_ms"]) == (20.0, 30.0, 30.0)
+    summary = Window(2.0, [0.01, 0.02, 0.06], [0.03], num_rewrites=4, num_rows=50, num_steps=5, busy_s=1.0).told()
+    assert summary["rows_per_s"] == 25.0
+    assert summary["tokens_per_s"] == 1.5
+    assert summary["rewrites_per_s"] == 2.0
+    assert (summary["token_p50_ms"], summary["token_mean_ms"], summary["tpot_p50_ms"]) == (20.0, 30.0, 30.0)
 
 
 @pytest.mark.slow
@@ -52,5 +52,8 @@ def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
     assert written["command"].startswith("python benchmarks/bench_colocation.py --model tiny-random")
     assert str(tmp_path) not in json.dumps(written)
     (point,) = written["points"]
-    assert [set(one) for one in point["rounds"]] == [{"rewrites", "pictures", "both"}]
-    assert all(one["both"]["tokens_per_s"] > 0 < one["both"]["rows_per_s"] for one in point["rounds"])
+    assert [set(round_result) for round_result in point["rounds"]] == [{"rewrites", "pictures", "both"}]
+    assert all(
+        round_result["both"]["tokens_per_s"] > 0 < round_result["both"]["rows_per_s"]
+        for round_result in point["rounds"]
+    )

@@ -13,9 +13,9 @@ from tests.benches import run_bench
 
 def test_arms_differ_in_the_interval_alone() -> None:
     off, cached = requests(4, 6, 64, 1, 2), requests(4, 6, 64, 3, 2)
-    for one, other in zip(off, cached, strict=True):
-        assert replace(other.diffusion, cache_interval=1) == one.diffusion
-        assert replace(other, request_id="", diffusion=one.diffusion) == replace(one, request_id="")
+    for image, other in zip(off, cached, strict=True):
+        assert replace(other.diffusion, cache_interval=1) == image.diffusion
+        assert replace(other, request_id="", diffusion=image.diffusion) == replace(image, request_id="")
     assert len({request.diffusion for request in off}) == 4
 
 

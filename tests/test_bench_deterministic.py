@@ -13,9 +13,9 @@ from benchmarks.bench_deterministic import main, requests
 
 def test_rounds_differ_in_seeds_alone() -> None:
     first, second = requests(2, 3, 64, 1), requests(2, 3, 64, 2)
-    assert [one.seed for one in first] == [100, 101]
-    assert [one.seed for one in second] == [200, 201]
-    assert {one.diffusion for one in (*first, *second)} == {first[0].diffusion}
+    assert [request.seed for request in first] == [100, 101]
+    assert [request.seed for request in second] == [200, 201]
+    assert {request.diffusion for request in (*first, *second)} == {first[0].diffusion}
 
 
 @pytest.mark.slow

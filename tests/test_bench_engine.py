@@ -32,9 +32,9 @@ def test_each_rung_mixes_one_thing_more() -> None:
 
 
 def test_a_round_is_repeatable_and_the_next_one_is_fresh() -> None:
-    first = [[one.prompt for one in group] for group in batches("+steps", SIZES, copies=2, round_index=0)]
-    again = [[one.prompt for one in group] for group in batches("+steps", SIZES, copies=2, round_index=0)]
-    other = [[one.prompt for one in group] for group in batches("+steps", SIZES, copies=2, round_index=1)]
+    first = [[request.prompt for request in group] for group in batches("+steps", SIZES, copies=2, round_index=0)]
+    again = [[request.prompt for request in group] for group in batches("+steps", SIZES, copies=2, round_index=0)]
+    other = [[request.prompt for request in group] for group in batches("+steps", SIZES, copies=2, round_index=1)]
     assert first == again
     assert not {prompt for group in first for prompt in group} & {prompt for group in other for prompt in group}
 
@@ -43,7 +43,7 @@ def test_shuffling_loses_nobody() -> None:
     groups = batches("+guidance", SIZES, copies=3, round_index=0)
     mixed = shuffled(groups, 0)
     assert len(mixed) == 48
-    assert {one.request_id for one in mixed} == {one.request_id for group in groups for one in group}
+    assert {request.request_id for request in mixed} == {request.request_id for group in groups for request in group}
 
 
 def test_a_summary_is_median_least_and_most() -> None:
@@ -56,9 +56,9 @@ def test_a_small_run_has_every_arm_and_ratios_of_pairs(
 ) -> None:
     translate = torch.compile
 
-    def traced(function: Any, options: dict[str, Any], **asked: Any) -> Any:
+    def traced(function: Any, options: dict[str, Any], **kwargs: Any) -> Any:
         assert options == {"freezing": True}
-        return translate(function, backend="eager", **asked)  # without the minute that Inductor's C++ takes
+        return translate(function, backend="eager", **kwargs)  # without the minute that Inductor's C++ takes
 
     monkeypatch.setattr(torch, "compile", traced)
     options = [

@@ -20,8 +20,8 @@ PLAIN = msgspec.structs.replace(ONE, num_steps=4, guidance_scale=1.0)
 
 def painted(*latencies: float, digests: str = "ab") -> PaintedTrace:
     served = [
-        msgspec.structs.replace(one, latency_s=latency_s)
-        for one, latency_s in zip((ONE, PLAIN), latencies, strict=True)
+        msgspec.structs.replace(request, latency_s=latency_s)
+        for request, latency_s in zip((ONE, PLAIN), latencies, strict=True)
     ]
     return PaintedTrace(served, [], list(digests))
 

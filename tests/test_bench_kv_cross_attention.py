@@ -17,7 +17,7 @@ def test_arms_take_turns_at_going_first() -> None:
     assert {name: len(times) for name, times in seconds.items()} == {"plain": 3, "paged": 3}
 
 
-def test_a_ratio_is_told_in_three_ways() -> None:
+def test_a_ratio_can_be_worded_in_three_ways() -> None:
     seconds = {"paged": [1.0, 4.0, 3.0], "plain": [2.0, 2.0, 4.0]}
     assert ratio(seconds, "paged", "plain") == {"of_medians": 1.5, "of_least": 0.5, "median_of_pairs": 0.75}
 

@@ -11,15 +11,15 @@ from tests.benches import run_bench
 
 
 def test_a_relative_differs_from_its_caption_in_what_its_name_says() -> None:
-    found = cases(6)
-    assert [case.relation for case in found] == [*RELATIVES, *RELATIVES]
-    assert found[:3] == cases(3)
-    assert all(case.relative != case.prompt for case in found if case.relation != "other words")
+    case_list = cases(6)
+    assert [case.relation for case in case_list] == [*RELATIVES, *RELATIVES]
+    assert case_list[:3] == cases(3)
+    assert all(case.relative != case.prompt for case in case_list if case.relation != "other words")
 
 
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
     written = run_bench("bench_latent_cache", "--prompts", 1, "--thresholds", 0.5, out=tmp_path / "found.json")
-    found = written["thresholds"]["0.5"]
-    assert found["all"]["pictures"] == found["all"]["begun"] == 1
-    assert list(found["by_steps_left_out"]) != ["0"]
+    threshold_results = written["thresholds"]["0.5"]
+    assert threshold_results["all"]["pictures"] == threshold_results["all"]["begun"] == 1
+    assert list(threshold_results["by_steps_left_out"]) != ["0"]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
-def test_a_small_run_deals_requests_out_anew_and_paints_the_same_pictures(
+def test_a_small_run_redistributes_requests_and_generates_the_same_images(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "found.json"

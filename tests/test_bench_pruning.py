@@ -15,7 +15,7 @@ from tests.tiny_models import EMBEDDED
 def test_a_small_run_writes_what_it_prints(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--model", tiny_model(EMBEDDED), "--prompts", 1, "--cuts", "0.5:0.5", "--steps", 2, "--dtype", "float32"]
     written = run_bench("bench_pruning", *options, out=tmp_path / "found.json")
-    whole, pruned = written["models"]["whole"], written["models"]["0.5:0.5"]
-    assert all(pruned[name] < whole[name] for name in ("parameters", "unet_bytes", "flops_a_row"))
-    assert whole["psnr_db"] is None
+    original, pruned = written["models"]["whole"], written["models"]["0.5:0.5"]
+    assert all(pruned[name] < original[name] for name in ("parameters", "unet_bytes", "flops_a_row"))
+    assert original["psnr_db"] is None
     assert pruned["psnr_db"]["value"] < 60

@@ -24,13 +24,13 @@ def test_arms_take_turns_at_going_first_and_warming_up_does_not_count() -> None:
         order.append(name)
         return Measure(1.0, 1.0, len(order))
 
-    found = in_turns({"ours": lambda: arm("ours"), "theirs": lambda: arm("theirs")}, 2)
+    measurements = in_turns({"ours": lambda: arm("ours"), "theirs": lambda: arm("theirs")}, 2)
     assert WARM_UPS == 2
     assert order == ["theirs", "ours", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
-    assert [one.tokens for one in found["theirs"]] == [5, 8]
+    assert [measurement.tokens for measurement in measurements["theirs"]] == [5, 8]
 
 
-def test_a_comparison_is_told_by_medians_and_by_pairs() -> None:
+def test_a_comparison_reports_medians_and_pairs() -> None:
     assert compared([1.0, 4.0, 3.0], [2.0, 2.0, 4.0]) == {"of_medians": 1.5, "median_of_pairs": 0.75}
     assert figures([0.001, 0.003, 0.002], 1e3) == {"median": 2.0, "min": 1.0, "max": 3.0}
 
@@ -46,8 +46,8 @@ def test_no_wish_comes_twice_and_cold_shares_nothing(tmp_path: Path) -> None:
         before = cached.num_cached_tokens
         assert desk.first_tokens(3, is_warm=is_warm).tokens == 3
         assert (cached.num_cached_tokens > before) == is_warm
-    whole = desk.decoding(desk.prompts(1, with_system=False)[0], "off")
-    assert whole.tokens == 0, "the model ends at once, and the first token does not count"
+    expected = desk.decoding(desk.prompts(1, with_system=False)[0], "off")
+    assert expected.tokens == 0, "the model ends at once, and the first token does not count"
 
 
 @pytest.mark.slow

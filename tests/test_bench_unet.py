@@ -18,19 +18,19 @@ ARMS = ("torch", "ours", "ours-compiled", "openvino-f32", "onnxruntime-f32")
 
 
 def test_the_error_is_that_of_the_worst_row() -> None:
-    wanted = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    assert relative_error(wanted + torch.tensor([[0.0, 0.5], [1.0, 0.0]]), wanted) == pytest.approx(0.5)
+    expected = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    assert relative_error(expected + torch.tensor([[0.0, 0.5], [1.0, 0.0]]), expected) == pytest.approx(0.5)
 
 
 def test_arms_take_turns_there_and_back() -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     def call(name: str) -> torch.Tensor:
-        asked.append(name)
+        names.append(name)
         return torch.zeros(1)
 
     row_ms = in_turns({name: partial(call, name) for name in "ab"}, 2, rounds=3, calls=2)
-    assert "".join(asked) == "aaabbb" + "bbbaaa" + "aaabbb"
+    assert "".join(names) == "aaabbb" + "bbbaaa" + "aaabbb"
     assert {name: len(each) for name, each in row_ms.items()} == {"a": 3, "b": 3}
 
 
@@ -47,6 +47,6 @@ def test_a_small_run_has_every_arm_or_the_reason_why_not(tiny_model: Callable[[s
     for point in document["points"]:
         assert {*point["arms"], *point["left_out"]} == set(ARMS)
         assert "diffserve warm" in point["left_out"]["ours-compiled"]
-        assert all(found["relative_error"] < 1e-4 for found in point["arms"].values())
+        assert all(arm["relative_error"] < 1e-4 for arm in point["arms"].values())
         assert point["arms"]["torch"]["ours_over_it"]["median"] > 0
     assert [point["arms"]["ours"]["bytes_equal_to_smallest_call"] for point in document["points"]] == [True, True]

@@ -53,11 +53,11 @@ def test_lines_are_prompts_or_requests_and_invalid_lines_have_an_error(tmp_path:
     )  # fmt: skip
     lines = read_lines(file)
     assert [line.number for line in lines] == [1, 3, 4, 5, 6, 7, 8, 9, 10]
-    fox, owls, *others = lines
+    fox, owls, *other_lines = lines
     assert (fox.prompt, fox.names(), fox.error) == ("a fox", ["01.png"], None)
     assert owls.names() == ["Owls-more-1.webp", "Owls-more-2.webp"]
     assert "seed" not in owls.fields
-    messages = [str(line.error and line.error.message) for line in others]
+    messages = [str(line.error and line.error.message) for line in other_lines]
     expected = [
         "not JSON",
         "neither",
@@ -68,7 +68,7 @@ def test_lines_are_prompts_or_requests_and_invalid_lines_have_an_error(tmp_path:
         "cannot read the image",
     ]
     assert [want for want, text in zip(expected, messages, strict=True) if want not in text] == []
-    assert others[5].fields["image"] == base64.b64encode(b"picture").decode()
+    assert other_lines[5].fields["image"] == base64.b64encode(b"picture").decode()
     text = read_lines(write_lines(tmp_path / "p.txt", '"quoted" stays', "{}"))
     assert [line.prompt for line in text] == ['"quoted" stays', "{}"]
     for bad in (write_lines(tmp_path / "empty.jsonl", " "), tmp_path / "none.jsonl"):

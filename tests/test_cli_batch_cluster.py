@@ -28,7 +28,7 @@ from tests.cluster.ports import check_refusals, listening
 
 
 class Draughtsman:
-    """Says the seed; who is asked for the prompt "stop" is lost."""
+    """A worker that returns the seed as the image; the prompt "stop" kills it."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -47,7 +47,7 @@ class Draughtsman:
             pairs: list[tuple[int, int | None]] = [(seed + place, None) for place in places]
         else:
             pairs = [(seed, first + place) for place in places]
-        files = [f"picture {one} {other}".encode() for one, other in pairs]
+        files = [f"picture {first} {other}".encode() for first, other in pairs]
         return [PaintedFile(place, files[place], *pairs[place], recipe, ()) for place in places]
 
     def stop(self) -> None:
@@ -75,7 +75,7 @@ class Desk:
         """All shards, by a worker that is new."""
         worker = ShardWorker(msgspec.msgpack.encode(msgspec.structs.replace(self.job, **changed)), self._open)
         shards = list(self.place.shards(self.prompts))
-        return [msgspec.msgpack.decode(worker.paint(msgspec.msgpack.encode(one)), type=ShardTold) for one in shards]
+        return [msgspec.msgpack.decode(worker.paint(msgspec.msgpack.encode(shard)), type=ShardTold) for shard in shards]
 
     def _open(self, settings: Settings) -> Draughtsman:
         return self.painter
@@ -89,7 +89,10 @@ PROMPTS = ("a", {"prompt": "b", "seed": 7}, {"prompt": "none"}, PAIR, [1], "a")
 def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Path, *, webdataset: bool) -> None:
     layout = Layout(lines=4, webdataset=webdataset)
     once, again = (Desk(tmp_path / name, layout, *PROMPTS) for name in ("once", "again"))
-    assert [(one.num_painted, one.num_failed, one.error) for one in once.paint()] == [(3, 1, ""), (1, 1, "")]
+    assert [(report.num_painted, report.num_failed, report.error) for report in once.paint()] == [
+        (3, 1, ""),
+        (1, 1, ""),
+    ]
     again.paint()
     names = {path.name for path in once.place.folder.iterdir() if path.is_file()}
     if webdataset:
@@ -98,36 +101,34 @@ def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Pa
             assert tar.getnames() == [
                 "1.png", "1.json", "2.png", "2.json", "pair-1.png", "pair-1.json", "pair-2.png", "pair-2.json",
             ]  # fmt: skip
-            told = tar.extractfile("2.json")
-            assert told is not None
-            assert json.load(told) == {
+            member = tar.extractfile("2.json")
+            assert member is not None
+            assert json.load(member) == {
                 "prompt": "b", "line": 2, "id": "2", "recipe": {"sampler": "ddim"}, "seed": 7,
             }  # fmt: skip
-            pair = [json.loads((tar.extractfile(f"pair-{number}.json") or told).read()) for number in (1, 2)]
+            pair = [json.loads((tar.extractfile(f"pair-{number}.json") or member).read()) for number in (1, 2)]
             assert pair[0]["seed"] == pair[1]["seed"]
             assert pair[0]["variation_seed"] + 1 == pair[1]["variation_seed"]
     else:
         assert names == {"1.png", "2.png", "6.png", "pair-1.png", "pair-2.png"}
     assert all((once.place.folder / name).read_bytes() == (again.place.folder / name).read_bytes() for name in names)
-    assert [one.line for one in once.place.in_order(2)] == [1, 2, 3, 4, 5, 6]
+    assert [outcome.line for outcome in once.place.in_order(2)] == [1, 2, 3, 4, 5, 6]
     first, *_, last = once.place.in_order(2)
     assert first.seeds != last.seeds, "the same prompt on two lines is two pictures"
     assert not list(once.place.folder.rglob("*part"))
 
 
 @pytest.mark.parametrize("webdataset", [False, True])
-def test_a_shard_is_gone_on_with_by_line_and_what_was_asked_anew_is_painted(
-    tmp_path: Path, *, webdataset: bool
-) -> None:
+def test_a_shard_resumes_by_line_and_changed_prompts_are_generated(tmp_path: Path, *, webdataset: bool) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=6, webdataset=webdataset), *PROMPTS)
     desk.paint()
     desk.painter.seeds.clear()
     desk.write(*PROMPTS[:2], {"prompt": "now", "seed": 3}, *PROMPTS[3:])
     [shard] = desk.place.shards(desk.prompts)
     assert list(desk.place.outcomes(shard)) == [1, 2, 4, 5, 6]
-    [told] = desk.paint()
-    assert (told.num_painted, told.num_failed, desk.painter.seeds) == (5, 1, [3])
-    assert [bool(one.files) for one in desk.place.in_order(1)] == [True, True, True, True, False, True]
+    [report] = desk.paint()
+    assert (report.num_painted, report.num_failed, desk.painter.seeds) == (5, 1, [3])
+    assert [bool(outcome.files) for outcome in desk.place.in_order(1)] == [True, True, True, True, False, True]
     [shard] = desk.place.shards(desk.prompts)
     assert len(desk.place.outcomes(shard)) == 6, "nothing is left to do"
     if webdataset:
@@ -135,7 +136,7 @@ def test_a_shard_is_gone_on_with_by_line_and_what_was_asked_anew_is_painted(
             assert tar.getnames()[4:8] == ["3.png", "3.json", "pair-1.png", "pair-1.json"]
 
 
-def test_of_a_shard_that_ends_early_nothing_is_told(tmp_path: Path) -> None:
+def test_a_shard_that_ends_early_is_not_reported(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=4, webdataset=True), "a", "b", "stop", "c")
     with pytest.raises(KeyboardInterrupt):
         desk.paint()
@@ -144,26 +145,26 @@ def test_of_a_shard_that_ends_early_nothing_is_told(tmp_path: Path) -> None:
     assert not list(desk.place.parts())
 
 
-def test_what_nobody_can_go_on_with_is_said(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "one", Layout(lines=4), "a")
-    [told] = desk.paint(token="another")
-    assert "give one that all machines of the cluster share" in told.error
+    [report] = desk.paint(token="another")
+    assert "give one that all machines of the cluster share" in report.error
     for number in range(MOST_TRIES):
         desk.place.part_path(0).with_name(f".000000-there-{number}.part").write_bytes(b"")
-    [told] = desk.paint()
-    assert "4 workers were lost while they painted lines 1 to 1" in told.error
+    [report] = desk.paint()
+    assert "4 workers were lost while they painted lines 1 to 1" in report.error
     with pytest.raises(InvalidRequest, match="was begun with --shard-lines 4;"):
         ShardFolder.open(desk.place.folder, lines=5, webdataset=False)
     with pytest.raises(InvalidRequest, match="was begun with"):
         ShardFolder.open(desk.place.folder, lines=None, webdataset=True)
     desk.place.clear()
     desk.place.folder.joinpath("1.png").mkdir()
-    [told] = desk.paint()
-    assert "cannot write" in told.error
+    [report] = desk.paint()
+    assert "cannot write" in report.error
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What standard error says of ``diffserve batch`` with these."""
+    """Return the standard error of ``diffserve batch`` with these arguments."""
     with pytest.raises(SystemExit) as caught:
         main(["batch", *map(str, arguments)])
     assert caught.value.code == 2
@@ -210,22 +211,22 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.
     pytest.importorskip("ray")
     file = tmp_path / "p.txt"
     file.write_text("a fox\n")
-    for address, said in (
+    for address, message in (
         ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
         ("ray://there:1", "give HOST:PORT"),
     ):
         command = [sys.executable, "-m", "diffserve", "batch", str(file), "-o", str(tmp_path / "o"), "--cluster"]
         done = subprocess.run([*command, "--address", address], capture_output=True, text=True, timeout=120)
-        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
 def check_ports(process: Batch) -> None:
-    """All of Ray that a batch began listens to this machine alone, and to nobody without the token."""
+    """Check that all Ray processes of a batch listen on localhost only and require the token."""
     batch = psutil.Process(process.pid)
-    found = listening([batch, *batch.children(recursive=True)])
-    assert [one for one in found if not one.host.is_loopback] == []
-    [gcs] = [one for one in found if one.name == "gcs_server"]
-    kinds = check_refusals(found, gcs.process.environ()["RAY_AUTH_TOKEN"])
+    sockets = listening([batch, *batch.children(recursive=True)])
+    assert [connection for connection in sockets if not connection.host.is_loopback] == []
+    [gcs] = [connection for connection in sockets if connection.name == "gcs_server"]
+    kinds = check_refusals(sockets, gcs.process.environ()["RAY_AUTH_TOKEN"])
     assert kinds["grpc"] >= 5, "a GCS, a raylet and its store, the batch, a worker"
 
 
@@ -243,23 +244,23 @@ def test_every_picture_is_there_once_whatever_is_killed(tiny_model: Callable[[st
 
     options = ["--workers", "1", "--shard-lines", "3", "--model", str(tiny_model("sd15"))]
     bulk = Bulk(file, tmp_path / "out", *options, patience_s=200, look=look)
-    told = bulk.run((1, 3), 4)
+    report = bulk.run((1, 3), 4)
     assert looked
-    assert 4 <= told["num_shards_before_restart"] < told["num_shards"] == 8
-    assert told["num_shards_painted_again"] == 0, "what was over is not painted again"
-    assert "24 of 24 lines are painted" in told["said"]
+    assert 4 <= report["num_shards_before_restart"] < report["num_shards"] == 8
+    assert report["num_shards_painted_again"] == 0, "what was over is not painted again"
+    assert "24 of 24 lines are painted" in report["said"]
     assert counted(bulk.folder) == {
         "num_lines": 24, "num_lines_twice": 0, "num_pictures": 24, "num_files": 24, "num_files_amiss": 0,
         "num_parts_left": 0,
     }  # fmt: skip
-    assert [one.line for one in read_outcomes(bulk.folder / NAME)] == list(range(1, 25))
+    assert [outcome.line for outcome in read_outcomes(bulk.folder / NAME)] == list(range(1, 25))
 
 
 def test_what_is_missing_or_there_twice_is_counted(tmp_path: Path) -> None:
-    told = [Outcome(line=line, id="", digest="", prompt="", files=(f"{line}.png",)) for line in (1, 2, 2)]
-    (tmp_path / NAME).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    outcomes = [Outcome(line=line, id="", digest="", prompt="", files=(f"{line}.png",)) for line in (1, 2, 2)]
+    (tmp_path / NAME).write_bytes(b"".join(msgspec.json.encode(outcome) + b"\n" for outcome in outcomes))
     for name in ("1.png", "3.png"):
         (tmp_path / name).touch()
-    found = counted(tmp_path)
-    assert (found["num_lines"], found["num_lines_twice"]) == (2, 1)
-    assert (found["num_pictures"], found["num_files"], found["num_files_amiss"]) == (3, 2, 3)
+    counts = counted(tmp_path)
+    assert (counts["num_lines"], counts["num_lines_twice"]) == (2, 1)
+    assert (counts["num_pictures"], counts["num_files"], counts["num_files_amiss"]) == (3, 2, 3)

@@ -93,14 +93,14 @@ def floors(*, with_extras: bool = False) -> dict[str, str]:
 
 def locked() -> dict[str, str]:
     """Package -> version on this platform, a local label such as +cpu left out."""
-    found = {}
+    versions = {}
     for name, number, marker, hashes in re.findall(
         r"^([a-z0-9-]+)==(\S+)(?: ; (.+?))? \\\n((?:    --hash=\S+(?: \\)?\n)+)", LOCK, re.MULTILINE
     ):
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in hashes.replace("\\", " ").split())
         if not marker or Marker(marker).evaluate():
-            found[name] = number.partition("+")[0]
-    return found
+            versions[name] = number.partition("+")[0]
+    return versions
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,21 @@ def test_what_is_installed_is_what_is_locked() -> None:
     pins = constraints()
     if version("torch").partition("+")[0] != pins["torch"]:
         pytest.skip("another set than the tested one is installed")
-    found = {}
+    versions = {}
     for name in pins:
         try:
-            found[name] = version(name).partition("+")[0]
+            versions[name] = version(name).partition("+")[0]
         except PackageNotFoundError:
             assert name not in floors()
-    assert found == {name: pins[name] for name in found}
+    assert versions == {name: pins[name] for name in versions}
 
 
 @pytest.mark.slow
 def test_tasks_of_the_contributors_page_exist_and_run() -> None:
     tasks = PYPROJECT["tool"]["poe"]["tasks"]
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"\bpoe ([a-z][a-z-]*)", page)) - {"alone"}
-    assert {"lint", "format", "types", "test", "test-all"} <= named == named & tasks.keys()
+    task_names = set(re.findall(r"\bpoe ([a-z][a-z-]*)", page)) - {"alone"}
+    assert {"lint", "format", "types", "test", "test-all"} <= task_names == task_names & tasks.keys()
     command = [sys.executable, "-m", "poethepoet", "test", "tests/test_wait_policy.py", "-n", "0", "-q"]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
@@ -157,7 +157,7 @@ def test_tasks_of_the_contributors_page_exist_and_run() -> None:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """Its folder of commands."""
+    """Create an environment with the package; return its folder of commands."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     return folder / ("Scripts" if sys.platform == "win32" else "bin")
 
@@ -170,7 +170,7 @@ def install(commands: Path, *arguments: str | Path) -> None:
 
 
 def paint_and_serve(commands: Path, folder: Path) -> None:
-    """A picture from the shell; then a server with the page, a rewriter and another picture."""
+    """Generate an image from the shell; then start a server with the page and a rewriter, and generate another."""
     subprocess.run([commands / "diffserve", *PAINT], cwd=folder, check=True, timeout=300)
     with Image.open(folder / "fox.png") as image:
         assert image.size == (128, 128)
@@ -179,8 +179,8 @@ def paint_and_serve(commands: Path, folder: Path) -> None:
         origin = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with (folder / "serve.log").open("w") as log:
         # a cache of its own: a server builds packages, which other tests of this run would use
-        own = {"DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"), "XDG_CACHE_HOME": str(folder / "cache")}
-        env = {**os.environ, **own}
+        environment = {"DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"), "XDG_CACHE_HOME": str(folder / "cache")}
+        env = {**os.environ, **environment}
         command = [str(commands / "diffserve"), "serve", "--port", origin[-5:]]
         server = subprocess.Popen(command, cwd=folder, stderr=log, env=env)
         try:

@@ -52,7 +52,7 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
 
 
-def found(node: Any, path: str) -> Any:
+def value_at(node: Any, path: str) -> Any:
     for part in path.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
@@ -71,17 +71,17 @@ def pods(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(environment: Mapping[str, str]) -> Settings:
-    """Raises ConfigError for a name or a value that the configuration does not know."""
+    """Load settings from environment variables; an unknown name or value raises ConfigError."""
     return load_settings(env={name: value for name, value in environment.items() if name.startswith("DIFFSERVE_")})
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """The options of a command, read by the real command line; it raises where there is no such option."""
+    """Parse the options of a command with the real command line; an unknown option raises."""
     command: Any = typer.main.get_command(command_line)
-    name, *rest = arguments
+    name, *options = arguments
     while hasattr(command := command.commands[name], "commands"):
-        name, *rest = rest
-    return dict(command.make_context(name, rest).params)
+        name, *options = options
+    return dict(command.make_context(name, options).params)
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +106,22 @@ def test_every_document_says_what_its_kind_must(name: str) -> None:
         kind = (document["apiVersion"], document["kind"])
         assert kind in WANTED, f"say in WANTED what {kind} needs"
         assert re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", document["metadata"]["name"])
-        missing = [path for path in WANTED[kind] if found(document, path) is None]
+        missing = [path for path in WANTED[kind] if value_at(document, path) is None]
         assert not missing, f"{kind} lacks {missing}"
     assert documents(name)
 
 
 def test_everything_selects_the_pods_of_the_deployment() -> None:
     by_kind = {document["kind"]: document for document in documents("kubernetes.yaml")}
-    labels = found(by_kind["Deployment"], "spec.template.metadata.labels")
+    labels = value_at(by_kind["Deployment"], "spec.template.metadata.labels")
     for kind, path in (
         ("Deployment", "spec.selector.matchLabels"),
         ("Service", "spec.selector"),
         ("PodDisruptionBudget", "spec.selector.matchLabels"),
         ("NetworkPolicy", "spec.podSelector.matchLabels"),
     ):
-        assert found(by_kind[kind], path) == labels, kind
-    [container] = found(by_kind["Deployment"], "spec.template.spec.containers")
+        assert value_at(by_kind[kind], path) == labels, kind
+    [container] = value_at(by_kind["Deployment"], "spec.template.spec.containers")
     [port] = container["ports"]
     [served] = by_kind["Service"]["spec"]["ports"]
     assert served["targetPort"] == port["name"]
@@ -149,7 +149,7 @@ def test_pods_have_no_root_write_to_volumes_alone_and_know_their_settings(name: 
             assert set(mounts.values()) <= volumes
             assert {"/data", "/tmp"} <= set(mounts)
             assert container["resources"]["limits"]["memory"]
-            environment = {one["name"]: one.get("value", "") for one in container.get("env", [])}
+            environment = {variable["name"]: variable.get("value", "") for variable in container.get("env", [])}
             settings_of({name: value for name, value in environment.items() if name not in NOT_SETTINGS})
 
 
@@ -157,7 +157,9 @@ def test_a_server_is_let_finish_and_its_probes_and_options_are_real(routes: set[
     [pod] = pods(documents("kubernetes.yaml"))
     [container] = pod["containers"]
     options = parsed(container["args"])
-    settings = settings_of({one["name"]: one["value"] for one in container["env"] if "value" in one})
+    settings = settings_of(
+        {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
+    )
     waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + LEAVES_S
     ready = container["readinessProbe"]
@@ -165,31 +167,33 @@ def test_a_server_is_let_finish_and_its_probes_and_options_are_real(routes: set[
     [port] = container["ports"]
     assert (options["host"], options["port"]) == ("0.0.0.0", port["containerPort"])
     assert options["data_dir"] in {mount["mountPath"] for mount in container["volumeMounts"]}
-    asked = [container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert {one["path"] for one in asked} <= routes
-    assert {one["port"] for one in asked} == {port["name"]}
-    [names] = [one["value"] for one in container["env"] if one["name"] == "DIFFSERVE_SERVE_ALLOWED_HOSTS"]
+    probes = [container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {probe["path"] for probe in probes} <= routes
+    assert {probe["port"] for probe in probes} == {port["name"]}
+    [names] = [
+        variable["value"] for variable in container["env"] if variable["name"] == "DIFFSERVE_SERVE_ALLOWED_HOSTS"
+    ]
     [service] = [document for document in documents("kubernetes.yaml") if document["kind"] == "Service"]
     assert service["metadata"]["name"] in names.split(",")
 
 
-def test_what_it_is_scaled_by_is_told_by_a_server() -> None:
+def test_a_server_reports_the_scaling_metric() -> None:
     metrics = Metrics()
     Admission(load_settings(env={}), metrics)
-    told = metrics.render(None).decode()
+    metrics_text = metrics.render(None).decode()
     triggers = [
         trigger
         for document in documents("kubernetes.yaml")
         if document["kind"] == "ScaledObject"
         for trigger in document["spec"]["triggers"]
     ]
-    asked = [metric for trigger in triggers for metric in METRIC.findall(trigger["metadata"]["query"])]
-    assert asked == ['diffserve_queue_age_seconds{kind="image"}']
-    assert [metric for metric in asked if f"\n{metric} " not in told] == []
+    metric_names = [metric for trigger in triggers for metric in METRIC.findall(trigger["metadata"]["query"])]
+    assert metric_names == ['diffserve_queue_age_seconds{kind="image"}']
+    assert [metric for metric in metric_names if f"\n{metric} " not in metrics_text] == []
     assert all(float(trigger["metadata"]["threshold"]) > 0 for trigger in triggers)
 
 
-def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(routes: set[str], tmp_path: Path) -> None:
+def test_a_cluster_has_its_front_next_to_the_head_and_room_for_every_replica(routes: set[str], tmp_path: Path) -> None:
     by_kind = {document["kind"]: document for document in documents("ray-cluster.yaml")}
     ray, files = by_kind["RayCluster"], by_kind["ConfigMap"]["data"]
     for name, text in files.items():
@@ -209,7 +213,11 @@ def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(rout
     assert secret == {"secretName": ray["metadata"]["name"], "items": [{"key": "auth_token", "path": "auth_token"}]}
     assert (options["address"], options["token_file"]) == ("auto", Path("/token/auth_token"))
     assert ray["spec"]["authOptions"] == {"mode": "token"}
-    [key] = [one["valueFrom"]["secretKeyRef"]["name"] for one in front["env"] if one["name"] == "DIFFSERVE_API_KEY"]
+    [key] = [
+        variable["valueFrom"]["secretKeyRef"]["name"]
+        for variable in front["env"]
+        if variable["name"] == "DIFFSERVE_API_KEY"
+    ]
     assert key != secret["secretName"], "which KubeRay makes itself"
     shared = {mount["mountPath"]: mount["name"] for mount in head["volumeMounts"]}
     assert {path: mounts[path] for path in ("/tmp", "/dev/shm")} == {
@@ -217,8 +225,8 @@ def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(rout
     }
     waits_s = front["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + LEAVES_S
-    asked = [front[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert {one["path"] for one in asked} <= routes
+    probes = [front[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {probe["path"] for probe in probes} <= routes
     [port] = front["ports"]
     assert (options["host"], options["port"]) == ("0.0.0.0", port["containerPort"])
     [service] = [by_kind["Service"]]
@@ -237,34 +245,37 @@ def test_a_ray_service_has_an_application_that_there_is_and_lets_it_finish(tmp_p
     spec, files = by_kind["RayService"]["spec"], by_kind["ConfigMap"]["data"]
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    told = yaml.safe_load(spec["serveConfigV2"])
-    [application] = told["applications"]
+    serve_config = yaml.safe_load(spec["serveConfigV2"])
+    [application] = serve_config["applications"]
     module, builder = application["import_path"].split(":")
     defined = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")).body
-    assert builder in [one.name for one in defined if isinstance(one, ast.FunctionDef)]
-    own = {name: value.replace("/config", str(tmp_path)) for name, value in application["args"].items()}
-    settings, cluster = read_arguments(own)
+    assert builder in [node.name for node in defined if isinstance(node, ast.FunctionDef)]
+    builder_args = {name: value.replace("/config", str(tmp_path)) for name, value in application["args"].items()}
+    settings, cluster = read_arguments(builder_args)
     ray = spec["rayClusterConfig"]
     [group] = ray["workerGroupSpecs"]
     head, worker = ray["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
     assert ray["authOptions"] == {"mode": "token"}
     for pod in (head, worker):
         [container] = pod["containers"]
-        assert {one["name"]: one.get("value") for one in container["env"]}.items() >= SERVED.items()
-        [config] = [one["configMap"]["name"] for one in pod["volumes"] if one["name"] == "config"]
+        assert {variable["name"]: variable.get("value") for variable in container["env"]}.items() >= SERVED.items()
+        [config] = [volume["configMap"]["name"] for volume in pod["volumes"] if volume["name"] == "config"]
         assert config == by_kind["ConfigMap"]["metadata"]["name"], "an application may be built on any of them"
         waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert waits_s >= settings.serve.shutdown_timeout_s + 10
         assert pod["terminationGracePeriodSeconds"] > waits_s + 5
     assert spec["rayClusterDeletionDelaySeconds"] > settings.serve.shutdown_timeout_s + 10
     [front] = head["containers"]
-    ports = {one["name"]: one["containerPort"] for one in front["ports"]}
-    assert told["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
-    assert "DIFFSERVE_API_KEY" in {one["name"] for one in front["env"]}, "proxies are for others, too"
+    ports = {port["name"]: port["containerPort"] for port in front["ports"]}
+    assert serve_config["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
+    assert "DIFFSERVE_API_KEY" in {variable["name"] for variable in front["env"]}, "proxies are for others, too"
     assert f"{by_kind['RayService']['metadata']['name']}-serve-svc" in settings.serve.allowed_hosts
     assert group["replicas"] == cluster.replicas.max
-    asked = worker["containers"][0]["resources"]["requests"]
-    assert (float(asked["nvidia.com/gpu"]), float(asked["cpu"])) == (cluster.replicas.gpus, cluster.replicas.cpus)
+    resources = worker["containers"][0]["resources"]["requests"]
+    assert (float(resources["nvidia.com/gpu"]), float(resources["cpu"])) == (
+        cluster.replicas.gpus,
+        cluster.replicas.cpus,
+    )
 
 
 def test_a_job_runs_a_command_that_there_is() -> None:
@@ -275,9 +286,18 @@ def test_a_job_runs_a_command_that_there_is() -> None:
     assert options["cluster"] is True
     assert options["address"] == "auto"
     cluster = job["spec"]["rayClusterSpec"]
-    shared = [pod for pod in pods(job) if any("persistentVolumeClaim" in one for one in pod["volumes"])]
+    shared = [
+        pod
+        for pod in pods(job)
+        if any("persistentVolumeClaim" in volume_container for volume_container in pod["volumes"])
+    ]
     assert len(shared) == 1 + len(cluster["workerGroupSpecs"]), "all of them see the pictures"
-    mounts = {mount["mountPath"] for pod in shared for one in pod["containers"] for mount in one["volumeMounts"]}
+    mounts = {
+        mount["mountPath"]
+        for pod in shared
+        for volume_container in pod["containers"]
+        for mount in volume_container["volumeMounts"]
+    }
     assert all(any(Path(str(options[name])).is_relative_to(path) for path in mounts) for name in ("prompts", "output"))
     assert cluster["authOptions"] == {"mode": "token"}
 
@@ -294,45 +314,63 @@ def test_composed_services_are_let_finish_have_no_root_and_are_on_loopback(route
         assert [port for port in service["ports"] if not port.startswith("127.0.0.1:")] == []
         assert (DEPLOY / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
-        named = [volume.rsplit(":/", 1)[0] for volume in service["volumes"]]
-        assert "data" in named
+        volume_names = [volume.rsplit(":/", 1)[0] for volume in service["volumes"]]
+        assert "data" in volume_names
     assert "data" in composed["volumes"]
 
 
 class Instruction(NamedTuple):
-    """Of a Dockerfile; ``stage`` is the number of its FROM."""
+    """An instruction of a Dockerfile; ``stage`` is the number of its FROM."""
 
     stage: int
     word: str
-    rest: str
+    arguments: str
 
 
 def instructions(name: str) -> list[Instruction]:
     rows = [row for row in (DEPLOY / name).read_text(encoding="utf-8").splitlines() if not row.startswith("#")]
-    whole = re.sub(r"\\\n\s*", "", "\n".join(rows))
-    stage, made = -1, []
-    for row in whole.splitlines():
+    text = re.sub(r"\\\n\s*", "", "\n".join(rows))
+    stage, parsed_lines = -1, []
+    for row in text.splitlines():
         if row.strip():
-            word, _, rest = row.strip().partition(" ")
+            word, _, argument = row.strip().partition(" ")
             stage += word == "FROM"
-            made.append(Instruction(stage, word, rest.strip()))
-    return made
+            parsed_lines.append(Instruction(stage, word, argument.strip()))
+    return parsed_lines
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_is_built_in_stages_and_the_last_has_no_tools_no_root_and_a_pulse(name: str, routes: set[str]) -> None:
     every = instructions(name)
-    known = {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL"}
-    assert {one.word for one in every} <= known | {"ENTRYPOINT", "CMD"}
-    last = max(one.stage for one in every)
+    allowed_words = {
+        "ARG",
+        "FROM",
+        "ENV",
+        "WORKDIR",
+        "RUN",
+        "COPY",
+        "USER",
+        "VOLUME",
+        "EXPOSE",
+        "HEALTHCHECK",
+        "STOPSIGNAL",
+    }
+    assert {instruction.word for instruction in every} <= allowed_words | {"ENTRYPOINT", "CMD"}
+    last = max(instruction.stage for instruction in every)
     assert last == 1
-    of_last = [one for one in every if one.stage == last]
-    by_word = {one.word: one.rest for one in of_last}
-    assert not [one for one in of_last if one.word == "RUN" and re.search(r"\b(pip|apt|apt-get|gcc|curl)\b", one.rest)]
-    assert [one.rest.split()[0] for one in of_last if one.word == "COPY"] == ["--from=build"]
+    of_last = [instruction for instruction in every if instruction.stage == last]
+    by_word = {instruction.word: instruction.arguments for instruction in of_last}
+    assert not [
+        instruction
+        for instruction in of_last
+        if instruction.word == "RUN" and re.search(r"\b(pip|apt|apt-get|gcc|curl)\b", instruction.arguments)
+    ]
+    assert [instruction.arguments.split()[0] for instruction in of_last if instruction.word == "COPY"] == [
+        "--from=build"
+    ]
     uid = int(by_word["USER"].partition(":")[0])
-    assert f"--uid {uid}" in " ".join(one.rest for one in of_last if one.word == "RUN")
-    words = [one.word for one in of_last]
+    assert f"--uid {uid}" in " ".join(instruction.arguments for instruction in of_last if instruction.word == "RUN")
+    words = [instruction.word for instruction in of_last]
     assert words.index("USER") < words.index("ENTRYPOINT")
     probe = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", by_word["HEALTHCHECK"])
     assert probe is not None
@@ -348,14 +386,18 @@ def test_an_image_is_built_in_stages_and_the_last_has_no_tools_no_root_and_a_pul
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_is_built_from_files_that_there_are_with_tested_versions(name: str) -> None:
-    copied = [one.rest.split()[:-1] for one in instructions(name) if one.word == "COPY" and one.stage == 0]
+    copied = [
+        instruction.arguments.split()[:-1]
+        for instruction in instructions(name)
+        if instruction.word == "COPY" and instruction.stage == 0
+    ]
     sources = {source for some in copied for source in some}
     assert [source for source in sources if not (ROOT / source).exists()] == []
     assert {"diffserve", "schedulers", "ui", "configs", "constraints.txt", "pyproject.toml"} <= sources
     ignored = (DEPLOY / f"{name}.dockerignore").read_text(encoding="utf-8").splitlines()
     assert {f"!{source}" for source in sources} == {row for row in ignored if row.startswith("!")}
-    installs = [one.rest for one in instructions(name) if "pip install" in one.rest]
+    installs = [instruction.arguments for instruction in instructions(name) if "pip install" in instruction.arguments]
     assert installs
     assert [row for row in installs if "-c constraints.txt" not in row] == []
-    bases = {one.rest.split()[0] for one in instructions(name) if one.word == "FROM"}
+    bases = {instruction.arguments.split()[0] for instruction in instructions(name) if instruction.word == "FROM"}
     assert bases == {"python:3.11-slim"}, "constraints.txt is of Python 3.11"

@@ -1,14 +1,14 @@
-"""One rule: imports point down, and nowhere in a circle. And each library stays in its room.
+"""Import rules: imports point to lower layers without cycles, and each library is used in one package only.
 
 schedulers   0   numerics, numpy only (torch in the update kernel)
-mortar       1   types, errors, config and what else every floor speaks; no torch; client/, which knows only errors
-runtime      2   tensors and memory; world/ stands beside it: scenes, captions and what tells them apart
-rewriting    3   what a good rewrite is
-engine       4   time
-service      5   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
-training     6   the recipe of the models that ship
-cluster      6   the service over replicas, and work dealt out in pieces: the one room that sees Ray
-cli, ui      6   the doors
+mortar       1   types, errors, config and other shared code; no torch; client/ imports only errors
+runtime      2   tensors and memory; world/ has the same level: scenes, captions and their recognition
+rewriting    3   rules for rewritten prompts
+engine       4   scheduling
+service      5   HTTP; no runtime, no torch; experiments/ has the same level, with torch in its metrics/ alone
+training     6   the recipe of the shipped models
+cluster      6   the service over replicas and distributed work; the only package that imports Ray
+cli, ui      6   entry points
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def arrows(path: Path) -> Iterator[Arrow]:
             name = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 is_module = (ROOT / name.replace(".", "/") / f"{alias.name}.py").is_file()
-                whole = f"{name}.{alias.name}"
-                yield Arrow(module, whole if is_module or is_package(whole) else name, place)
+                full_name = f"{name}.{alias.name}"
+                yield Arrow(module, full_name if is_module or is_package(full_name) else name, place)
 
 
 def is_package(name: str) -> bool:
@@ -189,7 +189,7 @@ def circle(arrows: Iterable[Arrow]) -> list[str]:
 
 @cache
 def all_arrows() -> tuple[Arrow, ...]:
-    """Of the whole house; read by the first test that asks, for whoever collects tests runs few of them."""
+    """Return the imports of the full tree, collected by the first test that needs them to keep test collection fast."""
     return tuple(arrow for path in python_files() for arrow in arrows(path))
 
 
@@ -201,8 +201,8 @@ def test_every_module_stands_on_a_floor() -> None:
 
 def test_imports_point_down() -> None:
     def points_up(arrow: Arrow) -> bool:
-        mine, theirs = floor_of(arrow.module), floor_of(arrow.target)
-        return mine is not None and theirs is not None and theirs > mine
+        mine, target_floor = floor_of(arrow.module), floor_of(arrow.target)
+        return mine is not None and target_floor is not None and target_floor > mine
 
     assert not [str(arrow) for arrow in all_arrows() if points_up(arrow)]
 
@@ -290,8 +290,8 @@ def test_the_rule_is_able_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     source.parent.mkdir(parents=True)
     source.write_text("def f():\n    from ..engine import loop\n    import torch.nn as nn\n", encoding="utf-8")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    found = [str(arrow) for arrow in arrows(source)]
-    assert found == [
+    import_arrows = [str(arrow) for arrow in arrows(source)]
+    assert import_arrows == [
         "diffserve/runtime/bad.py:2: diffserve.runtime.bad -> diffserve.engine",
         "diffserve/runtime/bad.py:3: diffserve.runtime.bad -> torch.nn",
     ]
@@ -304,6 +304,6 @@ def test_a_circle_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
         (room / f"{name}.py").write_text(f"def f():\n    from diffserve import {other}\n", encoding="utf-8")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    found = [arrow for path in python_files() for arrow in arrows(path)]
-    assert set(circle(found)) == {"diffserve.a", "diffserve.b", "diffserve.c"}
-    assert not circle(arrow for arrow in found if arrow.module != "diffserve.c")
+    all_arrows = [arrow for path in python_files() for arrow in arrows(path)]
+    assert set(circle(all_arrows)) == {"diffserve.a", "diffserve.b", "diffserve.c"}
+    assert not circle(arrow for arrow in all_arrows if arrow.module != "diffserve.c")

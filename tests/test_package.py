@@ -74,7 +74,7 @@ def test_wheel_says_that_it_is_typed_and_under_which_licence(wheel: dict[str, in
     assert any(name.endswith("/licenses/LICENSE") for name in wheel)
 
 
-def test_version_is_said_once_in_each_place() -> None:
+def test_version_is_stated_once_in_each_place() -> None:
     assert PROJECT["version"] == diffserve.__version__
 
 
@@ -88,10 +88,10 @@ def test_every_dependency_that_is_tested_has_an_exact_version_in_the_constraints
     assert pins == sorted(pins, key=lambda pin: pin.split("==")[0])
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
     pinned = {pin.split("==")[0] for pin in pins}
-    wanted = [*PROJECT["dependencies"]]
+    requirements = [*PROJECT["dependencies"]]
     for extra in EXTRAS - {"bench"}:
-        wanted += PROJECT["optional-dependencies"][extra]
-    names = {re.split(r"[\[>=<]", line)[0] for line in wanted} - {"diffserve"}
+        requirements += PROJECT["optional-dependencies"][extra]
+    names = {re.split(r"[\[>=<]", line)[0] for line in requirements} - {"diffserve"}
     assert names <= pinned
 
 
@@ -109,8 +109,8 @@ def test_public_package_has_a_docstring_and_sorted_names(name: str) -> None:
     module = import_module(name)
     assert module.__doc__
     constants = [public for public in module.__all__ if public.isupper()]
-    others = [public for public in module.__all__ if not public.isupper()]
-    assert module.__all__ == sorted(constants) + sorted(others)
+    lowercase_names = [public for public in module.__all__ if not public.isupper()]
+    assert module.__all__ == sorted(constants) + sorted(lowercase_names)
 
 
 def test_licence_is_apache_in_full() -> None:

@@ -26,7 +26,7 @@ def test_every_row_of_the_table_is_read() -> None:
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_a_named_test_is_there(file: str, name: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assert name in {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(("what", "tolerance", "file"), ROWS)

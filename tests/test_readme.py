@@ -37,7 +37,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def here(line: str) -> list[str]:
-    """A README command as this interpreter runs it, without the README's virtual environment."""
+    """Return a README command for this interpreter, without the README's virtual environment."""
     words = shlex.split(line)
     assert words[0].startswith(".venv/bin/")
     name = words[0].removeprefix(".venv/bin/")
@@ -54,8 +54,11 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def said_by(call: Callable[[], object], folder: Path) -> str:
-    """What ``call`` prints, in ``folder`` as its place; a warning is an error. One process imports once for all."""
+def output_of(call: Callable[[], object], folder: Path) -> str:
+    """Return the output of ``call``, run in ``folder``; a warning is an error.
+
+    The calls share one process, which imports the libraries once.
+    """
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             call()
@@ -66,23 +69,23 @@ def said_by(call: Callable[[], object], folder: Path) -> str:
 
 
 def run_script(script: Path, *arguments: str, folder: Path) -> str:
-    """What a Python file prints, run as a script in this process."""
+    """Run a Python file as a script in this process; return its output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *arguments])
         patch.setattr(sys, "path", [*sys.path])
-        return said_by(lambda: runpy.run_path(str(script), run_name="__main__"), folder)
+        return output_of(lambda: runpy.run_path(str(script), run_name="__main__"), folder)
 
 
 def run_snippet(text: str, folder: Path) -> str:
-    """What a snippet of the README prints."""
+    """Run a snippet of the README; return its output."""
     script = folder.with_name(f"{folder.name}.py")
     script.write_text(text, encoding="utf-8")
     return run_script(script, folder=folder)
 
 
 def run_command(line: str, folder: Path) -> str:
-    """What a ``diffserve`` command of the README prints, run in this process."""
-    return said_by(lambda: main(here(line)[3:]), folder)
+    """Run a ``diffserve`` command of the README in this process; return its output."""
+    return output_of(lambda: main(here(line)[3:]), folder)
 
 
 def python_blocks() -> list[Block]:
@@ -116,7 +119,7 @@ def test_first_command_paints_the_fox_and_the_cactus_within_its_memory(tmp_path:
         assert "parameters" in image.info
         reading = read_picture(np.asarray(image.convert("RGB")))
     assert reading.background == "beach"
-    assert sorted(found.name for found in reading.objects) == ["cactus", "fox"]
+    assert sorted(detected_object.name for detected_object in reading.objects) == ["cactus", "fox"]
 
 
 @pytest.mark.network  # .ci/run does the same
@@ -169,12 +172,12 @@ def test_python_examples_paint_what_they_say(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "6")  # where an example says no number of its own
     monkeypatch.setattr(engine, "load_settings", lambda *, model, env: load_settings(model=model))
     monkeypatch.setattr(engine.Engine, "from_pretrained", functools.cache(engine.Engine.from_pretrained))
-    said = {f"readme-{n}": run_snippet(text, tmp_path / f"readme-{n}") for n, text in enumerate(snippets)}
-    examples = [name for name in files if name not in said]
-    said |= {name: run_script(ROOT / "examples" / f"{name}.py", folder=tmp_path / name) for name in examples}
-    assert said.keys() == files.keys()
+    outputs = {f"readme-{n}": run_snippet(text, tmp_path / f"readme-{n}") for n, text in enumerate(snippets)}
+    examples = [name for name in files if name not in outputs]
+    outputs |= {name: run_script(ROOT / "examples" / f"{name}.py", folder=tmp_path / name) for name in examples}
+    assert outputs.keys() == files.keys()
     assert {name: {path.name for path in (tmp_path / name).iterdir()} for name in files} == files
-    num_lines = {name: len(text.splitlines()) for name, text in said.items()}
+    num_lines = {name: len(text.splitlines()) for name, text in outputs.items()}
     assert (num_lines.pop("readme-0"), num_lines.pop("readme-1")) == (0, 4)
     assert min(num_lines.values()) >= 1
 
@@ -187,16 +190,16 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: Runni
     assert len(commands) == 1
     assert all(set(words) <= set(started) for words in commands)  # the same command, on a free port
     address = f"127.0.0.1:{page_server.port}"
-    openai, own = (block.text for block in python_blocks() if "127.0.0.1:8000" in block.text)
+    openai, server_block = (block.text for block in python_blocks() if "127.0.0.1:8000" in block.text)
     run_snippet(openai.replace("127.0.0.1:8000", address), tmp_path)
     with Image.open(tmp_path / "penguin.png") as image:
         assert image.size == (512, 512)
         assert "Seed: 7" in image.info["parameters"]
-    said = run_snippet(own.replace("127.0.0.1:8000", address), tmp_path).splitlines()
-    assert said.count("PartialImage") == 2
-    assert said[-2:] == ["CompletedImage", "two dogs on the beach"]
-    asked = run_script(ROOT / "examples" / "ask_a_server.py", f"http://{address}", folder=tmp_path)
-    assert asked.splitlines()[-1].endswith("seed 7")
+    output_lines = run_snippet(server_block.replace("127.0.0.1:8000", address), tmp_path).splitlines()
+    assert output_lines.count("PartialImage") == 2
+    assert output_lines[-2:] == ["CompletedImage", "two dogs on the beach"]
+    output = run_script(ROOT / "examples" / "ask_a_server.py", f"http://{address}", folder=tmp_path)
+    assert output.splitlines()[-1].endswith("seed 7")
 
 
 def test_configuration_example_is_understood(tmp_path: Path) -> None:

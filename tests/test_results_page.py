@@ -14,7 +14,7 @@ def test_the_page_is_what_the_committed_figures_give() -> None:
     )
 
 
-def test_what_was_not_measured_is_owed_and_its_command_is_told() -> None:
+def test_missing_measurements_are_listed_with_their_commands() -> None:
     empty = page({}, [])
     for design in DESIGNS:
         assert f"Owed: `python benchmarks/{design.command}`" in empty
@@ -23,7 +23,7 @@ def test_what_was_not_measured_is_owed_and_its_command_is_told() -> None:
     assert "yes" not in empty.split("\n## ", 1)[1]
 
 
-def test_the_newest_counts_and_a_missed_goal_is_told(tmp_path: Path) -> None:
+def test_the_newest_result_counts_and_a_missed_goal_is_reported(tmp_path: Path) -> None:
     for day, ratio in (("2026-11-20", 0.5), ("2026-11-21", 1.5)):
         arms = {
             name: {"row_ms": {"median": 4.0, "min": 3.0, "max": 5.0}, "relative_error": 0.01}

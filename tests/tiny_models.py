@@ -63,7 +63,7 @@ def write_tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) ->
 
 
 def tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) -> Any:
-    """Transformers' CLIPTokenizer over the tiny vocabulary."""
+    """Return transformers' CLIPTokenizer over the tiny vocabulary."""
     written = write_tokenizer(directory, pad=pad, window=window)
     return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(written))
 
@@ -77,7 +77,7 @@ def text_encoder(
     vocabulary_size: int | None = None,
     window: int = WINDOW,
 ) -> Any:
-    """A CLIP text encoder; with ``projection`` the class that has a pooled projection of that width."""
+    """Return a CLIP text encoder; with ``projection``, one with a pooled projection of that width."""
     size = vocabulary_size or len(vocabulary())
     config = import_quietly("transformers", "CLIPTextConfig")(
         vocab_size=size,
@@ -104,7 +104,7 @@ def text_encoder(
 
 
 def vae(**config: Any) -> Any:
-    """An AutoencoderKL with 8 pixels to a cell."""
+    """Return an AutoencoderKL with 8 pixels to a cell."""
     defaults = {"latent_channels": 4, "norm_num_groups": 32}
     return import_quietly("diffusers", "AutoencoderKL")(
         block_out_channels=(32, 32, 32, 32),
@@ -117,7 +117,7 @@ def vae(**config: Any) -> Any:
 
 
 def save_clip(directory: Path) -> Path:
-    """A random CLIP model of text and vision, as transformers writes it, which looks at 32 pixels squared."""
+    """Save a random CLIP model of text and vision for images of 32x32 pixels, as transformers writes it."""
     shared = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     size = len(vocabulary())
     config = import_quietly("transformers", "CLIPConfig")(
@@ -134,7 +134,7 @@ def save_clip(directory: Path) -> Path:
 
 
 def unet(kind: str, *, context: int) -> Any:
-    """A UNet of the family ``kind``; 8x8 latents are native, two levels the rule."""
+    """Return a UNet of the family ``kind``, with a native latent size of 8x8 and two levels by default."""
     shared = {"layers_per_block": 1, "sample_size": 8, "cross_attention_dim": context, "norm_num_groups": 32}
     plain = {
         "block_out_channels": (32, 64),
@@ -143,7 +143,7 @@ def unet(kind: str, *, context: int) -> Any:
         "attention_head_dim": 8,
     }
     linear = {**plain, "block_out_channels": (64, 128), "attention_head_dim": (1, 2), "use_linear_projection": True}
-    own: dict[str, dict[str, Any]] = {
+    kind_fields: dict[str, dict[str, Any]] = {
         "sd15": plain,
         "inpaint9": {**plain, "in_channels": 9},
         ONE_LEVEL: {
@@ -171,8 +171,8 @@ def unet(kind: str, *, context: int) -> Any:
             "projection_class_embeddings_input_dim": 6 * 8 + 32,
         },
     }
-    own[REFINER] = {**own["sdxl"], "projection_class_embeddings_input_dim": 5 * 8 + 32}
-    return import_quietly("diffusers", "UNet2DConditionModel")(**shared, **own[kind]).eval()
+    kind_fields[REFINER] = {**kind_fields["sdxl"], "projection_class_embeddings_input_dim": 5 * 8 + 32}
+    return import_quietly("diffusers", "UNet2DConditionModel")(**shared, **kind_fields[kind]).eval()
 
 
 def scheduler(kind: str) -> Any:
@@ -212,8 +212,8 @@ def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
     else:
         parts["text_encoder"] = text_encoder(width=64, act="gelu" if kind == "sd2" else "quick_gelu", window=window)
         parts["unet"] = unet(kind, context=64)
-        own = {"latent_channels": 8, "norm_num_groups": 16, "mid_block_add_attention": False, "scaling_factor": 1.0}
-        parts["vae"] = vae(**own) if kind == EMBEDDED else vae()
+        fields = {"latent_channels": 8, "norm_num_groups": 16, "mid_block_add_attention": False, "scaling_factor": 1.0}
+        parts["vae"] = vae(**fields) if kind == EMBEDDED else vae()
         parts |= {"safety_checker": None, "feature_extractor": None}
         name = "StableDiffusionInpaintPipeline" if kind == "inpaint9" else "StableDiffusionPipeline"
         optional = {"requires_safety_checker": False}
@@ -230,23 +230,24 @@ def save_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def save_safety_checker(directory: Path, threshold: float) -> Path:
-    """Put a safety checker as Stable Diffusion's into ``directory``, with its feature extractor: cosines above
-    ``threshold`` are what nobody shall see.
+    """Save a Stable Diffusion safety checker and its feature extractor in ``directory``.
+
+    It blocks images whose cosines are above ``threshold``.
     """
     checker = import_quietly("diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker")
     config, vision = import_quietly("transformers", "CLIPConfig"), import_quietly("transformers", "CLIPVisionConfig")
-    seen = vision(
+    vision_config = vision(
         hidden_size=32, intermediate_size=37, projection_dim=16, num_hidden_layers=1, num_attention_heads=2,
         image_size=32, patch_size=8,
     )  # fmt: skip
     torch.manual_seed(0)
-    made = checker(config(vision_config=seen.to_dict(), projection_dim=16))
+    checker_model = checker(config(vision_config=vision_config.to_dict(), projection_dim=16))
     with torch.no_grad():
-        for embeds in (made.concept_embeds, made.special_care_embeds):
+        for embeds in (checker_model.concept_embeds, checker_model.special_care_embeds):
             embeds.copy_(torch.randn_like(embeds))
-        made.concept_embeds_weights.fill_(threshold)
-        made.special_care_embeds_weights.fill_(2.0)
-    made.save_pretrained(directory / "safety_checker")
+        checker_model.concept_embeds_weights.fill_(threshold)
+        checker_model.special_care_embeds_weights.fill_(2.0)
+    checker_model.save_pretrained(directory / "safety_checker")
     processor = import_quietly("transformers", "CLIPImageProcessor")
     size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     processor(**size).save_pretrained(directory / "feature_extractor")

@@ -44,14 +44,14 @@ def waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def loaded(_models: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A tiny model by its kind."""
+    """Return a loader of the tiny model of a kind."""
     return _models
 
 
 @pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
     """``make_engine(kind, pool, clock, trace_ticks, **config)``: a new engine; slots and pages are counted later."""
-    made: list[Engine] = []
+    engines: list[Engine] = []
 
     def make(
         kind: str = "sd15",
@@ -60,11 +60,11 @@ def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
         trace_ticks: int = TRACE_TICKS,
         **config: Any,
     ) -> Engine:
-        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool, clock=clock, trace_ticks=trace_ticks))
-        return made[-1]
+        engines.append(Engine(_models(kind), EngineConfig(**config), pool=pool, clock=clock, trace_ticks=trace_ticks))
+        return engines[-1]
 
     yield make
-    for engine in made:
+    for engine in engines:
         engine.check_integrity()
         assert not engine.num_live
         assert engine.scheduler.slots.num_free == engine.config.max_lanes

@@ -13,11 +13,11 @@ import torch
 from diffserve.api.types import GenerationRequest, Picture
 from diffserve.models.controlnets import Control
 from diffserve.runtime.loading.library_imports import import_quietly
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 
 def save_controlnet(unet: Any, directory: Path, seed: int, **options: Any) -> Path:
-    """A ControlNet that fits ``unet``, in random numbers where it would be zeros; ``options`` of its configuration."""
+    """Save a ControlNet that fits ``unet``, with random weights in zero convolutions; ``options`` are of its config."""
     torch.manual_seed(seed)
     network = import_quietly("diffusers", "ControlNetModel").from_unet(unet, load_weights_from_unet=False, **options)
     with torch.no_grad():
@@ -46,9 +46,16 @@ def control_map(seed: int, width_px: int = 64, height_px: int = 64) -> Picture:
     return Picture.from_array(squares.repeat(16, 0).repeat(16, 1)[:height_px, :width_px])
 
 
-def controlled(*controls: Control, kind: str = "sd15", sampler: str = "ddim", seed: int = 1, **more: Any) -> Any:
-    """A request of ``controls``, the picture of each by its place."""
+def controlled(
+    *controls: Control, kind: str = "sd15", sampler: str = "ddim", seed: int = 1, **extra_fields: Any
+) -> Any:
+    """Return a request with ``controls``, each with a control image of its index."""
     images = tuple(control_map(place) for place in range(len(controls)))
-    fields: dict[str, Any] = {"num_steps": 4, "controlnets": controls, "control_images": images, "prompt": "cat"} | more
-    request: GenerationRequest = asked(kind, sampler, seed, **fields)
+    fields: dict[str, Any] = {
+        "num_steps": 4,
+        "controlnets": controls,
+        "control_images": images,
+        "prompt": "cat",
+    } | extra_fields
+    request: GenerationRequest = image_request(kind, sampler, seed, **fields)
     return request

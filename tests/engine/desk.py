@@ -42,12 +42,12 @@ PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
 def admission(info: ModelInfo = INFO, **config: Any) -> ImageAdmission:
-    """The door of a model that is only described."""
+    """Return the admission of a model that is only described."""
     return ImageAdmission(info, SCHEDULE, config)
 
 
 def request(*, num_steps: int = 10, guidance_scale: float = 5.0, **fields: Any) -> GenerationRequest:
-    """A request; fields of DiffusionParams are taken too."""
+    """Return a request; ``fields`` may also be fields of DiffusionParams."""
     names = [name for name in fields if name in DiffusionParams.__struct_fields__]
     diffusion = {name: fields.pop(name) for name in names}
     params = DiffusionParams(num_steps=num_steps, guidance_scale=guidance_scale, **diffusion)
@@ -76,17 +76,17 @@ class Desk:
         self.door = admission()
 
     def submit(self, **fields: Any) -> LiveRequest:
-        """Let a request in."""
+        """Submit a request."""
         live = self.door.admit(request(**fields), self.now_s)
         self.scheduler.add(live)
         return live
 
     def plan(self) -> TickPlan:
-        """What the next tick would do."""
+        """Plan the next tick."""
         return self.scheduler.plan(self.now_s)
 
     def apply(self, plan: TickPlan, failures: dict[ImageTask, FailureReason] | None = None) -> list[Event]:
-        """As if the tick had gone well, but for ``failures``."""
+        """Apply the planned tick as successful, except for ``failures``."""
         outcome = TickOutcome(failures=failures or {}, rows_started_s=self.now_s, rows_ended_s=self.now_s + 1.0)
         self.now_s += 1.0
         for task in plan.prepare:

@@ -39,23 +39,24 @@ def with_folder(model: Any, folder: Path) -> Any:
 
 
 def kohya_tensors(tensors: dict[str, torch.Tensor], pipeline: Any) -> dict[str, torch.Tensor]:
-    """``tensors``, named as diffusers does, as kohya's trainer names them, with an alpha for each layer: an SDXL UNet
-    in the block numbers of SGM, others in those of diffusers, and encoders of a pair by their numbers.
+    """Rename ``tensors`` from diffusers' names to those of kohya's trainer, with an alpha for each layer.
+
+    An SDXL UNet gets the block numbers of SGM, other UNets those of diffusers; the two encoders of SDXL get numbers.
     """
     is_xl = hasattr(pipeline, "text_encoder_2")
     prefixes = {"unet": "unet", "text_encoder": "te1" if is_xl else "te", "text_encoder_2": "te2"}
     keys = {tensor.data_ptr(): key for key, tensor in unet_tensors(pipeline.unet)} if is_xl else {}
     weights = {name: keys.get(tensor.data_ptr(), name) for name, tensor in pipeline.unet.state_dict().items()}
-    found: dict[str, torch.Tensor] = {}
+    adapter_tensors: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        component, _, rest = name.partition(".")
-        layer, half = rest.removesuffix(".weight").rsplit(".lora_", 1)
+        component, _, layer_name = name.partition(".")
+        layer, half = layer_name.removesuffix(".weight").rsplit(".lora_", 1)
         if component == "unet":
             layer = weights[f"{layer}.weight"].removeprefix("model.diffusion_model.").removesuffix(".weight")
         elif not layer.startswith(("text_model.", "text_projection")):
             layer = f"text_model.{layer}"
         flat = f"lora_{prefixes[component]}_{layer.replace('.', '_')}"
-        found[f"{flat}.lora_{'down' if half == 'A' else 'up'}.weight"] = tensor
+        adapter_tensors[f"{flat}.lora_{'down' if half == 'A' else 'up'}.weight"] = tensor
         if half == "A":
-            found[f"{flat}.alpha"] = torch.tensor(tensor.shape[0] / 2)
-    return found
+            adapter_tensors[f"{flat}.alpha"] = torch.tensor(tensor.shape[0] / 2)
+    return adapter_tensors

@@ -45,14 +45,14 @@ def use_sampler(pipeline: Any, sampler: str, spacing: str) -> None:
 
 
 def spacing_of(kind: str) -> str:
-    """The spacing that the tiny model's scheduler was written for."""
+    """Return the timestep spacing of the tiny model's scheduler."""
     return SPACING.get(kind, "leading")
 
 
 def pipeline_latents(
     pipeline: Any, request: GenerationRequest, kind: str, *, keep_scheduler: bool = False, **inputs: Any
 ) -> NDArray[np.float32]:
-    """Final latents (C, h, w) that ``pipeline`` gives for ``request``, by the model's own scheduler if it is kept."""
+    """Return the final latents (C, h, w) of ``pipeline`` for ``request``, with its scheduler if ``keep_scheduler``."""
     params = request.diffusion
     assert params.sampler is not None
     assert request.seed is not None
@@ -64,7 +64,9 @@ def pipeline_latents(
         else {"width": request.width_px, "height": request.height_px}
     )
     with hushed("transformers", "diffusers"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
+        warnings.filterwarnings(
+            "ignore", message="__array__ implementation", category=DeprecationWarning
+        )  # raised in diffusers
         output = pipeline(
             request.prompt,
             guidance_scale=params.guidance_scale,
@@ -76,10 +78,10 @@ def pipeline_latents(
     return latents
 
 
-def asked(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
-    """A guided request of ten steps; ``fields`` override, those of DiffusionParams too."""
-    ours = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
-    params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **ours}
+def image_request(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
+    """Return a guided request of ten steps; ``fields`` override it, including those of DiffusionParams."""
+    request_fields = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
+    params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **request_fields}
     defaults: dict[str, Any] = {
         "prompt": "the red fox",
         "negative_prompt": "cat",

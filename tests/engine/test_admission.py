@@ -47,7 +47,7 @@ def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param
     assert "\n" not in refused.value.message
 
 
-def test_what_is_not_said_is_filled_in_from_the_model() -> None:
+def test_missing_fields_are_filled_in_from_the_model() -> None:
     live = admission().admit(msgspec.structs.replace(request(), diffusion=DiffusionParams()), 7.0)
     settings = live.settings
     assert (settings.width_px, settings.height_px, settings.sampler, settings.num_steps) == (64, 64, "ddim", 10)
@@ -59,9 +59,9 @@ def test_spacing_that_nobody_names_is_the_scheduler_file_s_or_else_the_sampler_s
     info = msgspec.structs.replace(INFO, default_spacing="auto")
     spacings = [admission(info).admit(request(sampler=name), 0.0).settings.spacing for name in ("ddim", "euler")]
     assert spacings == ["leading", "linspace"]
-    told = admission(info, timestep_spacing="trailing")
-    assert told.admit(request(sampler="euler"), 0.0).settings.spacing == "trailing"
-    assert told.admit(request(sampler="euler", spacing="leading"), 0.0).settings.spacing == "leading"
+    admission_result = admission(info, timestep_spacing="trailing")
+    assert admission_result.admit(request(sampler="euler"), 0.0).settings.spacing == "trailing"
+    assert admission_result.admit(request(sampler="euler", spacing="leading"), 0.0).settings.spacing == "leading"
 
 
 def test_a_profile_s_sigma_schedule_belongs_to_its_sampler_only() -> None:

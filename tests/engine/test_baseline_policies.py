@@ -50,12 +50,12 @@ def test_a_full_static_batch_waits_for_nothing() -> None:
 @pytest.mark.parametrize("difference", [{"sampler": "euler"}, {"num_steps": 5}, {"guidance_scale": 7.0}, {"eta": 0.5}])
 def test_same_key_lets_equals_join_and_nobody_else(difference: dict[str, object]) -> None:
     desk = baseline_desk("same-key")
-    alike: dict[str, object] = {"num_steps": 4, "sampler": "ddim"}
-    desk.submit(request_id="first", **alike)
+    common_fields: dict[str, object] = {"num_steps": 4, "sampler": "ddim"}
+    desk.submit(request_id="first", **common_fields)
     desk.tick()
     desk.tick()
-    desk.submit(request_id="equal", **alike)
-    desk.submit(request_id="other", **alike | difference)
+    desk.submit(request_id="equal", **common_fields)
+    desk.submit(request_id="other", **common_fields | difference)
     desk.tick()
     watched = run_and_watch(desk)
     assert watched[:2] == [["equal", "first"]] * 2

@@ -1,4 +1,4 @@
-"""Best of several: all are painted, those with the highest scores are delivered, the best first, by whoever scores."""
+"""Best of several: all images are generated, and those with the highest scores are returned, best first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BySeed:
 
 
 def choosing(engine: Engine, scorer: Any) -> Engine:
-    """``engine`` with ``scorer``."""
+    """Return ``engine`` with ``scorer``."""
     engine.scheduler._scores._scorer = scorer
     return engine
 
@@ -54,18 +54,18 @@ def test_the_best_are_delivered_in_order_and_repeat_themselves_by_their_seeds(ma
     engine = choosing(make_engine(max_rows=4), scorer)
     order: dict[str, Any] = {"prompt": "a fox", "seed": 7, "diffusion": FEW}
     events = list(engine.stream(GenerationRequest(num_images=2, best_of=4, **order)))
-    kept = [event.result for event in events if isinstance(event, Painted)]
-    assert [one.score for one in kept] == sorted(scorer.asked, reverse=True)[:2]
-    assert [one.image_index for one in kept] == [0, 1]
+    results = [event.result for event in events if isinstance(event, Painted)]
+    assert [result.score for result in results] == sorted(scorer.asked, reverse=True)[:2]
+    assert [result.image_index for result in results] == [0, 1]
     assert isinstance(events[0], Accepted)
     assert events[0].num_images == len({event.image_index for event in events if isinstance(event, Progress)}) == 4
     assert isinstance(events[-1], Finished)
     assert (events[-1].num_painted, events[-1].num_failed) == (2, 0)
-    rows = kept[0].num_evaluations
-    assert [(one.num_discarded, one.discarded_evaluations) for one in kept] == [(2, 2 * rows), (0, 0)]
-    for one in kept:
-        [again] = engine.generate(GenerationRequest(**order | {"seed": one.seed}))
-        assert again.picture == one.picture
+    rows = results[0].num_evaluations
+    assert [(result.num_discarded, result.discarded_evaluations) for result in results] == [(2, 2 * rows), (0, 0)]
+    for result in results:
+        [again] = engine.generate(GenerationRequest(**order | {"seed": result.seed}))
+        assert again.picture == result.picture
         assert again.score is None
 
 
@@ -113,7 +113,7 @@ def test_the_checker_grades_what_is_right_and_how_much_of_it() -> None:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random CLIP model as transformers writes it."""
+    """Save a tiny random CLIP model as transformers writes it."""
     return save_clip(tmp_path_factory.mktemp("clip"))
 
 
@@ -123,12 +123,12 @@ def test_a_clip_model_scores_as_in_transformers(clip: Path, shape: tuple[int, in
     prompt = "the red fox on the cat " * 20
     with hushed("transformers"):
         model = import_quietly("transformers", "CLIPModel").from_pretrained(clip)
-        theirs = import_quietly("transformers", "CLIPImageProcessorPil").from_pretrained(clip)
+        processor = import_quietly("transformers", "CLIPImageProcessorPil").from_pretrained(clip)
         words = import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(clip))
-    told = words(prompt, truncation=True, return_tensors="pt")
+    inputs = words(prompt, truncation=True, return_tensors="pt")
     with torch.inference_mode():
-        found = model(**told, pixel_values=theirs(pixels, return_tensors="pt").pixel_values)
-        expected = float(found.logits_per_image / model.logit_scale.exp())
+        output = model(**inputs, pixel_values=processor(pixels, return_tensors="pt").pixel_values)
+        expected = float(output.logits_per_image / model.logit_scale.exp())
     assert ClipScorer.load(clip, choose_device("cpu", "float32")).score(prompt, pixels) == pytest.approx(
         expected, abs=1e-5
     )
@@ -138,17 +138,17 @@ def test_a_model_names_its_scorer_or_says_what_is_wrong_with_it(
     clip: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = tiny_model("sd15")
-    own = load_model(path, dtype="float32", device=DEVICE).profile
+    model_profile = load_model(path, dtype="float32", device=DEVICE).profile
 
     def load(scorer: Path | str) -> Engine:
-        profile = msgspec.structs.replace(own, scorer=str(scorer), probe=False)
+        profile = msgspec.structs.replace(model_profile, scorer=str(scorer), probe=False)
         return Engine(load_model(path, dtype="float32", device=DEVICE, profile=profile))
 
     engine = load(clip)
     assert engine.info.scorer == clip.name
-    kept = engine.generate(GenerationRequest(prompt="a fox", seed=1, num_images=2, best_of=3, diffusion=FEW))
-    assert [one.score for one in kept] == sorted((one.score or 0.0 for one in kept), reverse=True)
-    assert all(abs(one.score or 9.0) <= 1.0 for one in kept)
+    results = engine.generate(GenerationRequest(prompt="a fox", seed=1, num_images=2, best_of=3, diffusion=FEW))
+    assert [result.score for result in results] == sorted((result.score or 0.0 for result in results), reverse=True)
+    assert all(abs(result.score or 9.0) <= 1.0 for result in results)
     with pytest.raises(ModelNotFound, match=r"there is no scorer at .*; model.scorer names"):
         load(tmp_path / "nowhere")
     with pytest.raises(ModelLoadError, match="a scorer is a whole CLIPModel"):

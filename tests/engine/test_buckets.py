@@ -6,11 +6,11 @@ from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, foll
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
-    """A curve that has been told its costs."""
-    made = CostCurve(tuple(costs), is_exact=is_exact)
+    """Return a cost curve with measured costs."""
+    curve = CostCurve(tuple(costs), is_exact=is_exact)
     for size, seconds in costs.items():
-        made.observe(size, seconds)
-    return made
+        curve.observe(size, seconds)
+    return curve
 
 
 STEEP = {4: 5.0, 8: 9.0, 16: 17.0}
@@ -71,7 +71,7 @@ def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
     assert CostCurve((1,)).knee(16) == 2
 
 
-def test_half_the_rows_are_twice_the_ticks_and_what_those_take_beside_their_calls_counts() -> None:
+def test_half_the_rows_take_twice_the_ticks_including_overhead() -> None:
     measured = curve({8: 0.0230, 16: 0.0445})
     cap = KneeCap(16, "latency")
     assert cap.of(measured) == 8, "within 5 % of the best"

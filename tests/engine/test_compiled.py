@@ -49,7 +49,7 @@ from diffserve.runtime.unet.random_rows import random_call
 from diffserve.settings.config import EngineConfig
 from diffserve.settings.layers import Flag, load_settings
 from tests.engine.loras import ATTENTION, KERNELS, with_folder
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.hardware import needs_openvino
 from tests.service.server import START_S
 from tests.tiny_models import ONE_LEVEL
@@ -92,16 +92,16 @@ assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == unusable
 
 @pytest.fixture(scope="module")
 def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose UNet is as small as one with cross-attention can be, for it is compiled."""
+    """Save a model with the smallest UNet that has cross-attention, to keep compilation fast."""
     return Path(shutil.copytree(tiny_model(ONE_LEVEL), tmp_path_factory.mktemp("compiled") / "model"))
 
 
 @pytest.fixture(scope="module")
 def warmed(directory: Path) -> tuple[Path, str]:
-    """The cache folder after ``diffserve warm`` for one and two rows, and what that printed.
+    """Run ``diffserve warm`` for one and two rows; return the cache folder and the printed report.
 
-    The same process, which has its libraries by then, compiles for another folder, ``cache-more``, where torch's
-    compilers can share nothing: calls with adapters, and without OpenVINO one row's, and one with adapters in int8.
+    The same process, whose libraries are loaded, then compiles for another folder, ``cache-more``, where torch's
+    compilers can share nothing: calls with adapters, one row without OpenVINO, and one row with adapters in int8.
     """
     home = directory.parent
     cache, config = home / "cache", home / "warm.toml"
@@ -122,7 +122,7 @@ def warmed(directory: Path) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def adapters(directory: Path, model: DiffusionModel) -> Path:
-    """A folder of them, all of one padded rank."""
+    """Save a folder of adapters, all of one padded rank."""
     folder = directory.parent / "loras"
     folder.mkdir()
     for seed, (name, ends) in enumerate({"attention": ATTENTION, "kernels": KERNELS, "everything": ("",)}.items()):
@@ -132,12 +132,12 @@ def adapters(directory: Path, model: DiffusionModel) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_already(warmed: tuple[Path, str]) -> Path:
-    """The cache folder of calls with adapters, of one row by Inductor, and of one in int8."""
+    """Return the cache folder of calls with adapters, of one row by Inductor, and of one row in int8."""
     return warmed[0].with_name("cache-more")
 
 
-def order_of(model: DiffusionModel, directory: Path, **more: Any) -> dict[str, Any]:
-    """What a compiler beside an engine is told."""
+def order_of(model: DiffusionModel, directory: Path, **options: Any) -> dict[str, Any]:
+    """Return the order that an engine gives its background compiler."""
     order = {
         "path": str(directory),
         "dtype": model.choice.dtype,
@@ -145,7 +145,7 @@ def order_of(model: DiffusionModel, directory: Path, **more: Any) -> dict[str, A
         "cross_attention": "paged",
         "num_threads": 1,
     }
-    return order | {"profile": msgspec.to_builtins(model.profile)} | more
+    return order | {"profile": msgspec.to_builtins(model.profile)} | options
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def study_all(engine: Engine) -> None:
 
 
 def picture(number: int, num_steps: int = 3, **fields: Any) -> GenerationRequest:
-    return asked("sd15", "ddim", seed=number, num_steps=num_steps, **fields)
+    return image_request("sd15", "ddim", seed=number, num_steps=num_steps, **fields)
 
 
 def pixels(engine: Engine, *requests: GenerationRequest) -> list[np.ndarray[Any, Any]]:
@@ -172,11 +172,11 @@ def pixels(engine: Engine, *requests: GenerationRequest) -> list[np.ndarray[Any,
 
 @slow
 def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path, str]) -> None:
-    cache, told = warmed
+    cache, report = warmed
     assert len(list((cache / "compiled").iterdir())) == len(SIZES)
     assert not [path for path in (cache.parent / "scratch").rglob("*") if path.is_file()], "nothing is left behind"
-    assert "64x64: compiling for 2 rows, 1 of 2 to go" in told, "silent without a terminal"
-    assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
+    assert "64x64: compiling for 2 rows, 1 of 2 to go" in report, "silent without a terminal"
+    assert [line.split()[0] for line in report.splitlines()[-2:]] == ["1", "2"]
 
 
 @slow
@@ -195,31 +195,31 @@ def test_openvino_compiles_a_network_of_many_arguments_and_rows_have_their_bytes
     assert [packages.num_streams(num_rows) for num_rows in (1, 3, 16)] == [1, 1, 2]
     unet = CompiledUNet(packages)
     calls = {num_rows: random_call(model, (64, 64, 77), num_rows, conditioner) for num_rows in (1, 3, 8, 16)}
-    whole = calls[16]
-    assert whole.added
+    full_call = calls[16]
+    assert full_call.added
     for num_rows in (1, 3, 8):
         packages.compile(calls[num_rows])
-    assert unet.load(whole.kind, (1, 3, 8, 16)) == (1, 3, 16), "of four rows a stream there is none"
-    output = unet.run(whole)
+    assert unet.load(full_call.kind, (1, 3, 8, 16)) == (1, 3, 16), "of four rows a stream there is none"
+    output = unet.run(full_call)
     assert output is not None
     with torch.no_grad():
-        network = FlatUNet(model.unet.network, whole)
-        wanted = network(*whole.tensors).float()
-        exact = network.float()(*(tensor.float() for tensor in whole.tensors))
-    off, others = ((found.float() - exact).norm() / exact.norm() for found in (output, wanted))
-    assert off < 1.2 * others + 1e-5
+        network = FlatUNet(model.unet.network, full_call)
+        expected = network(*full_call.tensors).float()
+        exact = network.float()(*(tensor.float() for tensor in full_call.tensors))
+    off, other_error = ((tensor.float() - exact).norm() / exact.norm() for tensor in (output, expected))
+    assert off < 1.2 * other_error + 1e-5
     for num_rows in (1, 3):
-        package = unet._loaded[whole.kind, num_rows]  # type: ignore[index]
+        package = unet._loaded[full_call.kind, num_rows]  # type: ignore[index]
         for start in range(0, 16 - num_rows, num_rows):
-            part = package([tensor[start : start + num_rows] for tensor in whole.tensors])
+            part = package([tensor[start : start + num_rows] for tensor in full_call.tensors])
             assert torch.equal(part, output[start : start + num_rows])
     monkeypatch.setattr(openvino_package, "MOST_ROOM", 0)
     roomless = CompiledUNet(packages)
-    assert roomless.load(whole.kind, (16,)) == (16,)
-    for one in (unet, roomless):
-        tensors = [tensor.clone() for tensor in whole.tensors]
+    assert roomless.load(full_call.kind, (16,)) == (16,)
+    for candidate in (unet, roomless):
+        tensors = [tensor.clone() for tensor in full_call.tensors]
         alive = [weakref.ref(tensor) for tensor in tensors]
-        assert torch.equal(one._loaded[whole.kind, 16](tensors), output)  # type: ignore[index]
+        assert torch.equal(candidate._loaded[full_call.kind, 16](tensors), output)  # type: ignore[index]
         del tensors
         gc.collect()
         assert not [ref for ref in alive if ref() is not None], "what a call was told stays in memory"
@@ -256,8 +256,8 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     engine.warm_up()
     study_all(engine)
     requests = [picture(number, num_steps=2 + number) for number in range(4)]
-    wanted = pixels(engine_of(model, "", compile="off"), *requests)
-    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    expected = pixels(engine_of(model, "", compile="off"), *requests)
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # the network must not be called
     before, gather = torch.get_num_threads(), LatentPool.gather
     between: list[int] = []
 
@@ -268,9 +268,9 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     monkeypatch.setattr(LatentPool, "gather", watched)
     together = pixels(engine, *requests)
     alone = [pixels(engine, request)[0] for request in requests]
-    for one, other, plain in zip(together, alone, wanted, strict=True):
-        assert np.array_equal(one, other)
-        assert np.abs(one.astype(int) - plain.astype(int)).max() <= 1
+    for image, other, plain in zip(together, alone, expected, strict=True):
+        assert np.array_equal(image, other)
+        assert np.abs(image.astype(int) - plain.astype(int)).max() <= 1
     assert COMPILED in engine.buckets
     assert between == [1] * len(between) != [], "torch's threads look out for work while calls have theirs"
     assert torch.get_num_threads() == before
@@ -281,7 +281,7 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
 
 @slow
 @pytest.mark.parametrize(("dtype", "sizes", "closeness"), [("float32", SIZES, 1), ("int8", (1,), 8)])
-def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
+def test_compiled_calls_are_shared_by_all_adapters(
     directory: Path,
     adapters: Path,
     compiled_already: Path,
@@ -291,9 +291,7 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     sizes: tuple[int, ...],
     closeness: int,
 ) -> None:
-    """As near to the network as plain ones, which computes in 16 bits over quantised weights, and alone as in any
-    company.
-    """
+    """Compare compiled calls with the network in 16 bits over quantized weights, alone and in a batch."""
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
     model = with_folder(load_model(directory, dtype=dtype, device="cpu"), adapters)
     cache = shutil.copytree(compiled_already, tmp_path / "cache")
@@ -302,25 +300,25 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     engine.runners.groups.learn(group)
     assert engine.runners.groups.best(group).is_compiled
     tags = ("<lora:attention>", "<lora:kernels:-0.7>", "<lora:everything:0.5>", "<lora:attention:2> <lora:kernels>")
-    alike: dict[str, Any] = {"guidance_scale": 1.0}
-    requests = [picture(number, 2 + number, prompt=f"cat {tag}", **alike) for number, tag in enumerate(tags)]
-    wanted = pixels(engine_of(model, "", compile="off"), *requests)
-    without = [picture(number, 2 + number, prompt="cat", **alike) for number in range(4)]
+    fields: dict[str, Any] = {"guidance_scale": 1.0}
+    requests = [picture(number, 2 + number, prompt=f"cat {tag}", **fields) for number, tag in enumerate(tags)]
+    expected = pixels(engine_of(model, "", compile="off"), *requests)
+    without = [picture(number, 2 + number, prompt="cat", **fields) for number in range(4)]
     bare = pixels(engine_of(model, "", compile="off"), *without)
-    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # the network must not be called
     packages = {path.name for path in (tmp_path / "cache" / "compiled").iterdir()}
     compiled = group._replace(is_compiled=True)
-    known = engine.runners.groups.known(compiled)
-    assert known.curve.buckets == sizes
-    engine.runners.groups._known[compiled] = known._replace(curve=CostCurve(sizes[-1:]))
+    known_group = engine.runners.groups.known(compiled)
+    assert known_group.curve.buckets == sizes
+    engine.runners.groups._known[compiled] = known_group._replace(curve=CostCurve(sizes[-1:]))
     together = pixels(engine, *requests)
     calls = [len({row.request_id for row in call.rows}) for tick in engine.trace for call in tick.calls]
     assert max(calls) == sizes[-1], "no rows of two adapters shared a call"
-    engine.runners.groups._known[compiled] = known._replace(curve=CostCurve((1,)))
+    engine.runners.groups._known[compiled] = known_group._replace(curve=CostCurve((1,)))
     alone = [pixels(engine, request)[0] for request in requests]
-    for one, other, eager, plain in zip(together, alone, wanted, bare, strict=True):
-        assert np.array_equal(one, other)
-        off, changed = (np.abs(eager.astype(int) - found.astype(int)).max() for found in (one, plain))
+    for image, other, eager, plain in zip(together, alone, expected, bare, strict=True):
+        assert np.array_equal(image, other)
+        off, changed = (np.abs(eager.astype(int) - image.astype(int)).max() for image in (image, plain))
         assert off <= closeness
         assert changed > 2 * off
     assert {path.name for path in (tmp_path / "cache" / "compiled").iterdir()} == packages, "something was compiled"
@@ -334,11 +332,11 @@ def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
     monkeypatch.setattr(compiled, "openvino_version", lambda: None)
     cache = DiskCache.at(str(shutil.copytree(compiled_already, tmp_path / "cache")))
     call = random_call(model, (64, 64, 77), 2, make_conditioner(model, EngineConfig(), is_exact=True))
-    asked: list[int] = []
+    requested_rows: list[int] = []
     honest = Package.__call__
 
     def watched(package: Package, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        asked.append(len(tensors[0]))
+        requested_rows.append(len(tensors[0]))
         return honest(package, tensors)
 
     monkeypatch.setattr(Package, "__call__", watched)
@@ -346,18 +344,18 @@ def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
     torch.set_num_threads(2)
     try:
         unet = CompiledUNet(packages := Packages(model, cache))
-        one, two = (packages.path(call.kind, num_rows) for num_rows in SIZES)
-        assert one is not None
+        first_path, two = (packages.path(call.kind, num_rows) for num_rows in SIZES)
+        assert first_path is not None
         assert two is not None
-        shutil.copy(one, two)  # it is there, and nobody calls it
+        shutil.copy(first_path, two)  # the file exists and is never called
         assert unet.load(call.kind, SIZES) == SIZES
         with torch.no_grad():
-            side_by_side, whole = unet.run(call), FlatUNet(model.unet.network, call)(*call.tensors)
+            side_by_side, full_output = unet.run(call), FlatUNet(model.unet.network, call)(*call.tensors)
     finally:
         torch.set_num_threads(before)
-    assert asked == [1, 1]
+    assert requested_rows == [1, 1]
     assert side_by_side is not None
-    assert torch.allclose(side_by_side, whole, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(side_by_side, full_output, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(side_by_side[0], side_by_side[1], atol=1e-3), "each row is its own"
 
 
@@ -372,9 +370,9 @@ def test_a_package_opened_for_one_thread_gives_the_same_bytes(
     assert path is not None
     alone = TorchModel(str(path), -1, is_single_threaded=True)
     with torch.no_grad():
-        wanted = packages.load(path, 1)(call.tensors)
+        expected = packages.load(path, 1)(call.tensors)
         for _ in range(2):
-            assert torch.equal(alone.run(list(call.tensors)), wanted)
+            assert torch.equal(alone.run(list(call.tensors)), expected)
 
 
 @slow
@@ -443,8 +441,8 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
         packages = engine.runners.groups.compiled.packages
         assert packages is not None
         kind = random_call(model, (64, 64, 77), 1, engine.runners.conditioner).kind
-        asked = [packages.path(kind, num_rows // packages.num_streams(num_rows)) for num_rows in SIZES]
-        assert not [path for path in asked if path is None or path.exists()]
+        paths = [packages.path(kind, num_rows // packages.num_streams(num_rows)) for num_rows in SIZES]
+        assert not [path for path in paths if path is None or path.exists()]
         shutil.copytree(warmed[0] / "compiled", other / "compiled", dirs_exist_ok=True)
 
 
@@ -452,7 +450,7 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
     ("openvino", "member"),
     [pytest.param("2026.4", MEMBER, marks=needs_openvino), (None, "part/data/aotinductor/model/call.wrapper.so")],
 )
-def test_a_package_that_lost_some_bytes_is_made_anew(
+def test_a_truncated_package_is_compiled_again(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openvino: str | None, member: str
 ) -> None:
     monkeypatch.setattr(compiled, "openvino_version", lambda: openvino)
@@ -461,12 +459,12 @@ def test_a_package_that_lost_some_bytes_is_made_anew(
     path = packages.path(kind, 1)
     assert path is not None
     path.parent.mkdir()
-    for kept, is_damaged in ((b"code", False), (b"cod3", True)):
+    for content, is_damaged in ((b"code", False), (b"cod3", True)):
         with ZipFile(path, "w") as package:
             package.writestr(member, b"code")
-        path.write_bytes(path.read_bytes().replace(b"code", kept, 1))
+        path.write_bytes(path.read_bytes().replace(b"code", content, 1))
         assert CompiledUNet(packages).load(kind, (1,)) == ()
-        is_gone = is_damaged or openvino is not None  # which is made anew within a minute
+        is_gone = is_damaged or openvino is not None  # which is compiled again within a minute
         assert path.exists() is not is_gone, "what merely does not load may be whole"
 
 
@@ -526,24 +524,24 @@ assert not found, found
     assert not list(tmp_path.rglob("*openvino*"))
 
 
-def test_a_group_is_compiled_beside_an_engine_once_even_where_what_was_made_does_not_load(
+def test_a_group_is_compiled_in_the_background_once_even_when_the_package_does_not_load(
     make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {"compile": "background", "deterministic": False}
     groups = make_engine(cache_dir=str(tmp_path), **config).runners.groups.compiled
     compiler = groups._compiler
     assert compiler is not None
-    wanted: list[GroupKey] = []
-    monkeypatch.setattr(compiler, "want", lambda group, _: wanted.append(group))
-    monkeypatch.setattr(compiler, "poll", lambda: COMPILED if wanted else None)  # at once, and of no use
+    expected_keys: list[GroupKey] = []
+    monkeypatch.setattr(compiler, "want", lambda group, _: expected_keys.append(group))
+    monkeypatch.setattr(compiler, "poll", lambda: COMPILED if expected_keys else None)  # at once, and of no use
     for _ in range(5):
         if groups.is_new(COMPILED, 0.0):
             assert groups.load(COMPILED, lambda: None, SIZES) == ()
-    assert wanted == [COMPILED]
+    assert expected_keys == [COMPILED]
 
 
 @slow
-def test_an_engine_finds_what_was_compiled_beside_it(
+def test_an_engine_uses_packages_compiled_in_the_background(
     model: DiffusionModel, warmed: tuple[Path, str], tmp_path: Path
 ) -> None:
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
@@ -559,7 +557,7 @@ def test_an_engine_finds_what_was_compiled_beside_it(
 
 
 @slow
-def test_the_compiler_beside_an_engine_ends_with_it(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
+def test_the_background_compiler_ends_with_its_engine(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
     order = order_of(
         model,
         warmed[0].parent / "model",
@@ -613,11 +611,11 @@ def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_anothe
         path = packages.path(call.kind, 1)
         assert path is not None
         package = packages.load(path, 1)
-        wanted = FlatUNet(model.unet.network, call)(*call.tensors)
-        assert torch.allclose(package(call.tensors).float(), wanted.float(), rtol=0.02, atol=0.02)
+        expected = FlatUNet(model.unet.network, call)(*call.tensors)
+        assert torch.allclose(package(call.tensors).float(), expected.float(), rtol=0.02, atol=0.02)
         model.unet.network.conv_out.weight.zero_()
         changed = FlatUNet(model.unet.network, call)(*call.tensors)
-        assert (changed - wanted).abs().mean() > 0.1
+        assert (changed - expected).abs().mean() > 0.1
         assert torch.allclose(package(call.tensors).float(), changed.float(), rtol=0.02, atol=0.02)
 
 
@@ -625,7 +623,7 @@ def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_anothe
     ("config", "reason"),
     [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "int8_static are not compiled")],
 )
-def test_why_nothing_can_be_compiled_is_said(
+def test_the_reason_for_not_compiling_is_reported(
     make_engine: Callable[..., Engine], config: dict[str, str], reason: str
 ) -> None:
     loaded = make_engine(cache_dir="").model
@@ -637,7 +635,7 @@ def test_why_nothing_can_be_compiled_is_said(
 
 
 def trial(scale: float, wall_s: float, odd_size: int = 0) -> Try:
-    """Calls whose rows are their numbers; in calls of ``odd_size`` rows they are another thing."""
+    """Return calls that output their row numbers, except for a wrong output in calls of ``odd_size`` rows."""
 
     def attempt(rows: range, _num_threads: int) -> Trial:
         output = scale * (1.0 + torch.arange(max(rows) + 1)[list(rows)].float().view(-1, 1, 1, 1))
@@ -669,10 +667,10 @@ def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() 
 
 
 def test_what_a_size_costs_is_what_its_calls_take_one_after_the_other() -> None:
-    """The first one after another network's finds none of its weights at hand."""
+    """The first call after another network's call starts with cold caches."""
     last: list[str] = []
 
-    def told(name: str, attempt: Try, cold_s: float = 0.0) -> Try:
+    def report_attempt(name: str, attempt: Try, cold_s: float = 0.0) -> Try:
         def call(rows: range, count: int) -> Trial:
             is_cold = last[-1:] != [name]
             last.append(name)
@@ -682,15 +680,19 @@ def test_what_a_size_costs_is_what_its_calls_take_one_after_the_other() -> None:
 
     sizes = (1, 2, 4)
     options: Any = {"counts": (1,), "closeness": 1e-3, "curve": CostCurve(sizes), "is_exact": True}
-    facts = end_of(prove(told("network", trial(1.0, 1.0)), told("ours", trial(1.0, 0.5), 0.4), sizes, **options))
+    facts = end_of(
+        prove(
+            report_attempt("network", trial(1.0, 1.0)), report_attempt("ours", trial(1.0, 0.5), 0.4), sizes, **options
+        )
+    )
     assert facts.seconds == {1: 0.5, 2: 1.0, 4: 2.0}
     assert facts.is_complete
 
 
-def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disagree_there_is_none() -> None:
+def test_on_a_busy_machine_the_verdict_comes_from_agreeing_pairs() -> None:
     loads = itertools.cycle((1.0, 3.0, 2.0))
 
-    def beside(attempt: Try, load: Callable[[], float]) -> Try:
+    def run_in_background(attempt: Try, load: Callable[[], float]) -> Try:
         return lambda rows, count: (done := attempt(rows, count))._replace(wall_s=load() * done.wall_s)
 
     now = [1.0]
@@ -703,10 +705,17 @@ def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disag
     curve.observe(1, 1.0)
     curve.observe(2, 2.0)  # as they were on a quiet machine
     options: Any = {"counts": (1,), "closeness": 1e-3, "curve": curve, "is_exact": True}
-    facts = end_of(prove(beside(trial(1.0, 1.0), paired), beside(trial(1.0, 0.5), lambda: now[0]), SIZES, **options))
+    facts = end_of(
+        prove(
+            run_in_background(trial(1.0, 1.0), paired),
+            run_in_background(trial(1.0, 0.5), lambda: now[0]),
+            SIZES,
+            **options,
+        )
+    )
     assert facts.is_complete
     assert is_worth(COMPILED, facts, curve, SIZES)
-    alone = end_of(prove(trial(1.0, 1.0), beside(trial(1.0, 0.5), lambda: next(loads)), SIZES, **options))
+    alone = end_of(prove(trial(1.0, 1.0), run_in_background(trial(1.0, 0.5), lambda: next(loads)), SIZES, **options))
     assert not alone.is_complete
 
 

@@ -24,7 +24,7 @@ from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.settings.config import EngineConfig
 from diffserve.settings.layers import load_settings
-from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import PIPELINES, image_request, load_pipeline, pipeline_latents
 
 BOUND = 1e-4
 PIXEL_BOUND = 1.01
@@ -166,7 +166,7 @@ DIFFERENT = (("vae", "latents_mean"), ("vae", "latents_std"), ("vae", "shift_fac
 
 
 def fields_of(component: str) -> set[str]:
-    """The fields that the class of a component reads from its configuration."""
+    """Return the fields that the class of a component reads from its configuration."""
     library = "transformers" if component == "text_encoder" else "diffusers"
     cls = import_quietly(library, CLASSES[component])
     return set(inspect.signature(cls.__init__).parameters) - {*MANAGED, *NOT_OF_THE_NETWORK}
@@ -247,7 +247,7 @@ def test_value_that_is_served_gives_the_picture_of_diffusers(
     rebuild(component, field, value, path)
     profile = msgspec.structs.replace(load_settings(model=str(path), env={}).model, probe=False)
     model = load_model(path, dtype="float32", device="cpu", profile=profile)
-    request = asked("sd15", "ddim", seed=3, num_steps=2)
+    request = image_request("sd15", "ddim", seed=3, num_steps=2)
     [result] = Engine(model, EngineConfig(max_rows=4, cache_dir="")).generate(request)
     assert result.latents is not None
     pipeline = load_pipeline.__wrapped__(PIPELINES["sd15"], path)

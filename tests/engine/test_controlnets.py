@@ -42,7 +42,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="session")
 def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of two ControlNets for the tiny model of a kind."""
+    """Return a function that saves two ControlNets for the tiny model of a kind."""
     written: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
@@ -56,14 +56,14 @@ def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def make(folders: Callable[[str], Path], _models: Callable[[str], Any]) -> MakeEngine:
-    def made(kind: str = "sd15", **config: Any) -> Engine:
+    def make_engine(kind: str = "sd15", **config: Any) -> Engine:
         return Engine(with_folder(_models(kind), folders(kind)), EngineConfig(**config))
 
-    return made
+    return make_engine
 
 
 def make_one(make: MakeEngine, folder: Path, **config: Any) -> Engine:
-    """An engine with ControlNets and adapters."""
+    """Return an engine with ControlNets and adapters."""
     engine = make(**config)
     if not any(folder.iterdir()):
         write_loras(folder, engine.model)
@@ -78,7 +78,7 @@ def latents(result: ImageResult) -> Any:
 def their_latents(
     request: GenerationRequest, kind: str, model: Path, folder: Path, purpose: str = "", **inputs: Any
 ) -> Any:
-    """Those of diffusers' own pipeline with ControlNets, for text or another ``purpose``."""
+    """Return the latents of diffusers' ControlNet pipeline, for text or another ``purpose``."""
     controls = request.diffusion.controlnets
     plain = load_pipeline.__wrapped__(PIPELINES[kind], model)
     cls = import_quietly("diffusers", PIPELINES[kind].replace("Pipeline", f"ControlNet{purpose}Pipeline"))
@@ -89,15 +89,17 @@ def their_latents(
         pipeline = cls(**parts, **({} if "XL" in cls.__name__ else {"requires_safety_checker": False})).to(DEVICE)
     pipeline.set_progress_bar_config(disable=True)
     images = [Image.fromarray(picture.array) for picture in request.control_images]
-    told: dict[str, Any] = {
+    pipeline_inputs: dict[str, Any] = {
         "control_image" if purpose else "image": images,
         "controlnet_conditioning_scale": [control.scale for control in controls],
         "control_guidance_start": [control.start for control in controls],
         "control_guidance_end": [control.end for control in controls],
     }
-    told = told if len(controls) > 1 else {name: values[0] for name, values in told.items()}
+    pipeline_inputs = (
+        pipeline_inputs if len(controls) > 1 else {name: values[0] for name, values in pipeline_inputs.items()}
+    )
     size: dict[str, Any] = {"width": request.width_px, "height": request.height_px}
-    return pipeline_latents(pipeline, request, kind, **told, **size, **inputs)
+    return pipeline_latents(pipeline, request, kind, **pipeline_inputs, **size, **inputs)
 
 
 ONE = (Control("edges", 0.8),)
@@ -112,10 +114,10 @@ def test_latents_are_those_of_the_pipelines_of_diffusers(
 ) -> None:
     request = controlled(*controls, kind=kind, num_steps=6)
     engine = make(kind, cross_attention=way)
-    plain, ours = engine.generate([controlled(kind=kind, num_steps=6), request])
-    theirs = their_latents(request, kind, tiny_model(kind), folders(kind))
-    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
-    assert np.abs(latents(plain) - theirs).max() > 30 * TOLERANCE
+    plain, result = engine.generate([controlled(kind=kind, num_steps=6), request])
+    reference = their_latents(request, kind, tiny_model(kind), folders(kind))
+    assert np.abs(latents(result) - reference).max() < TOLERANCE
+    assert np.abs(latents(plain) - reference).max() > 30 * TOLERANCE
     engine.check_integrity()
 
 
@@ -124,14 +126,14 @@ def test_a_picture_that_is_repainted_goes_by_controlnets_too(make: MakeEngine, t
     """Shares of the steps are those that are left."""
     init = control_map(9)
     request = controlled(*TWO, num_steps=10, strength=0.6, init_image=init)
-    [ours] = make().generate(request)
-    told = {"image": Image.fromarray(init.array), "strength": 0.6}
-    theirs = their_latents(request, "sd15", tiny_model("sd15"), folders("sd15"), "Img2Img", **told)
-    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
+    [result] = make().generate(request)
+    inputs = {"image": Image.fromarray(init.array), "strength": 0.6}
+    reference = their_latents(request, "sd15", tiny_model("sd15"), folders("sd15"), "Img2Img", **inputs)
+    assert np.abs(latents(result) - reference).max() < TOLERANCE
 
 
 def company() -> list[GenerationRequest]:
-    """Requests with none, one and two ControlNets, one twice, at work all the time or not, and with adapters."""
+    """Return requests with none, one and two ControlNets, with different intervals, and with adapters."""
     once, half = Control("edges"), Control("depth", 0.7, 0.0, 0.5)
     return [
         controlled(once, seed=1, num_steps=2),
@@ -148,15 +150,15 @@ def company() -> list[GenerationRequest]:
 def test_rows_with_and_without_share_ticks_and_none_depends_on_another(
     is_measured: bool, make: MakeEngine, tmp_path: Path
 ) -> None:
-    wanted = company() if is_measured else company()[:3]
-    alone = {one.seed: make_one(make, tmp_path).generate(one)[0] for one in wanted}
+    requests = company() if is_measured else company()[:3]
+    alone = {request.seed: make_one(make, tmp_path).generate(request)[0] for request in requests}
     engine = make_one(make, tmp_path, max_rows=8)
     if is_measured:
-        for request in wanted[:4]:
+        for request in requests[:4]:
             engine.generate(request)
         while engine.study():
             pass
-    together = engine.generate(list(reversed(wanted)))
+    together = engine.generate(list(reversed(requests)))
     for result in together:
         assert np.array_equal(latents(result), latents(alone[result.seed])), result.seed
         assert result.picture == alone[result.seed].picture
@@ -168,17 +170,19 @@ def test_rows_with_and_without_share_ticks_and_none_depends_on_another(
     engine.check_integrity()
 
 
-def test_images_of_other_sizes_are_resized_where_they_are_said_to_be(
+def test_images_of_other_sizes_are_resized_where_the_control_allows_it(
     make: MakeEngine, tiny_model: Any, folders: Any
 ) -> None:
     images = (control_map(0, 160, 160), control_map(1))
     asked_for = controlled(replace(TWO[0], resize=True), TWO[1], num_steps=4, control_images=images)
-    [ours] = make().generate(asked_for)
-    theirs = their_latents(asked_for, "sd15", tiny_model("sd15"), folders("sd15"))
-    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
-    assert ours.controlnets == asked_for.diffusion.controlnets
-    assert ["Resize Mode: Just Resize" in told.label for told in ours.controlnets] == [True, False]
-    assert [told.image for told in ours.controlnets] == [digest_of(p.width_px, p.height_px, p.data) for p in images]
+    [result] = make().generate(asked_for)
+    reference = their_latents(asked_for, "sd15", tiny_model("sd15"), folders("sd15"))
+    assert np.abs(latents(result) - reference).max() < TOLERANCE
+    assert result.controlnets == asked_for.diffusion.controlnets
+    assert ["Resize Mode: Just Resize" in control.label for control in result.controlnets] == [True, False]
+    assert [control.image for control in result.controlnets] == [
+        digest_of(p.width_px, p.height_px, p.data) for p in images
+    ]
 
 
 def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touched(
@@ -197,7 +201,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config | {"global_pool_conditions": True}))
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     neighbour = engine.submit(controlled(Control("edges"), num_steps=1))
-    for request, said in (
+    for request, message in (
         (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; there are edges, torn, xl"),
         (controlled(Control("xl")), "ControlNet 'xl' cannot be used with sd15: it reads texts of 128 numbers"),
         (controlled(Control("torn")), "tensor 'conv_in.bias' is missing from"),
@@ -215,26 +219,28 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ),
         (controlled(Control("edges"), cache_interval=2), "ControlNets need every step in full"),
     ):
-        with pytest.raises(InvalidRequest, match=said) as refused:
+        with pytest.raises(InvalidRequest, match=message) as refused:
             engine.submit(request)
         assert refused.value.param in ("controlnets", "cache_interval")
         assert str(tmp_path) not in refused.value.message
-    for size, resized, said in (
+    for size, resized, message in (
         ((128, 128), False, "64x64 px, or ask for size 128x128, or for it to be resized (resize)."),
         ((64, 72), False, "64x64 px, or ask for size 64x72."),
         ((64, 72), True, "that aspect: resizing keeps it."),
     ):
-        told = f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the picture 64x64 px; give one of {said}"
+        error_message = (
+            f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the picture 64x64 px; give one of {message}"
+        )
         with pytest.raises(InvalidRequest) as refused:
             engine.generate(controlled(Control("edges", resize=resized), control_images=(control_map(0, *size),)))
-        assert refused.value.message == told
-    for name, fields, said in (
+        assert refused.value.message == error_message
+    for name, fields, message in (
         ("../edges", (), "give a path below the folder"),
         ("edges", (float("nan"),), "scale of ControlNet 'edges' is nan"),
         ("edges", (2.5,), "must lie between 0 and 2"),
         ("edges", (1.0, 0.5, 0.5), "0 <= start < end <= 1"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             Control(name, *fields)
     with pytest.raises(InvalidRequest, match="5 ControlNets are asked for at once"):
         controlled(*[Control("edges")] * 5)
@@ -249,13 +255,13 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
     engine = make(controlnet_bytes=1)
     shelf = engine.runners.controlnets
     assert shelf.planned_bytes == 1
-    held = shelf.take("edges")
-    assert shelf.take("edges") is held, "one that is in use was read twice"
-    assert held.num_bytes == make().runners.controlnets.planned_bytes / 2
-    digest = held.digest
+    network = shelf.take("edges")
+    assert shelf.take("edges") is network, "one that is in use was read twice"
+    assert network.num_bytes == make().runners.controlnets.planned_bytes / 2
+    digest = network.digest
     group = engine.runners.group_of_short_prompts(64, 64)._replace(control=digest)
     engine.runners.groups.known(group)
-    del held
+    del network
     with pytest.raises(KeyError):
         shelf.of_digest(digest)
     assert engine.study()
@@ -263,7 +269,7 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "image", "more"),
+    ("text", "image", "fields"),
     [
         ("edges:C:\\maps\\a-1.png", "C:\\maps\\a-1.png", {}),
         ("edges:a.png:0.8:canny", "a.png", {"scale": 0.8, "preprocessor": "canny"}),
@@ -277,8 +283,8 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
         ),
     ],
 )
-def test_a_shell_says_what_is_wanted_of_a_controlnet_in_order(text: str, image: str, more: dict[str, Any]) -> None:
-    assert read_control(text) == (Control("edges", **more), image)
+def test_a_shell_says_what_is_wanted_of_a_controlnet_in_order(text: str, image: str, fields: dict[str, Any]) -> None:
+    assert read_control(text) == (Control("edges", **fields), image)
 
 
 def test_who_reads_a_controlnet_or_looks_for_edges_stops_nobody_else(
@@ -312,23 +318,23 @@ def test_memory_that_runs_out_once_costs_no_byte(make: MakeEngine) -> None:
         return [controlled(*TWO, seed=seed, num_steps=2, sampler="euler_a") for seed in (1, 2)]
 
     def engine() -> Engine:
-        """With its ControlNets read: what goes wrong while a file is read is told to whoever asked for it."""
-        made = make(max_rows=8)
-        made.runners.controlnets.check(TWO)
+        """Return an engine whose ControlNets are loaded; a failed read is an error of the requests that need it."""
+        loaded_engine = make(max_rows=8)
+        loaded_engine.runners.controlnets.check(TWO)
         for control in TWO:
-            made.runners.controlnets.take(control.name)
-        return made
+            loaded_engine.runners.controlnets.take(control.name)
+        return loaded_engine
 
     engine().generate(pair())
     expected = [latents(result) for result in engine().generate(pair())]
-    made = engine()
+    loaded_engine = engine()
     with Shortage() as calm:
-        made.generate(pair())
+        loaded_engine.generate(pair())
     for when in range(1, calm.num_operations, max(1, calm.num_operations // 12)):
-        made = engine()
+        loaded_engine = engine()
         with Shortage(when):
-            found = [latents(result) for result in made.generate(pair())]
-        assert all(map(np.array_equal, found, expected)), f"operation {when}"
+            outputs = [latents(result) for result in loaded_engine.generate(pair())]
+        assert all(map(np.array_equal, outputs, expected)), f"operation {when}"
 
 
 def test_a_controlled_tick_does_not_wait_for_the_device(

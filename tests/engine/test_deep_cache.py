@@ -19,7 +19,7 @@ from diffserve.engine.image.admission import full_rows
 from diffserve.runtime.unet.deep_cache import NUM_SKIPS, ShallowPart
 from tests.engine.conftest import MakeEngine
 from tests.engine.desk import INFO, Desk, admission, request
-from tests.engine.pipelines import asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
 from tests.engine.test_out_of_memory import Shortage
 
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
@@ -34,16 +34,18 @@ def content(result: ImageResult) -> tuple[bytes, bytes]:
 
 def calls_of(engine: Engine) -> Counter[bool]:
     """Rows that mattered by whether they were shallow."""
-    found = Counter[bool]()
+    counts = Counter[bool]()
     for tick in engine.trace:
         for call in tick.calls:
-            found[call.is_shallow] += len(call.rows)
-    return found
+            counts[call.is_shallow] += len(call.rows)
+    return counts
 
 
 class PlainDeepCache:
-    """DeepCache as a loop over diffusers' own UNet would do it: a whole call first, then, ``interval - 1`` times, a
-    whole call too, in which all that lies below the shallow part is overwritten by what was kept.
+    """DeepCache as a plain loop over diffusers' UNet.
+
+    Each interval starts with a full call. The other ``interval - 1`` calls are full calls, too, whose deep features are
+    replaced by those of the first call.
     """
 
     def __init__(self, network: Any, interval: int) -> None:
@@ -59,45 +61,47 @@ class PlainDeepCache:
         self.num_calls += 1
 
     def _swap(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden, *rest = args
+        hidden, *arguments = args
         num_deep = hidden.shape[1] - self._num_skip
         if (self.num_calls - 1) % self._interval == 0:
             self._kept = hidden[:, :num_deep].clone()
         assert self._kept is not None
-        return torch.cat([self._kept, hidden[:, num_deep:]], dim=1), *rest
+        return torch.cat([self._kept, hidden[:, num_deep:]], dim=1), *arguments
 
 
 @pytest.mark.parametrize(("kind", "sampler"), [(kind, "ddim") for kind in sorted(PIPELINES)] + [("sd15", "dpmpp_2m")])
 def test_latents_are_those_of_a_plain_loop_over_the_unet_of_diffusers(
     kind: str, sampler: str, make_engine: MakeEngine, tiny_model: Callable[[str], Path]
 ) -> None:
-    wanted = asked(kind, sampler, seed=4, num_steps=8, cache_interval=3)
+    request = image_request(kind, sampler, seed=4, num_steps=8, cache_interval=3)
     pipeline = load_pipeline.__wrapped__(PIPELINES[kind], tiny_model(kind))
-    exact = pipeline_latents(pipeline, wanted, kind)
+    exact = pipeline_latents(pipeline, request, kind)
     plain = PlainDeepCache(pipeline.unet, 3)
-    theirs = pipeline_latents(pipeline, wanted, kind)
+    reference = pipeline_latents(pipeline, request, kind)
     engine = make_engine(kind)
-    [ours] = engine.generate(wanted)
-    assert ours.latents is not None
+    [result] = engine.generate(request)
+    assert result.latents is not None
     assert plain.num_calls == 8
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
-    assert np.abs(exact - theirs).max() > 3 * TOLERANCE, "the cache would not be seen to matter"
+    assert np.abs(result.latents.array - reference).max() < TOLERANCE
+    assert np.abs(exact - reference).max() > 3 * TOLERANCE, "the cache would not be seen to matter"
     assert calls_of(engine) == {FULL: 2 * 3, SHALLOW: 2 * 5}
-    assert ours.num_evaluations == 16
-    assert ours.cache_interval == 3
+    assert result.num_evaluations == 16
+    assert result.cache_interval == 3
 
 
 def company() -> list[GenerationRequest]:
-    """Requests that share nothing but their size."""
+    """Return requests that share nothing but their size."""
     return [
-        asked("sd15", "ddim", seed=1, num_steps=7, cache_interval=3),
-        asked("sd15", "heun", seed=2, num_steps=4, cache_interval=3, prompt="cat"),
-        asked("sd15", "euler_a", seed=3, num_steps=6, cache_interval=2, guidance_scale=1.0),
-        asked("sd15", "dpmpp_2m", seed=4, num_steps=8, cache_interval=3, guidance_interval=(0.3, 0.7)),
-        asked("sd15", "unipc", seed=5, num_steps=5),
-        asked("sd15", "pc", seed=6, num_steps=3, cache_interval=5, prompt="dog on the cat"),
-        asked("sd15", "ddim", seed=7, num_steps=6, cache_interval=2, init_image=init_image(), strength=0.6),
-        asked("sd15", "lcm", seed=8, num_steps=4, cache_interval=2, init_image=init_image(), mask_image=mask_image()),
+        image_request("sd15", "ddim", seed=1, num_steps=7, cache_interval=3),
+        image_request("sd15", "heun", seed=2, num_steps=4, cache_interval=3, prompt="cat"),
+        image_request("sd15", "euler_a", seed=3, num_steps=6, cache_interval=2, guidance_scale=1.0),
+        image_request("sd15", "dpmpp_2m", seed=4, num_steps=8, cache_interval=3, guidance_interval=(0.3, 0.7)),
+        image_request("sd15", "unipc", seed=5, num_steps=5),
+        image_request("sd15", "pc", seed=6, num_steps=3, cache_interval=5, prompt="dog on the cat"),
+        image_request("sd15", "ddim", seed=7, num_steps=6, cache_interval=2, init_image=init_image(), strength=0.6),
+        image_request(
+            "sd15", "lcm", seed=8, num_steps=4, cache_interval=2, init_image=init_image(), mask_image=mask_image()
+        ),
     ]
 
 
@@ -117,7 +121,7 @@ def painted_by_seed(events: list[Event]) -> dict[int, tuple[bytes, bytes]]:
 
 def test_bytes_depend_neither_on_the_company_nor_on_the_order_of_arrival(make_engine: MakeEngine) -> None:
     alone = make_engine(max_rows=16)
-    expected = {one.seed: content(alone.generate(one)[0]) for one in company()}
+    expected = {request.seed: content(alone.generate(request)[0]) for request in company()}
     for order in ((0, 1, 2, 3, 4, 5, 6, 7), (7, 3, 5, 1, 0, 6, 4, 2)):
         engine = make_engine(max_rows=16)
         events: list[Event] = []
@@ -133,7 +137,7 @@ def test_bytes_depend_neither_on_the_company_nor_on_the_order_of_arrival(make_en
 def test_a_tick_makes_one_full_and_one_shallow_call(make_engine: MakeEngine) -> None:
     engine = make_engine(deterministic=False, max_rows=16)
     for seed in range(3):
-        engine.submit(asked("sd15", "ddim", seed=seed, num_steps=9, cache_interval=3))
+        engine.submit(image_request("sd15", "ddim", seed=seed, num_steps=9, cache_interval=3))
         for _ in ("prepared", "a step"):
             engine.tick()
     list(engine.events())
@@ -145,10 +149,10 @@ def test_a_tick_makes_one_full_and_one_shallow_call(make_engine: MakeEngine) -> 
 
 def test_an_interval_of_one_is_off_to_the_byte(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    [off] = engine.generate(asked("sd15", "dpmpp_2m", seed=9, num_steps=5))
-    [one] = engine.generate(asked("sd15", "dpmpp_2m", seed=9, num_steps=5, cache_interval=1))
-    [more] = engine.generate(asked("sd15", "dpmpp_2m", seed=9, num_steps=5, cache_interval=2))
-    assert content(off) == content(one) != content(more)
+    [off] = engine.generate(image_request("sd15", "dpmpp_2m", seed=9, num_steps=5))
+    [result] = engine.generate(image_request("sd15", "dpmpp_2m", seed=9, num_steps=5, cache_interval=1))
+    [cached_result] = engine.generate(image_request("sd15", "dpmpp_2m", seed=9, num_steps=5, cache_interval=2))
+    assert content(off) == content(result) != content(cached_result)
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl", "inpaint9", "embedded"])
@@ -158,10 +162,10 @@ def test_on_its_own_features_a_shallow_call_gives_what_the_full_one_gave(kind: s
     unet = make_engine(kind).model.unet
     assert unet.shallow is not None
     inputs = random_inputs(make_engine(kind).model, (64, 72, 20), 3)
-    with unet.shallow.keeping() as kept:
+    with unet.shallow.keeping() as cached_features:
         full = unet.predict(**inputs)
-    assert torch.equal(unet.predict(features=kept[0], **inputs), full)
-    assert kept[0].shape == (3, unet.shallow.num_channels, 8, 9)
+    assert torch.equal(unet.predict(features=cached_features[0], **inputs), full)
+    assert cached_features[0].shape == (3, unet.shallow.num_channels, 8, 9)
     assert 0.0 < unet.shallow.share < 1.0
 
 
@@ -195,7 +199,7 @@ def test_shallow_rows_cost_less_and_make_calls_of_their_own() -> None:
     assert max(totals) > 4, "whole and shallow rows do not take each other's room"
 
 
-def test_a_unet_that_cannot_be_split_is_told_so() -> None:
+def test_a_unet_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cache_interval is 3; the UNet of desk cannot be split") as refused:
         admission().admit(request(cache_interval=3), 0.0)
     assert refused.value.param == "cache_interval"
@@ -215,7 +219,7 @@ def test_a_unet_of_one_block_has_no_shallow_part() -> None:
 @pytest.mark.slow
 def test_memory_that_runs_out_once_costs_no_byte(make_engine: MakeEngine) -> None:
     def pair() -> list[GenerationRequest]:
-        return [asked("sd15", "euler_a", seed=seed, num_steps=4, cache_interval=3) for seed in (1, 2)]
+        return [image_request("sd15", "euler_a", seed=seed, num_steps=4, cache_interval=3) for seed in (1, 2)]
 
     make_engine(max_rows=16).generate(pair())
     expected = list(map(content, make_engine(max_rows=16).generate(pair())))
@@ -225,16 +229,16 @@ def test_memory_that_runs_out_once_costs_no_byte(make_engine: MakeEngine) -> Non
     for when in range(1, calm.num_operations, max(1, calm.num_operations // 12)):
         engine = make_engine(max_rows=16)
         with Shortage(when):
-            found = engine.generate(pair())
-        assert list(map(content, found)) == expected, f"operation {when}"
+            results = engine.generate(pair())
+        assert list(map(content, results)) == expected, f"operation {when}"
 
 
 def test_a_cancelled_image_leaves_no_features(make_engine: MakeEngine) -> None:
-    def wanted() -> GenerationRequest:
-        return asked("sd15", "ddim", seed=1, num_steps=9, cache_interval=3)
+    def make_request() -> GenerationRequest:
+        return image_request("sd15", "ddim", seed=1, num_steps=9, cache_interval=3)
 
     engine = make_engine()
-    request_id = engine.submit(wanted())
+    request_id = engine.submit(make_request())
     for _ in range(3):
         engine.tick()
     [task] = engine.scheduler.in_flight
@@ -242,5 +246,5 @@ def test_a_cancelled_image_leaves_no_features(make_engine: MakeEngine) -> None:
     engine.cancel(request_id)
     engine.tick()
     assert task.state is None
-    [again], [fresh] = engine.generate(wanted()), make_engine().generate(wanted())
+    [again], [fresh] = engine.generate(make_request()), make_engine().generate(make_request())
     assert content(again) == content(fresh)

@@ -26,7 +26,7 @@ from diffserve.runtime.unet.batch_invariance import (
 )
 from diffserve.settings.config import POLICIES
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 STEPS = (4, 10, 20, 50)
 SAMPLERS = ("ddim", "euler_a", "heun", "dpmpp_2m")
@@ -36,7 +36,7 @@ GUIDANCE = (1.0, 5.0, 7.5)
 def sixteen() -> list[GenerationRequest]:
     """Sixteen requests that share nothing but their size."""
     return [
-        asked(
+        image_request(
             "sd15",
             SAMPLERS[place % 4],
             seed=place,
@@ -67,9 +67,12 @@ def test_sixteen_mixed_images_equal_their_solo_runs_byte_for_byte(make_engine: M
 def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeEngine) -> None:
     """One client has thirty requests in the engine before another comes with one, which is painted among the first."""
     engine = make_engine(max_rows=8)
-    crowd = [engine.submit(replace(asked("sd15", "euler_a", seed=seed, num_steps=4), client="a")) for seed in range(30)]
+    crowd = [
+        engine.submit(replace(image_request("sd15", "euler_a", seed=seed, num_steps=4), client="a"))
+        for seed in range(30)
+    ]
     engine.tick()
-    guest = asked("sd15", "euler_a", seed=99, num_steps=4)
+    guest = image_request("sd15", "euler_a", seed=99, num_steps=4)
     engine.submit(replace(guest, client="b"))
     painted = [event.result for event in engine.events() if isinstance(event, Painted)]
     order = [result.request_id for result in painted]
@@ -77,18 +80,18 @@ def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeE
     assert set(order) == {*crowd, guest.request_id}
     solo = make_engine(max_rows=8)
     for request, result in ((guest, painted[order.index(guest.request_id)]), (None, painted[-1])):
-        again = request or asked("sd15", "euler_a", seed=result.seed, num_steps=4)
+        again = request or image_request("sd15", "euler_a", seed=result.seed, num_steps=4)
         [alone] = solo.generate(replace(again, request_id="again"))
         assert content(alone) == content(result)
 
 
 def test_pictures_are_the_same_bytes_under_every_policy(make_engine: MakeEngine) -> None:
-    found: dict[str, list[tuple[bytes, bytes]]] = {}
+    outputs: dict[str, list[tuple[bytes, bytes]]] = {}
     for policy in POLICIES:
         engine = make_engine(max_rows=4, policy=policy)
-        requests = [replace(one, request_id=f"{place}") for place, one in enumerate(sixteen()[:8:2])]
-        found[policy] = [content(result) for result in engine.generate(requests)]
-    assert all(pictures == found["latency"] for pictures in found.values())
+        requests = [replace(request, request_id=f"{place}") for place, request in enumerate(sixteen()[:8:2])]
+        outputs[policy] = [content(result) for result in engine.generate(requests)]
+    assert all(pictures == outputs["latency"] for pictures in outputs.values())
 
 
 def test_deterministic_is_the_default_on_a_cpu(make_engine: MakeEngine) -> None:
@@ -99,9 +102,9 @@ def test_deterministic_is_the_default_on_a_cpu(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("max_rows", [2, 5, 16])
 def test_bytes_do_not_depend_on_the_row_limit(make_engine: MakeEngine, max_rows: int) -> None:
-    few = [asked("sd15", "euler_a", seed=seed, num_steps=3) for seed in range(3)]
+    few = [image_request("sd15", "euler_a", seed=seed, num_steps=3) for seed in range(3)]
     reference = make_engine(max_rows=8).generate(few)
-    again = [asked("sd15", "euler_a", seed=seed, num_steps=3) for seed in range(3)]
+    again = [image_request("sd15", "euler_a", seed=seed, num_steps=3) for seed in range(3)]
     if max_rows >= 4:
         assert list(map(content, make_engine(max_rows=max_rows).generate(again))) == list(map(content, reference))
     else:
@@ -112,33 +115,33 @@ def test_the_free_mode_stays_within_its_stated_tolerance(make_engine: MakeEngine
     free = make_engine(deterministic=False, max_rows=16)
     assert free.tolerance > 0.0
     exact = make_engine(max_rows=16)
-    ours = [asked("sd15", "dpmpp_2m", seed=seed, num_steps=5) for seed in range(3)]
-    again = [asked("sd15", "dpmpp_2m", seed=seed, num_steps=5) for seed in range(3)]
-    for one, other in zip(free.generate(ours), exact.generate(again), strict=True):
-        assert one.latents is not None
+    requests = [image_request("sd15", "dpmpp_2m", seed=seed, num_steps=5) for seed in range(3)]
+    again = [image_request("sd15", "dpmpp_2m", seed=seed, num_steps=5) for seed in range(3)]
+    for result, other in zip(free.generate(requests), exact.generate(again), strict=True):
+        assert result.latents is not None
         assert other.latents is not None
-        assert abs(one.latents.array - other.latents.array).max() < free.tolerance
+        assert abs(result.latents.array - other.latents.array).max() < free.tolerance
 
 
 def test_image_i_of_a_request_is_the_single_image_with_seed_plus_i(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    several = engine.generate(asked("sd15", "ddpm", seed=20, num_images=3, num_steps=4))
+    several = engine.generate(image_request("sd15", "ddpm", seed=20, num_images=3, num_steps=4))
     assert [result.seed for result in several] == [20, 21, 22]
     for index, result in enumerate(several):
-        [single] = engine.generate(asked("sd15", "ddpm", seed=20 + index, num_steps=4))
+        [single] = engine.generate(image_request("sd15", "ddpm", seed=20 + index, num_steps=4))
         assert content(single) == content(result)
 
 
 def test_a_reused_slot_holds_nothing_of_its_last_image(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=1)
-    first = engine.generate(asked("sd15", "dpmpp_2m", seed=1, num_steps=3))
-    engine.generate(asked("sd15", "unipc", seed=2, num_steps=5))
-    again = engine.generate(asked("sd15", "dpmpp_2m", seed=1, num_steps=3))
+    first = engine.generate(image_request("sd15", "dpmpp_2m", seed=1, num_steps=3))
+    engine.generate(image_request("sd15", "unipc", seed=2, num_steps=5))
+    again = engine.generate(image_request("sd15", "dpmpp_2m", seed=1, num_steps=3))
     assert content(again[0]) == content(first[0])
 
 
 def outcome(predict: Predict, reference: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> GroupFacts:
-    """What a study of ``predict`` finds out."""
+    """Return the result of a study of ``predict``."""
     return end_of(study(timed(predict), sizes, reference=reference))
 
 
@@ -202,8 +205,8 @@ def test_a_first_look_that_finds_no_memory_settles_nothing() -> None:
     def attempt(rows: range, _num_threads: int) -> Trial:
         raise torch.OutOfMemoryError("no room")
 
-    found = first_look(attempt, (2, 1))
-    assert (found.buckets, found.counts, found.seconds) == ((SOLO,), (2,), {})
+    outcome = first_look(attempt, (2, 1))
+    assert (outcome.buckets, outcome.counts, outcome.seconds) == ((SOLO,), (2,), {})
 
 
 @pytest.mark.parametrize("reference", [SOLO, SHARED])
@@ -219,7 +222,7 @@ def test_pictures_keep_their_bytes_when_their_shape_is_measured(
 
     def requests() -> list[GenerationRequest]:
         odd = {"width_px": 72, "height_px": 64, "num_steps": 3, "guidance_scale": 5.0}
-        return [asked("sd15", "euler_a", seed=seed, **odd) for seed in range(4)]
+        return [image_request("sd15", "euler_a", seed=seed, **odd) for seed in range(4)]
 
     few = requests()
     cautious = [engine.generate(request)[0] for request in few]
@@ -236,10 +239,10 @@ def test_a_large_model_is_not_checked_but_run_row_by_row(
     monkeypatch.setattr("diffserve.engine.image.shape_groups.CHECK_LIMIT_CPU", 1.0)
     monkeypatch.setattr("diffserve.engine.image.shape_groups.PAIR_LIMIT_CPU", 1.0)
     engine = make_engine()
-    together = engine.generate([asked("sd15", "euler", seed=seed, num_steps=2) for seed in range(2)])
+    together = engine.generate([image_request("sd15", "euler", seed=seed, num_steps=2) for seed in range(2)])
     assert set(engine.buckets.values()) == {(1,)}
     assert all(len(call.rows) == 1 for tick in engine.trace for call in tick.calls)
-    [alone] = engine.generate(asked("sd15", "euler", seed=1, num_steps=2))
+    [alone] = engine.generate(image_request("sd15", "euler", seed=1, num_steps=2))
     assert content(alone) == content(together[1])
 
 
@@ -252,20 +255,20 @@ def test_rows_of_a_model_that_is_not_so_large_run_in_pairs_if_that_gives_the_sam
         monkeypatch.setattr("diffserve.runtime.unet.batch_invariance._agrees", lambda *_: False)
     requests = [("euler", 5.0), ("dpmpp_2m", 1.0), ("euler_a", 5.0)]
 
-    def wanted() -> list[GenerationRequest]:
+    def make_requests() -> list[GenerationRequest]:
         return [
-            asked("sd15", sampler, seed=seed, num_steps=2, guidance_scale=guidance)
+            image_request("sd15", sampler, seed=seed, num_steps=2, guidance_scale=guidance)
             for seed, (sampler, guidance) in enumerate(requests)
         ]
 
     engine = make_engine(cache_dir=str(tmp_path))
-    together = engine.generate(wanted())
+    together = engine.generate(make_requests())
     size = 1 if minds_its_place else 2
     assert set(engine.buckets.values()) == {(size,)}
     assert {len(call.rows) + call.num_padded for tick in engine.trace for call in tick.calls} == {size}
     monkeypatch.setattr("diffserve.engine.image.shape_groups.study", None)  # known from now on
     for place in (1, 2):
-        [alone] = make_engine(cache_dir=str(tmp_path)).generate(wanted()[place])
+        [alone] = make_engine(cache_dir=str(tmp_path)).generate(make_requests()[place])
         assert content(alone) == content(together[place])
 
 
@@ -278,10 +281,10 @@ def test_warming_up_finds_the_buckets_of_the_native_size(make_engine: MakeEngine
 def test_what_is_found_out_of_a_machine_is_kept_under_the_number_of_threads_that_was_asked_for(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, seen = torch.get_num_threads(), list[int]()
+    before, thread_counts = torch.get_num_threads(), list[int]()
 
     def watched(*args: Any, **options: Any) -> Any:
-        seen.append(torch.get_num_threads())  # which is a part of the name of what it reads
+        thread_counts.append(torch.get_num_threads())  # which is a part of the name of what it reads
         return make_conditioner(*args, **options)
 
     monkeypatch.setattr("diffserve.engine.image.runner.make_conditioner", watched)
@@ -289,4 +292,4 @@ def test_what_is_found_out_of_a_machine_is_kept_under_the_number_of_threads_that
         make_engine(threads=before + 1)
     finally:
         torch.set_num_threads(before)
-    assert seen == [before + 1]
+    assert thread_counts == [before + 1]

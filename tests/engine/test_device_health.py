@@ -38,7 +38,7 @@ PASSING = (
 
 
 class NumberedError(RuntimeError):
-    """As torch.AcceleratorError: the driver's own number."""
+    """An error with the driver's number, like torch.AcceleratorError."""
 
     def __init__(self, text: str, error_code: int) -> None:
         super().__init__(text)
@@ -111,7 +111,7 @@ def test_a_trial_call_finds_out_a_device_that_fails_in_words_of_its_own(
 def test_a_trial_call_that_runs_out_of_memory_or_never_worked_proves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(*arguments: object, **named: object) -> torch.Tensor:
+    def no_memory(*arguments: object, **kwargs: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     probe = DeviceProbe(engine.model)

@@ -1,4 +1,4 @@
-"""Noise that is counted off on the device: the numbers of a CUDA generator, for whole batches, whoever is in them."""
+"""Noise generated on the device: the numbers of a CUDA generator, computed for a full batch at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import DiffusionParams
 from diffserve.runtime.philox import Draw, normals
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.engine.test_dry_tick import STEPS, open_engine, submit, ticks
 
 CUDA_SEED_0 = [
@@ -38,16 +38,19 @@ def test_the_numbers_are_those_of_cuda_and_of_no_neighbour() -> None:
 def test_a_picture_of_device_noise_does_not_depend_on_its_neighbours(make_engine: MakeEngine) -> None:
     sources = ("device", "cpu", None, "cpu")
     requests = [
-        asked("sd15", "euler_a", seed=seed, num_steps=3, noise_source=source) for seed, source in enumerate(sources)
+        image_request("sd15", "euler_a", seed=seed, num_steps=3, noise_source=source)
+        for seed, source in enumerate(sources)
     ]
-    together = make_engine(noise_source="device").generate([*requests, asked("sd15", "ddim", seed=9, num_steps=3)])
-    assert [one.noise_source for one in together] == ["device", "cpu", "device", "cpu", "device"]
+    together = make_engine(noise_source="device").generate(
+        [*requests, image_request("sd15", "ddim", seed=9, num_steps=3)]
+    )
+    assert [result.noise_source for result in together] == ["device", "cpu", "device", "cpu", "device"]
     otherwise = make_engine()  # whose own is "cpu"
     alone = [
-        otherwise.generate(replace(request, diffusion=replace(request.diffusion, noise_source=one.noise_source)))[0]
-        for request, one in zip(requests, together, strict=False)
+        otherwise.generate(replace(request, diffusion=replace(request.diffusion, noise_source=result.noise_source)))[0]
+        for request, result in zip(requests, together, strict=False)
     ]
-    assert [one.picture.data for one in together[:4]] == [one.picture.data for one in alone]
+    assert [result.picture.data for result in together[:4]] == [result.picture.data for result in alone]
     [other] = otherwise.generate(requests[2])
     assert other.picture.data != alone[2].picture.data
 
@@ -60,15 +63,15 @@ def test_an_unknown_source_is_refused() -> None:
 @pytest.mark.slow
 def test_noise_of_all_rows_takes_the_launches_and_the_transfer_of_one(tmp_path: Path) -> None:
     engine = open_engine("tiny-random", tmp_path, noise_source="device")
-    found = []
+    results = []
     for sampler in ("ddim", "euler_a"):
         for seed in range(4):
             submit(engine, sampler, seed, guidance_scale=1.0)
         ticks(engine, 2)
         [work] = ticks(engine, 1)
-        found.append((work.copies, len(work.kernels)))
+        results.append((work.copies, len(work.kernels)))
         ticks(engine, STEPS)
     assert not engine.has_work
-    (copies, kernels), (noisy_copies, noisy_kernels) = found
+    (copies, kernels), (noisy_copies, noisy_kernels) = results
     assert noisy_copies - copies == 1
     assert 0 < noisy_kernels - kernels < 200

@@ -28,8 +28,9 @@ LARGE = pytest.param("sdxl-random", marks=pytest.mark.slow)
 
 @pytest.fixture(autouse=True)
 def _undigested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes of holes are not read for a digest that nobody looks at, and no tick looked at here encodes a text
-    with the large encoders: of their layers two are enough.
+    """Skip the digests of large sparse files, and cut the text encoders to two layers.
+
+    No test here reads a digest, and no tick encodes a text with the large encoders.
     """
     for shape in (random_models.CLIP_L, random_models.BIG_G):
         monkeypatch.setitem(shape, "num_hidden_layers", 2)
@@ -37,7 +38,7 @@ def _undigested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_engine(name: str, directory: Path, **config: Any) -> Engine:
-    """An engine on ``name``'s shapes."""
+    """Return an engine on the shapes of ``name``."""
     path = save_hollow_model(name, directory, dtype=torch.float16)
     return Engine.from_pretrained(
         str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False, **config)
@@ -45,13 +46,13 @@ def open_engine(name: str, directory: Path, **config: Any) -> Engine:
 
 
 def ticks(engine: Engine, count: int) -> list[Work]:
-    """The work of each of ``count`` ticks; raises for what waits or mixes."""
-    found = []
+    """Return the work of each of ``count`` ticks; raise if a tick waits or mixes groups."""
+    tick_work = []
     for _ in range(count):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
             engine.tick()
-        found.append(counted.work)
-    return found
+        tick_work.append(counted.work)
+    return tick_work
 
 
 def submit(

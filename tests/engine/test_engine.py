@@ -27,7 +27,7 @@ from diffserve.api.types import (
 )
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 
 def test_three_lines_paint_a_picture(tiny_model: Callable[[str], Path]) -> None:
@@ -38,7 +38,7 @@ def test_three_lines_paint_a_picture(tiny_model: Callable[[str], Path]) -> None:
 
 def test_weights_and_pages_are_on_the_chosen_device(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.generate(asked("sd15", "ddim", seed=1, num_steps=1))
+    engine.generate(image_request("sd15", "ddim", seed=1, num_steps=1))
     tensors = [*engine.model.unet.network.parameters(), *engine.model.vae.network.parameters()]
     assert engine.pool is not None
     assert {tensor.device.type for tensor in (*tensors, engine.pool.arena.data)} == {torch.device(DEVICE).type}
@@ -56,7 +56,10 @@ def test_a_model_that_is_not_there_is_named() -> None:
 
 def test_results_come_in_the_order_of_the_requests(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    requests = [asked("sd15", "ddim", seed=1, num_steps=6, num_images=2), asked("sd15", "euler", seed=5, num_steps=1)]
+    requests = [
+        image_request("sd15", "ddim", seed=1, num_steps=6, num_images=2),
+        image_request("sd15", "euler", seed=5, num_steps=1),
+    ]
     results = engine.generate(requests)
     assert [(result.request_id, result.image_index, result.seed) for result in results] == [
         (requests[0].request_id, 0, 1),
@@ -67,7 +70,7 @@ def test_results_come_in_the_order_of_the_requests(make_engine: MakeEngine) -> N
 
 def test_a_result_tells_how_it_was_made(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    request = asked("sd15", "DPM++ 2M Karras", seed=3, num_steps=4, guidance_interval=(0.0, 0.5), eta=0.5)
+    request = image_request("sd15", "DPM++ 2M Karras", seed=3, num_steps=4, guidance_interval=(0.0, 0.5), eta=0.5)
     [result] = engine.generate(request)
     assert (result.sampler, result.sigma_schedule, result.num_steps) == ("dpmpp_2m", "karras", 4)
     assert (result.num_evaluations, result.guidance_scale) == (6, 5.0)
@@ -81,7 +84,7 @@ def test_a_result_tells_how_it_was_made(make_engine: MakeEngine) -> None:
 
 @pytest.mark.usefixtures("waits_for_device")
 def test_a_stream_tells_the_story_in_order(make_engine: MakeEngine) -> None:
-    request = asked("sd15", "euler_a", seed=3, num_steps=5, preview_every=2)
+    request = image_request("sd15", "euler_a", seed=3, num_steps=5, preview_every=2)
     events = list(make_engine().stream(request))
     story = [Accepted, Progress, Progress, Preview, Progress, Progress, Preview, Progress, Painted, Finished]
     assert [type(event) for event in events] == story
@@ -95,8 +98,8 @@ def test_a_stream_tells_the_story_in_order(make_engine: MakeEngine) -> None:
 
 def test_latents_come_only_when_asked_for(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    [without] = engine.generate(asked("sd15", "ddim", seed=1, num_steps=1, return_latents=False))
-    [with_them] = engine.generate(asked("sd15", "ddim", seed=1, num_steps=1))
+    [without] = engine.generate(image_request("sd15", "ddim", seed=1, num_steps=1, return_latents=False))
+    [with_them] = engine.generate(image_request("sd15", "ddim", seed=1, num_steps=1))
     assert without.latents is None
     assert with_them.latents is not None
     assert with_them.latents.shape == (4, 8, 8)
@@ -104,10 +107,10 @@ def test_latents_come_only_when_asked_for(make_engine: MakeEngine) -> None:
 
 def test_a_long_prompt_waits_for_its_own_kind(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=16)
-    long = asked("sd15", "ddim", seed=1, num_steps=3, prompt="cat " * 90)
-    short = asked("sd15", "ddim", seed=2, num_steps=3)
+    long = image_request("sd15", "ddim", seed=1, num_steps=3, prompt="cat " * 90)
+    short = image_request("sd15", "ddim", seed=2, num_steps=3)
     expected = engine.generate(short)
-    results = engine.generate([long, asked("sd15", "ddim", seed=2, num_steps=3)])
+    results = engine.generate([long, image_request("sd15", "ddim", seed=2, num_steps=3)])
     assert {group.num_tokens for group in engine.buckets} == {77, 154}
     assert all(len(set(tick.request_ids)) <= 1 for tick in engine.trace)
     assert results[1].picture == expected[0].picture
@@ -116,7 +119,9 @@ def test_a_long_prompt_waits_for_its_own_kind(make_engine: MakeEngine) -> None:
 def test_sizes_are_painted_side_by_side(make_engine: MakeEngine) -> None:
     engine = make_engine()
     sizes = [(64, 64), (96, 64), (64, 96)]
-    requests = [asked("sd15", "ddim", seed=1, num_steps=2, width_px=width, height_px=height) for width, height in sizes]
+    requests = [
+        image_request("sd15", "ddim", seed=1, num_steps=2, width_px=width, height_px=height) for width, height in sizes
+    ]
     results = engine.generate(requests)
     assert [(result.picture.width_px, result.picture.height_px) for result in results] == sizes
 
@@ -124,29 +129,29 @@ def test_sizes_are_painted_side_by_side(make_engine: MakeEngine) -> None:
 def test_a_full_waiting_room_says_when_to_come_back(make_engine: MakeEngine) -> None:
     engine = make_engine(max_waiting=2)
     for seed in range(2):
-        engine.submit(asked("sd15", "ddim", seed=seed, num_steps=1))
+        engine.submit(image_request("sd15", "ddim", seed=seed, num_steps=1))
     with pytest.raises(QueueFull, match="2 requests are waiting") as full:
-        engine.submit(asked("sd15", "ddim", seed=9, num_steps=1))
+        engine.submit(image_request("sd15", "ddim", seed=9, num_steps=1))
     assert full.value.retry_after_s >= 1.0
     assert sum(isinstance(event, Painted) for event in engine.events()) == 2
 
 
 def test_a_list_longer_than_the_waiting_room_is_painted_all_the_same(make_engine: MakeEngine) -> None:
     engine = make_engine(max_waiting=2)
-    requests = [asked("sd15", "ddim", seed=seed, num_steps=1) for seed in range(5)]
+    requests = [image_request("sd15", "ddim", seed=seed, num_steps=1) for seed in range(5)]
     assert [result.seed for result in engine.generate(requests)] == [0, 1, 2, 3, 4]
 
 
 def test_a_bad_request_in_a_list_paints_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest, match="size is 60x64; each side must lie"):
-        engine.generate([asked("sd15", "ddim", seed=1), asked("sd15", "ddim", seed=1, width_px=60)])
+        engine.generate([image_request("sd15", "ddim", seed=1), image_request("sd15", "ddim", seed=1, width_px=60)])
     assert not engine.has_work
 
 
 def test_one_id_is_painted_once_at_a_time(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    request = asked("sd15", "ddim", seed=1, num_steps=1)
+    request = image_request("sd15", "ddim", seed=1, num_steps=1)
     engine.submit(request)
     with pytest.raises(InvalidRequest, match="already in use"):
         engine.submit(request)
@@ -156,10 +161,10 @@ def test_one_id_is_painted_once_at_a_time(make_engine: MakeEngine) -> None:
 
 def test_draining_finishes_what_was_accepted_and_takes_no_more(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.submit(asked("sd15", "ddim", seed=1, num_steps=3))
+    engine.submit(image_request("sd15", "ddim", seed=1, num_steps=3))
     assert isinstance(engine.drain()[-1], Finished)
     with pytest.raises(EngineUnavailable, match="takes no more"):
-        engine.submit(asked("sd15", "ddim", seed=1))
+        engine.submit(image_request("sd15", "ddim", seed=1))
 
 
 def test_an_idle_tick_is_harmless(make_engine: MakeEngine) -> None:
@@ -170,7 +175,7 @@ def test_an_idle_tick_is_harmless(make_engine: MakeEngine) -> None:
 
 def test_a_prompt_beyond_measure_fails_with_its_field(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequest, match="shorten it") as refused:
-        make_engine().generate(asked("sd15", "ddim", seed=1, prompt="x " * 5000))
+        make_engine().generate(image_request("sd15", "ddim", seed=1, prompt="x " * 5000))
     assert refused.value.param == "prompt"
 
 
@@ -179,20 +184,22 @@ def test_threads_share_calls_and_each_gets_its_own_images(make_engine: MakeEngin
     results: dict[int, list[ImageResult]] = {}
 
     def paint(seed: int) -> None:
-        results[seed] = engine.generate(asked("sd15", "ddim", seed=seed, num_steps=8))
+        results[seed] = engine.generate(image_request("sd15", "ddim", seed=seed, num_steps=8))
 
     threads = [threading.Thread(target=paint, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert {seed: [result.seed for result in found] for seed, found in results.items()} == {n: [n] for n in range(4)}
+    assert {seed: [result.seed for result in seed_results] for seed, seed_results in results.items()} == {
+        n: [n] for n in range(4)
+    }
     assert engine.tick() == []
 
 
 def test_a_cancelled_generate_says_so(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    request = asked("sd15", "ddim", seed=1, num_steps=500)
+    request = image_request("sd15", "ddim", seed=1, num_steps=500)
     canceller = threading.Timer(0.3, engine.cancel, [request.request_id])
     canceller.start()
     with pytest.raises(DiffserveError, match="was cancelled"):

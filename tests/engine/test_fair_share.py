@@ -1,4 +1,4 @@
-"""Several clients at one engine: who waits for whom. Stories at a desk without torch."""
+"""Fair sharing between several clients, on a simulated engine without torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TURN_TICKS = STEPS + 1
 """A picture of one client, its preparation included."""
 
 
-def ticks_until_painted(desk: Desk, live: LiveRequest, most: int = 10_000) -> int:
+def ticks_until_painted(desk: Desk, live: LiveRequest, max_ticks: int = 10_000) -> int:
     """Ticks, but those that only prepare, that pass until ``live`` is over."""
-    for tick in range(1, most):
+    for tick in range(1, max_ticks):
         desk.step()
         if live.is_over:
             return tick
-    raise AssertionError(f"not painted after {most} ticks")
+    raise AssertionError(f"not painted after {max_ticks} ticks")
 
 
 def submit_many(desk: Desk, client: str, number: int, **fields: object) -> list[LiveRequest]:
@@ -71,7 +71,7 @@ def test_a_picture_that_is_nearly_done_is_finished_before_a_newcomers() -> None:
 
 
 def test_among_many_with_one_picture_each_the_shortest_comes_first() -> None:
-    """Taking turns step by step would make everybody wait for the last."""
+    """Alternating step by step would delay every client until the last image is done."""
     desk = Desk(row_cap=2, max_lanes=8)
     lives = {steps: desk.submit(client=f"client {steps}", num_steps=steps) for steps in (9, 3, 6, 1)}
     ended = [event.request_id for event in desk.run() if isinstance(event, Finished)]
@@ -177,7 +177,7 @@ def test_one_alone_is_served_shortest_first_as_if_there_were_no_clients() -> Non
         ready.sort(key=desk.scheduler._key)
         expected: list[ImageTask] = []
         for task in ready:
-            if task.group == ready[0].group and sum(one.rows_now for one in (*expected, task)) <= 6:
+            if task.group == ready[0].group and sum(member.rows_now for member in (*expected, task)) <= 6:
                 expected.append(task)
         plan = desk.plan()
         if plan.prepare:
@@ -216,32 +216,32 @@ def test_the_forecast_of_a_new_client_does_not_count_the_queue_of_another() -> N
     submit_many(desk, "crowd", 60)
     for _ in range(5):
         desk.step()
-    told: list[tuple[float, float]] = []
+    predictions: list[tuple[float, float]] = []
     for _ in range(6):
         guest = desk.submit(client="guest", num_steps=STEPS)
-        seen: list[tuple[float, float]] = []
+        completions: list[tuple[float, float]] = []
         while not guest.is_over:
             _, events = desk.tick()
-            seen += [
+            completions += [
                 (desk.now_s, event.seconds_left)
                 for event in events
                 if isinstance(event, Progress)
                 and event.request_id == guest.request_id
                 and event.seconds_left is not None
             ]
-        told += [(seconds, desk.now_s - at_s) for at_s, seconds in seen if at_s < desk.now_s]
-    assert len(told) > 30
-    assert max(seconds / true_s for seconds, true_s in told[STEPS:]) < 4.0
+        predictions += [(seconds, desk.now_s - at_s) for at_s, seconds in completions if at_s < desk.now_s]
+    assert len(predictions) > 30
+    assert max(seconds / true_s for seconds, true_s in predictions[STEPS:]) < 4.0
 
 
 class CostsByRows(DeskCosts):
-    """A call takes a second for each of its rows, so that nobody is let in for nothing."""
+    """Costs of one second for each row of a call, so that no row is free."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         return float(num_rows)
 
 
-def test_a_crowd_has_a_third_as_much_beside_who_asks_for_less_than_a_tick() -> None:
+def test_a_saturating_client_gets_a_third_share_next_to_a_light_client() -> None:
     desk = Desk(costs=CostsByRows(8))
     submit_many(desk, "crowd", 200)
     rows = Counter[str]()

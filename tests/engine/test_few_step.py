@@ -20,7 +20,7 @@ from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.engine.loras import ATTENTION, with_folder
-from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import PIPELINES, image_request, load_pipeline, pipeline_latents
 
 PUBLISHED = [
     ("sdxl", "sdxl-turbo", "EulerAncestralDiscreteScheduler", 4, 1.0),
@@ -42,7 +42,7 @@ Row "tcd-gamma" of docs/parity.md: the pipeline's default of eta is 0.
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # theirs
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised in diffusers
 @pytest.mark.parametrize(("kind", "name", "scheduler", "num_steps", "guidance_scale"), PUBLISHED)
 def test_asked_for_nothing_but_a_prompt_it_paints_as_in_diffusers_as_published(
     kind: str,
@@ -68,13 +68,15 @@ def test_asked_for_nothing_but_a_prompt_it_paints_as_in_diffusers_as_published(
             pipeline.save_pretrained(str(tmp_path / name))
         profile = msgspec.structs.replace(load_settings(model=str(tmp_path / name), env={}).model, probe=False)
         model = load_model(tmp_path / name, dtype="float32", device=DEVICE, profile=profile)
-    bare = asked(kind, "", seed=3)
-    [ours] = Engine(model).generate(msgspec.structs.replace(bare, diffusion=DiffusionParams(loras=loras)))
+    bare = image_request(kind, "", seed=3)
+    [result] = Engine(model).generate(msgspec.structs.replace(bare, diffusion=DiffusionParams(loras=loras)))
     params = {"num_steps": num_steps, "guidance_scale": guidance_scale}
-    request = asked(kind, ours.sampler, seed=3, **params)
-    theirs = pipeline_latents(pipeline, request, kind, keep_scheduler=True, **INPUTS.get(name, {}))
-    assert (ours.num_steps, ours.guidance_scale) == (num_steps, guidance_scale)
-    assert ours.latents is not None
-    assert np.abs(ours.latents.array - theirs).max() < 1e-3
-    warned = [text for text in ours.warnings if f"sampler {ours.sampler}" in text and f", steps {num_steps}," in text]
+    request = image_request(kind, result.sampler, seed=3, **params)
+    reference = pipeline_latents(pipeline, request, kind, keep_scheduler=True, **INPUTS.get(name, {}))
+    assert (result.num_steps, result.guidance_scale) == (num_steps, guidance_scale)
+    assert result.latents is not None
+    assert np.abs(result.latents.array - reference).max() < 1e-3
+    warned = [
+        text for text in result.warnings if f"sampler {result.sampler}" in text and f", steps {num_steps}," in text
+    ]
     assert len(warned) == len(loras)

@@ -1,4 +1,4 @@
-"""Times left and deadlines: what is told is held against what comes, over a clock that is made of costs. No torch."""
+"""Completion forecasts and deadlines, compared with the actual times of a simulated clock. No torch."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Watched:
         self.foreseen: dict[str, tuple[float, float]] = {}
         self.told: list[tuple[str, float, float]] = []
         self.done: dict[str, float] = {}
-        for one in mixed(2, COSTS.sizes, seed=9):
-            self.submit(one)
+        for request in mixed(2, COSTS.sizes, seed=9):
+            self.submit(request)
         self.run()
         self.told.clear()
-        for one in trace:
-            self.submit(one)
+        for request in trace:
+            self.submit(request)
         self.run()
 
-    def submit(self, one: Recorded) -> LiveRequest:
-        live = self.door.admit(one.request(f"request {len(self.done)} {len(self.engine.inbox)}"), self.now_s)
+    def submit(self, request: Recorded) -> LiveRequest:
+        live = self.door.admit(request.request(f"request {len(self.done)} {len(self.engine.inbox)}"), self.now_s)
         left_s = self.engine.scheduler.seconds_left(live, self.engine.inbox, self.now_s)
         if left_s is not None:
             self.foreseen[live.request_id] = (left_s, self.now_s)
@@ -73,9 +73,9 @@ class Watched:
 
     @property
     def errors(self) -> list[float]:
-        """Of every event with steps: |told - true| / true."""
-        true_s = [(told_s, self.done[name] - at_s) for name, told_s, at_s in self.told]
-        return [abs(told_s - true_s) / true_s for told_s, true_s in true_s if true_s > LEAST_S]
+        """Return the relative forecast error of every event with steps."""
+        true_s = [(estimate_s, self.done[name] - at_s) for name, estimate_s, at_s in self.told]
+        return [abs(estimate_s - true_s) / true_s for estimate_s, true_s in true_s if true_s > LEAST_S]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_times_left_are_about_right_while_no_request_comes_later(policy: str, me
 
 def test_times_left_stay_about_right_with_three_clients_and_both_priorities() -> None:
     trace = [
-        msgspec.structs.replace(one, client=f"{place % 3}", priority="interactive" if place % 5 else "batch")
-        for place, one in enumerate(mixed(24, COSTS.sizes, seed=3))
+        msgspec.structs.replace(request, client=f"{place % 3}", priority="interactive" if place % 5 else "batch")
+        for place, request in enumerate(mixed(24, COSTS.sizes, seed=3))
     ]
     errors = Watched(trace).errors
     assert len(errors) > 200
@@ -118,19 +118,19 @@ def test_images_that_share_ticks_are_not_forecast_one_after_another() -> None:
 def test_the_forecast_of_a_light_client_counts_no_full_ticks_of_a_saturating_one(crowd: int) -> None:
     """The scheduler limits the rows of the other client in the ticks of this one."""
     watched = Watched([])
-    one = mixed(1, COSTS.sizes[:1], seed=3)[0]
+    request = mixed(1, COSTS.sizes[:1], seed=3)[0]
     for _ in range(crowd):
-        watched.submit(msgspec.structs.replace(one, client="crowd", num_steps=20))
+        watched.submit(msgspec.structs.replace(request, client="crowd", num_steps=20))
     for _ in range(10 if crowd else 0):
         watched.now_s, _ = watched.engine.begin(watched.now_s)
         watched.engine.end(watched.now_s)
-    guest = watched.submit(msgspec.structs.replace(one, client="guest", num_steps=20))
+    guest = watched.submit(msgspec.structs.replace(request, client="guest", num_steps=20))
     while guest.request_id not in watched.done:
         watched.now_s, _ = watched.engine.begin(watched.now_s)
         for event in watched.engine.end(watched.now_s):
             watched.take(event)
-    told = [(told_s, at_s) for name, told_s, at_s in watched.told if name == guest.request_id]
-    ratios = [told_s / (watched.done[guest.request_id] - at_s) for told_s, at_s in told[:15]]
+    estimates = [(estimate_s, at_s) for name, estimate_s, at_s in watched.told if name == guest.request_id]
+    ratios = [estimate_s / (watched.done[guest.request_id] - at_s) for estimate_s, at_s in estimates[:15]]
     assert 0.8 < statistics.median(ratios) < 1.5
 
 
@@ -140,9 +140,9 @@ def test_the_row_cap_of_a_forecast_is_the_knee_and_is_not_counted() -> None:
         curve.observe(num_rows, seconds)
     expected = [cap.of(curve) for _ in range(40)]
     again = KneeCap(16, "latency")
-    asked = [(again.of(curve, may_probe=False), again.of(curve)) for _ in range(40)]
-    assert [probed for _, probed in asked] == expected
-    assert {knee for knee, _ in asked} == {min(expected)}
+    bucket_pairs = [(again.of(curve, may_probe=False), again.of(curve)) for _ in range(40)]
+    assert [probed for _, probed in bucket_pairs] == expected
+    assert {knee for knee, _ in bucket_pairs} == {min(expected)}
     assert len(set(expected)) == 2
 
 
@@ -167,14 +167,14 @@ def test_forecasts_take_a_small_share_of_the_time() -> None:
     assert desk.scheduler.seconds_left(urgent, (), desk.now_s) is not None, "a deadline is always checked"
 
 
-def test_the_last_who_comes_is_told_when_all_before_it_are_done() -> None:
+def test_the_last_request_is_forecast_to_end_after_all_earlier_requests() -> None:
     trace = mixed(20, COSTS.sizes, seed=4)
     watched = Watched([*trace, msgspec.structs.replace(trace[0], num_steps=50)])
     name, (left_s, at_s) = list(watched.foreseen.items())[-1]
     assert left_s == pytest.approx(watched.done[name] - at_s, rel=0.2)
 
 
-def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
+def test_the_forecast_for_a_single_image_is_exact_to_a_tick() -> None:
     watched = Watched(
         [Recorded(arrival_s=0, num_steps=30, sampler="ddim", guidance_scale=5.0, width_px=64, height_px=64)]
     )
@@ -184,23 +184,23 @@ def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
 
 
 @pytest.mark.parametrize(("max_lanes", "fields"), [(1, {"num_images": 3}), (2, {"num_images": 5, "seed": 1})])
-def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: dict[str, int]) -> None:
+def test_a_request_is_forecast_until_its_last_image(max_lanes: int, fields: dict[str, int]) -> None:
     """Though some wait for a slot meanwhile, and others want the same pictures."""
     desk = Desk(max_lanes=max_lanes)
     desk.scheduler.estimates.timer = lambda: 0.0
     desk.submit(num_steps=10)
     desk.run()
     lives = [desk.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
-    told: list[tuple[Progress, float]] = []
+    progress_events: list[tuple[Progress, float]] = []
     painted_s: dict[tuple[str, int], float] = {}
     while desk.scheduler.has_work:
         for event in desk.tick()[1]:
             if isinstance(event, Progress):
-                told.append((event, desk.now_s))
+                progress_events.append((event, desk.now_s))
             elif isinstance(event, Painted):
                 painted_s[event.request_id, event.result.image_index] = desk.now_s
-    assert len(told) == 10 * fields["num_images"] * len(lives)
-    for event, now_s in told:
+    assert len(progress_events) == 10 * fields["num_images"] * len(lives)
+    for event, now_s in progress_events:
         assert event.seconds_left is not None
         assert event.request_seconds_left is not None
         assert event.request_seconds_left >= event.seconds_left
@@ -209,7 +209,7 @@ def test_a_request_is_foreseen_until_its_last_picture(max_lanes: int, fields: di
         own_s = painted_s[event.request_id, event.image_index]
         assert event.seconds_left == pytest.approx(own_s - now_s, rel=0.3, abs=3.0)
     if "seed" not in fields:
-        first = told[0][0]
+        first = progress_events[0][0]
         assert first.seconds_left is not None
         assert first.request_seconds_left is not None
         assert first.request_seconds_left > 2 * first.seconds_left
@@ -232,14 +232,14 @@ def test_a_pause_of_the_process_leaves_the_forecast_as_it_was(where: str) -> Non
     assert forecast._prepare_s == pytest.approx(prepare_s, rel=0.1)
 
 
-def test_nothing_is_told_before_anything_was_seen() -> None:
+def test_no_value_is_reported_before_the_first_observation() -> None:
     desk = Desk()
     live = desk.door.admit(desk.submit(num_steps=3).request, 0.0)
     assert desk.scheduler.seconds_left(live, (), 0.0) is None
 
 
 def test_foreseeing_changes_nothing() -> None:
-    """Who asks when a newcomer would be done leaves the queue and the shares as they are."""
+    """A forecast for a new request leaves the queue and the shares unchanged."""
     ran: list[list[list[tuple[int, int]]]] = []
     for is_asked in (True, False):
         desk = Desk(row_cap=4)

@@ -31,7 +31,7 @@ from diffserve.runtime.unet.random_rows import random_call, random_rows
 from diffserve.settings.config import EngineConfig
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import controlled
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 SHAPE = (64, 64, 77)
 
@@ -87,13 +87,13 @@ def latents_of(engine: Engine, *requests: GenerationRequest) -> list[LatentArray
 
 
 def adapter(model: Any, first: int) -> LoRASet:
-    """A change of every fifth layer from number ``first`` on."""
+    """Save an adapter that changes every fifth layer from number ``first`` on."""
     layers = list(adaptable(model.unet.network).values())
     return random_set(layers[first::5], 16, torch.empty(0))
 
 
 def adapted(make_engine: Callable[..., Engine], folder: Path, **config: Any) -> Engine:
-    """An engine whose requests may have ControlNets and adapters."""
+    """Return an engine whose requests may have ControlNets and adapters."""
     model = make_engine(cache_dir="").model
     if not any(folder.iterdir()):
         loras.write_folder(folder, model)
@@ -106,7 +106,7 @@ def adapted(make_engine: Callable[..., Engine], folder: Path, **config: Any) -> 
 def test_images_by_recorded_calls_have_the_bytes_of_those_without_alone_and_together(
     make_engine: Callable[..., Engine],
 ) -> None:
-    requests = [asked("sd15", "ddim", seed=seed, num_steps=2 + seed) for seed in range(3)]
+    requests = [image_request("sd15", "ddim", seed=seed, num_steps=2 + seed) for seed in range(3)]
     expected = latents_of(make_engine(max_rows=4, cache_dir=""), *requests)
     engine = make_engine(max_rows=4, cache_dir="")
     record = Again()
@@ -127,11 +127,13 @@ def test_calls_of_every_kind_are_recorded_and_keep_their_bytes(
 ) -> None:
     requests: list[GenerationRequest] = {
         "loras": [
-            asked("sd15", "ddim", seed=seed, num_steps=2 + seed, prompt=f"cat <lora:{name}>")
+            image_request("sd15", "ddim", seed=seed, num_steps=2 + seed, prompt=f"cat <lora:{name}>")
             for seed, name in enumerate(("attention", "kernels", "queries:-0.5"))
         ],
         "controlnets": [controlled(Control("edges"), seed=seed, num_steps=2 + seed) for seed in range(3)],
-        "deep cache": [asked("sd15", "ddim", seed=seed, num_steps=4 + seed, cache_interval=2) for seed in range(3)],
+        "deep cache": [
+            image_request("sd15", "ddim", seed=seed, num_steps=4 + seed, cache_interval=2) for seed in range(3)
+        ],
     }[what]
     expected = latents_of(adapted(make_engine, tmp_path, max_rows=4), *requests)
     engine = adapted(make_engine, tmp_path, max_rows=4)
@@ -149,14 +151,14 @@ def test_calls_of_every_kind_are_recorded_and_keep_their_bytes(
 
 
 def test_without_promised_bytes_calls_are_padded_to_a_few_sizes(make_engine: Callable[..., Engine]) -> None:
-    requests = [asked("sd15", "ddim", seed=seed, num_steps=2 + seed) for seed in range(5)]
+    requests = [image_request("sd15", "ddim", seed=seed, num_steps=2 + seed) for seed in range(5)]
     config: dict[str, Any] = {"max_rows": 10, "deterministic": False, "cache_dir": ""}
     expected = latents_of(make_engine(**config), *requests)
     engine = make_engine(**config)
     recorded = engine.runners.groups.compiled.graphs = CallGraphs(Again(), graph_sizes(10))
     padded = latents_of(engine, *requests)
-    for latents, others in zip(padded, expected, strict=True):
-        assert np.allclose(latents.array, others.array, atol=1e-4)
+    for latents, reference in zip(padded, expected, strict=True):
+        assert np.allclose(latents.array, reference.array, atol=1e-4)
     assert set(recorded_rows(recorded)) <= {1, 2, 3, 4, 6, 8, 10}
 
 

@@ -21,7 +21,7 @@ from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import SHARED, GroupFacts
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 MEASURING_ROWS = 62
 """What a check of all sizes up to 16 runs, forwards and backwards."""
@@ -32,13 +32,13 @@ FIRST_LOOK_ROWS = 3 * (1 + 2 + 4) + 3 * (2 + 4)
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a call may take a second; all sizes are measured all the same."""
+    """Raise the time limit so that all sizes are measured on a busy machine, where a call may take a second."""
     monkeypatch.setattr("diffserve.runtime.unet.batch_invariance.LONGEST_CALL_S", 1e9)
 
 
 @contextmanager
 def counted_rows(engine: Engine) -> Iterator[list[int]]:
-    """The rows of every UNet call that is made inside."""
+    """Yield a list of the number of rows of every UNet call inside the context."""
     calls: list[int] = []
 
     def hook(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def counted_rows(engine: Engine) -> Iterator[list[int]]:
 
 
 def odd_size(seed: int = 1, width_px: int = 72, **fields: Any) -> GenerationRequest:
-    return asked("sd15", "ddim", seed=seed, num_steps=3, width_px=width_px, height_px=64, **fields)
+    return image_request("sd15", "ddim", seed=seed, num_steps=3, width_px=width_px, height_px=64, **fields)
 
 
 def study_all(engine: Engine) -> None:
@@ -72,9 +72,9 @@ def test_a_shape_nobody_has_painted_before_is_painted_at_once(make_engine: MakeE
 def test_a_long_prompt_does_not_hold_up_those_who_paint(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
     engine.warm_up()
-    engine.submit(asked("sd15", "ddim", seed=1, num_steps=8))
+    engine.submit(image_request("sd15", "ddim", seed=1, num_steps=8))
     engine.tick()
-    engine.submit(asked("sd15", "ddim", seed=2, num_steps=8, prompt=" ".join(["cat"] * 100)))
+    engine.submit(image_request("sd15", "ddim", seed=2, num_steps=8, prompt=" ".join(["cat"] * 100)))
     widest = 0
     while engine.has_work:
         with counted_rows(engine) as calls:
@@ -123,9 +123,9 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
 ) -> None:
     """The process loop runs for real; only its studio is replaced by one that notes when it measures."""
     monkeypatch.setattr(process, "QUIET_S", 0.2)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        loop = process.EngineProcess(ipc.EngineEnd(theirs))
+    client_socket, server_socket = socket.socketpair()
+    with client_socket, server_socket:
+        loop = process.EngineProcess(ipc.EngineEnd(server_socket))
         began_s = time.monotonic()
         measured_s: list[float] = []
 
@@ -145,9 +145,9 @@ def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_comman
 
 
 @pytest.mark.slow
-def test_while_images_of_a_new_shape_wait_for_each_other_it_is_measured_beside_them(make_engine: MakeEngine) -> None:
+def test_a_new_shape_is_measured_while_its_images_wait(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
-    for _ in range(30):  # beside busy neighbours an eighth of the time is little
+    for _ in range(30):  # on a busy machine an eighth of the time is little
         for seed in range(24):
             engine.submit(odd_size(seed))
         events = list(engine.events())
@@ -176,18 +176,18 @@ def test_what_was_measured_is_known_at_the_next_start(make_engine: MakeEngine, t
 def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    told = []
+    messages = []
     for _ in range(2):
         engine = make_engine(cache_dir=str(tmp_path))
         with counted_rows(engine) as calls:
-            engine.generate(asked("sd15", "ddim", seed=1, num_steps=3))
-        told.append(sum(calls))
-    assert told[1] <= 3 * SHARED
-    assert told[0] - told[1] <= FIRST_LOOK_ROWS < MEASURING_ROWS
+            engine.generate(image_request("sd15", "ddim", seed=1, num_steps=3))
+        messages.append(sum(calls))
+    assert messages[1] <= 3 * SHARED
+    assert messages[0] - messages[1] <= FIRST_LOOK_ROWS < MEASURING_ROWS
 
 
 @pytest.mark.slow
-def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_implausible_measurements_are_repeated(make_engine: MakeEngine, tmp_path: Path) -> None:
     first = make_engine(cache_dir=str(tmp_path), max_rows=2)
     first.warm_up()
     files = list(tmp_path.rglob("*.json"))
@@ -233,8 +233,8 @@ def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
     assert len(engine.generate(odd_size())) == 1
 
 
-def test_what_a_request_takes_alone_is_told_by_the_calls_that_it_will_be_painted_with(make_engine: MakeEngine) -> None:
-    """By compiled ones where they are used: a deadline by the slower network's leaves all of its pictures late."""
+def test_solo_time_is_computed_from_the_calls_that_the_request_uses(make_engine: MakeEngine) -> None:
+    """Costs of the slower, uncompiled network would set deadlines that are too late."""
     groups = make_engine(cache_dir="").runners.groups
     plain, unread = GroupKey(64, 64, 77), GroupKey(64, 64, 0)
     groups.known(plain)

@@ -36,7 +36,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all that a compile for CUDA needs, which is all that the machine has."""
+    """Create all files that a CUDA compile looks for in a folder, and point the search paths there."""
     for name in ("bin/g++", "bin/clang++", "bin/cl", "include/cuda.h", "include/cuda_runtime.h", "include/Python.h"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch(mode=0o755)

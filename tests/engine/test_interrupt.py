@@ -22,13 +22,13 @@ from diffserve.api.types import (
 from diffserve.engine import Engine
 from diffserve.media.images import stretch
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 STEPS = 8
 
 
 def request(seed: int = 1, sampler: str = "ddim", **fields: object) -> GenerationRequest:
-    return asked("sd15", sampler, seed, num_steps=STEPS, prompt="a cat", **fields)
+    return image_request("sd15", sampler, seed, num_steps=STEPS, prompt="a cat", **fields)
 
 
 def run(engine: Engine, requests: Sequence[GenerationRequest], interrupted: str = "", after: int = 0) -> list[Event]:

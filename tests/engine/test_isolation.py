@@ -16,7 +16,7 @@ from diffserve.engine import Engine
 from diffserve.runtime.transfer import Fetched
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 POISON = "dog"
 
@@ -50,7 +50,7 @@ def refuse(sample: torch.Tensor, guilty: torch.Tensor) -> torch.Tensor:
 
 
 def innocent(seeds: range = range(3)) -> list[GenerationRequest]:
-    return [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in seeds]
+    return [image_request("sd15", "ddim", seed=seed, num_steps=4) for seed in seeds]
 
 
 def run(engine: Engine, *requests: GenerationRequest) -> list[Event]:
@@ -65,7 +65,7 @@ def test_a_poisoned_row_fails_alone_and_its_neighbours_keep_their_bytes(
 ) -> None:
     engine = make_engine(max_rows=16)
     expected = engine.generate(innocent())
-    guilty = asked("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
+    guilty = image_request("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
     with unet_hook(engine, spoil):
         events = run(engine, guilty, *innocent())
     failed = [event for event in events if isinstance(event, ImageFailed | Failed)]
@@ -89,7 +89,7 @@ def test_latents_known_late_to_be_spoilt_fail_one_step_later_alone(
     engine = make_engine(max_rows=16)
     expected = engine.generate(innocent())
     monkeypatch.setattr("diffserve.engine.image.runner.fetch", lambda tensor: Late(tensor.cpu()))
-    guilty = asked("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
+    guilty = image_request("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
     with unet_hook(engine, not_a_number):
         events = run(engine, guilty, *innocent())
     [failed] = [event for event in events if isinstance(event, Failed)]
@@ -110,14 +110,14 @@ def test_a_failing_call_is_halved_not_repeated_for_ever(make_engine: MakeEngine)
         return refuse(sample, guilty)
 
     with unet_hook(engine, count_and_refuse):
-        run(engine, asked("sd15", "ddim", seed=9, num_steps=1, prompt=POISON), *innocent(range(1)))
+        run(engine, image_request("sd15", "ddim", seed=9, num_steps=1, prompt=POISON), *innocent(range(1)))
     assert calls <= 12
 
 
 def test_a_request_of_which_some_images_fail_gives_the_others(make_engine: MakeEngine) -> None:
     engine = make_engine()
 
-    request = asked("sd15", "ddim", seed=5, num_steps=2, num_images=2)
+    request = image_request("sd15", "ddim", seed=5, num_steps=2, num_images=2)
     marked = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(6)).to(DEVICE)[:, :1, :1, :1]
     with unet_hook(engine, lambda sample, guilty: torch.where(near(sample, marked), torch.nan, sample)):
         events = run(engine, request)
@@ -133,11 +133,11 @@ def near(sample: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
 
 def test_generate_raises_the_reason_when_nothing_was_painted(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    guilty = asked("sd15", "euler", seed=9, num_steps=2, prompt=POISON)
+    guilty = image_request("sd15", "euler", seed=9, num_steps=2, prompt=POISON)
     with unet_hook(engine, not_a_number), pytest.raises(NumericalError, match="not finite after step 1 of 2"):
         engine.generate(guilty)
     with unet_hook(engine, refuse), pytest.raises(DiffserveError, match="RuntimeError: the device choked"):
-        engine.generate(asked("sd15", "euler", seed=9, num_steps=2, prompt=POISON))
+        engine.generate(image_request("sd15", "euler", seed=9, num_steps=2, prompt=POISON))
 
 
 def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
@@ -154,9 +154,9 @@ def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
 
 def test_a_cancelled_image_returns_its_slot_before_the_next_step(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=4)
-    doomed, kept = asked("sd15", "ddim", seed=1, num_images=3), asked("sd15", "ddim", seed=2)
+    doomed, neighbor = image_request("sd15", "ddim", seed=1, num_images=3), image_request("sd15", "ddim", seed=2)
     engine.submit(doomed)
-    engine.submit(kept)
+    engine.submit(neighbor)
     for _ in range(3):
         engine.tick()
     assert engine.scheduler.slots.num_free == 0
@@ -165,7 +165,7 @@ def test_a_cancelled_image_returns_its_slot_before_the_next_step(make_engine: Ma
     events = engine.tick()
     assert Cancelled(request_id=doomed.request_id) in events
     assert engine.scheduler.slots.num_free == 3
-    assert set(engine.trace[-1].request_ids) == {kept.request_id}
+    assert set(engine.trace[-1].request_ids) == {neighbor.request_id}
     assert not engine.cancel("img-unknown")
     assert [type(event) for event in engine.events()][-2:] == [Painted, Finished]
 
@@ -180,7 +180,7 @@ def test_a_request_cancelled_before_its_first_tick_never_starts(make_engine: Mak
 
 def test_leaving_a_stream_cancels_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    stream = engine.stream(asked("sd15", "ddim", seed=1, num_steps=50))
+    stream = engine.stream(image_request("sd15", "ddim", seed=1, num_steps=50))
     for _ in range(4):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
@@ -190,17 +190,17 @@ def test_leaving_a_stream_cancels_its_request(make_engine: MakeEngine) -> None:
 def test_a_deadline_gives_the_work_up(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm_up()
-    late = asked("sd15", "ddim", seed=1, num_steps=1000, deadline_s=0.05)
+    late = image_request("sd15", "ddim", seed=1, num_steps=1000, deadline_s=0.05)
     with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.05 s (passed|cannot be met)"):
         engine.generate(late)
-    in_time = asked("sd15", "ddim", seed=1, num_steps=2, deadline_s=60.0)
+    in_time = image_request("sd15", "ddim", seed=1, num_steps=2, deadline_s=60.0)
     assert len(engine.generate(in_time)) == 1
 
 
 def test_a_deadline_passes_in_the_waiting_room_too(make_engine: MakeEngine) -> None:
     engine = make_engine(max_lanes=1)
-    engine.submit(asked("sd15", "ddim", seed=1, num_steps=2))
-    late = asked("sd15", "ddim", seed=1, num_steps=900, deadline_s=1e-3)
+    engine.submit(image_request("sd15", "ddim", seed=1, num_steps=2))
+    late = image_request("sd15", "ddim", seed=1, num_steps=900, deadline_s=1e-3)
     engine.submit(late)
     time.sleep(2e-3)
     failed = [event for event in engine.events() if isinstance(event, Failed)]

@@ -7,7 +7,7 @@ import torch
 from diffserve.engine.image.batch import LatentPool
 from schedulers import HISTORY
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 SHAPE = (4, 8, 8)
 
@@ -25,7 +25,7 @@ def test_a_slot_opened_again_holds_its_new_start_and_no_history() -> None:
 
 def num_bytes(pool: LatentPool) -> int:
     """Bytes held now."""
-    return sum(held.nbytes for held in (*pool._latents.values(), *pool._history.values()))
+    return sum(buffer.nbytes for buffer in (*pool._latents.values(), *pool._history.values()))
 
 
 def test_a_growing_pool_keeps_what_it_holds() -> None:
@@ -43,7 +43,7 @@ def test_a_warm_engine_has_room_for_all_slots_of_its_native_size(make_engine: Ma
     engine.warm_up()
     pool = engine.runners.pool
     before = num_bytes(pool)
-    engine.generate([asked("sd15", "ddim", seed=seed, num_steps=1, guidance_scale=1.0) for seed in range(24)])
+    engine.generate([image_request("sd15", "ddim", seed=seed, num_steps=1, guidance_scale=1.0) for seed in range(24)])
     assert num_bytes(pool) == before > 0
 
 
@@ -51,5 +51,5 @@ def test_storage_of_shapes_nobody_paints_is_given_back(make_engine: MakeEngine) 
     engine = make_engine(max_rows=2)
     pool = engine.runners.pool
     for cells in range(2, 13):
-        engine.generate(asked("sd15", "ddim", seed=1, num_steps=1, width_px=8 * cells, guidance_scale=1.0))
+        engine.generate(image_request("sd15", "ddim", seed=1, num_steps=1, width_px=8 * cells, guidance_scale=1.0))
     assert pool.num_shapes <= 8

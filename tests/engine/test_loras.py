@@ -32,7 +32,7 @@ from diffserve.runtime.low_rank import adaptable, factor_bytes, random_set, shap
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.loras import QUERIES, kohya_tensors, with_folder, write_folder
-from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import PIPELINES, image_request, load_pipeline, pipeline_latents
 
 MakeEngine = Callable[..., Engine]
 TOLERANCE = 1e-4
@@ -45,15 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, _models: Callable[[str], An
 
 @pytest.fixture
 def make(folder: Path, _models: Callable[[str], Any]) -> MakeEngine:
-    def made(kind: str = "sd15", **config: Any) -> Engine:
+    def make_engine(kind: str = "sd15", **config: Any) -> Engine:
         return Engine(with_folder(_models(kind), folder), EngineConfig(**config))
 
-    return made
+    return make_engine
 
 
-def wanted(*loras: str, seed: int = 1, sampler: str = "ddim", kind: str = "sd15", **more: Any) -> GenerationRequest:
+def lora_request(
+    *loras: str, seed: int = 1, sampler: str = "ddim", kind: str = "sd15", **extra_fields: Any
+) -> GenerationRequest:
     tags = "".join(f" <lora:{lora}>" for lora in loras)
-    return asked(kind, sampler, seed, prompt=f"cat{tags}", **({"num_steps": 2} | more))
+    return image_request(kind, sampler, seed, prompt=f"cat{tags}", **({"num_steps": 2} | extra_fields))
 
 
 def latents(result: ImageResult) -> Any:
@@ -63,13 +65,13 @@ def latents(result: ImageResult) -> Any:
 
 def everybody() -> list[GenerationRequest]:
     return [
-        wanted("queries", seed=1),
-        wanted("kernels", seed=4),
-        wanted("attention:0.7", seed=2, guidance_scale=1.0),
-        wanted(seed=3),
-        wanted("queries:-1.5", "kernels:0.3", seed=5, sampler="euler_a", num_steps=3),
-        wanted("everything", seed=6),
-        wanted("queries", seed=7, cache_interval=2, num_steps=4),
+        lora_request("queries", seed=1),
+        lora_request("kernels", seed=4),
+        lora_request("attention:0.7", seed=2, guidance_scale=1.0),
+        lora_request(seed=3),
+        lora_request("queries:-1.5", "kernels:0.3", seed=5, sampler="euler_a", num_steps=3),
+        lora_request("everything", seed=6),
+        lora_request("queries", seed=7, cache_interval=2, num_steps=4),
     ]
 
 
@@ -86,39 +88,41 @@ def test_a_picture_is_that_of_the_merged_model(
     (tmp_path / "adapter.json").write_text(json.dumps({"base": str(tiny_model(kind))}))
     (tmp_path / "pytorch_lora_weights.safetensors").symlink_to(tmp_path / "everything.safetensors")
     merged = load_model(tmp_path, dtype="float32", device=DEVICE)
-    [theirs] = Engine(merged, EngineConfig(cross_attention=way)).generate(wanted(seed=6))
+    [reference] = Engine(merged, EngineConfig(cross_attention=way)).generate(lora_request(seed=6))
     engine = Engine(model, EngineConfig(cross_attention=way))
-    plain, ours, again = engine.generate([wanted(seed=6), wanted("everything", seed=6), wanted(seed=6)])
-    assert np.abs(latents(ours) - latents(theirs)).max() < TOLERANCE
-    assert np.abs(latents(plain) - latents(theirs)).max() > 100 * TOLERANCE
+    plain, result, again = engine.generate(
+        [lora_request(seed=6), lora_request("everything", seed=6), lora_request(seed=6)]
+    )
+    assert np.abs(latents(result) - latents(reference)).max() < TOLERANCE
+    assert np.abs(latents(plain) - latents(reference)).max() > 100 * TOLERANCE
     assert plain.picture == again.picture, "a text was told as an adapter had it"
-    assert (ours.prompt, [str(lora) for lora in ours.loras]) == ("cat", ["everything:1"])
+    assert (result.prompt, [str(lora) for lora in result.loras]) == ("cat", ["everything:1"])
     engine.check_integrity()
 
 
 def test_adapters_add_up_in_proportion_to_their_scales(make: MakeEngine) -> None:
     """The first step's change of a linear layer at scales that cancel is none; two halves are a whole."""
     engine = make()
-    none, cancelled, whole, halves = engine.generate(
+    none, cancelled, full_result, halves = engine.generate(
         [
-            wanted(),
-            wanted("attention:0.6", "attention:-0.6"),
-            wanted("attention"),
-            wanted("attention:0.5", "attention:.5"),
+            lora_request(),
+            lora_request("attention:0.6", "attention:-0.6"),
+            lora_request("attention"),
+            lora_request("attention:0.5", "attention:.5"),
         ]
     )
     assert np.abs(latents(cancelled) - latents(none)).max() < TOLERANCE
-    assert np.abs(latents(halves) - latents(whole)).max() < TOLERANCE
-    assert np.abs(latents(whole) - latents(none)).max() > 10 * TOLERANCE
+    assert np.abs(latents(halves) - latents(full_result)).max() < TOLERANCE
+    assert np.abs(latents(full_result) - latents(none)).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("max_rows", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_rows_with_different_adapters_share_calls_and_none_depends_on_another(max_rows: int, make: MakeEngine) -> None:
     company = everybody()[: max_rows // 2]
-    alone = {one.seed: make().generate(one)[0] for one in company}
+    alone = {request.seed: make().generate(request)[0] for request in company}
     engine = make(max_rows=max_rows)
     engine.runners.groups.learn(engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=16))
-    engine.generate(company)  # adapters are read beside the ticks, each in its own time: from now on all are there
+    engine.generate(company)  # adapters are read in the background; all are loaded from now on
     together = engine.generate(company)
     for result in together:
         assert np.array_equal(latents(result), latents(alone[result.seed]))
@@ -136,15 +140,15 @@ def test_over_int8_weights_adapters_change_what_they_change_in_full(
 ) -> None:
     quantised = load_model(tiny_model("sd15"), dtype="int8", device=DEVICE)
     engine = Engine(with_folder(quantised, folder), EngineConfig())
-    base, ours = engine.generate([wanted(seed=6), wanted("everything", seed=6)])
-    exact_base, exact = make().generate([wanted(seed=6), wanted("everything", seed=6)])
-    change, exact_change = latents(ours) - latents(base), latents(exact) - latents(exact_base)
+    base, result = engine.generate([lora_request(seed=6), lora_request("everything", seed=6)])
+    exact_base, exact = make().generate([lora_request(seed=6), lora_request("everything", seed=6)])
+    change, exact_change = latents(result) - latents(base), latents(exact) - latents(exact_base)
     assert np.linalg.norm(change - exact_change) < 0.1 * np.linalg.norm(exact_change)
 
 
 def test_outside_of_their_calls_nothing_is_left_of_adapters(make: MakeEngine) -> None:
     engine = make()
-    engine.generate(wanted("everything"))
+    engine.generate(lora_request("everything"))
     networks = [engine.model.unet.network, *(encoder.network for encoder in engine.model.text.encoders)]
     assert not any(module._forward_hooks for network in networks for module in network.modules())
 
@@ -156,26 +160,26 @@ def test_parameters_tell_the_digest_of_a_file_as_a1111_does_whatever_is_written_
     text = (folder / "queries.safetensors").read_bytes()
     digest = hashlib.sha256(text[8 + int.from_bytes(text[:8], "little") :]).hexdigest()
     for _ in ("painted", "known"):
-        [result] = engine.generate(wanted("queries:0.5"))
+        [result] = engine.generate(lora_request("queries:0.5"))
         fields = parse_infotext(write_infotext(result, width_px=64, height_px=64)).fields
         assert fields["Lora hashes"] == f"queries: {digest[:12]}"
-    assert "Lora hashes" not in write_infotext(engine.generate(wanted())[0], width_px=64, height_px=64)
+    assert "Lora hashes" not in write_infotext(engine.generate(lora_request())[0], width_px=64, height_px=64)
 
 
-def test_memory_goes_to_those_asked_for_last_and_a_new_file_is_read_anew(
+def test_memory_goes_to_the_most_recent_and_a_changed_file_is_read_again(
     folder: Path, tmp_path: Path, loaded: Callable[[str], Any]
 ) -> None:
     model = with_folder(loaded("sd15"), write_folder(tmp_path, loaded("sd15")))
     engine = Engine(model, EngineConfig(result_cache_bytes=1 << 20, lora_bytes=1))
     shelf = engine.runners.loras
-    first, again = engine.generate(wanted("queries")), engine.generate(wanted("queries"))
+    first, again = engine.generate(lora_request("queries")), engine.generate(lora_request("queries"))
     assert (again[0].cached, len(shelf._kept), len(shelf._alive)) == ("hit", 0, 0)
     save_file(lora_tensors(model, QUERIES, seed=99, rank=2), tmp_path / "queries.safetensors")
-    [other] = engine.generate(wanted("queries"))
+    [other] = engine.generate(lora_request("queries"))
     assert other.cached is None
     assert other.picture != first[0].picture
-    held = shelf.take(wanted("kernels").diffusion.loras)
-    assert shelf.take(wanted("kernels").diffusion.loras) is held, "one that is in use was read twice"
+    adapters = shelf.take(lora_request("kernels").diffusion.loras)
+    assert shelf.take(lora_request("kernels").diffusion.loras) is adapters, "one that is in use was read twice"
 
 
 def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touched(
@@ -193,8 +197,8 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "queries.safetensors").read_bytes()[:100])
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
     engine = Engine(model, EngineConfig())
-    neighbour = engine.submit(wanted("queries", seed=5))
-    for tags, said in {
+    neighbour = engine.submit(lora_request("queries", seed=5))
+    for tags, message in {
         ("nowhere",): "there is no LoRA 'nowhere'; there are attention, everything",
         ("xl",): "LoRA 'xl' cannot be used: tensor ",
         ("torn",): "their ranks must be equal",
@@ -205,33 +209,33 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ("queries", "wide"): "the ranks of these LoRAs are 258 together; at most 256",
         ("queries", "style/queries:0.5"): "there is no LoRA 'style/queries'",
     }.items():
-        with pytest.raises(InvalidRequest, match=said) as refused:
-            engine.submit(wanted(*tags))
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            engine.submit(lora_request(*tags))
         assert refused.value.param == "loras"
         assert str(tmp_path) not in refused.value.message
-    for malformed, said in {
+    for malformed, message in {
         ("../queries",): "give a path below the folder",
         ("queries:nan",): "scale of LoRA 'queries' is nan",
         ("queries:x",): "write NAME or NAME:SCALE",
         ("queries",) * 50: "50 LoRAs are asked for at once",
     }.items():
-        with pytest.raises(InvalidRequest, match=said) as refused:
-            wanted(*malformed)
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            lora_request(*malformed)
         assert refused.value.param == "loras"
     assert engine.num_live == 1
     painted = [event.result for _ in range(50) for event in engine.tick() if isinstance(event, Painted)]
-    [alone] = Engine(model, EngineConfig()).generate(wanted("queries", seed=5))
-    assert [(one.request_id, one.picture) for one in painted] == [(neighbour, alone.picture)]
+    [alone] = Engine(model, EngineConfig()).generate(lora_request("queries", seed=5))
+    assert [(result.request_id, result.picture) for result in painted] == [(neighbour, alone.picture)]
 
 
-def test_an_adapter_whose_numbers_are_not_finite_is_told_by_name(loaded: Callable[[str], Any], tmp_path: Path) -> None:
+def test_an_adapter_with_non_finite_numbers_is_refused_by_name(loaded: Callable[[str], Any], tmp_path: Path) -> None:
     model = with_folder(loaded("sd15"), write_folder(tmp_path, loaded("sd15")))
     tensors = load_file(tmp_path / "queries.safetensors")
     save_file({name: tensor * math.inf for name, tensor in tensors.items()}, tmp_path / "broken.safetensors")
     with pytest.raises(
         InvalidRequest, match=r"the LoRA 'broken' holds numbers in .*to_q that are not finite"
     ) as refused:
-        Engine(model, EngineConfig()).generate(wanted("broken"))
+        Engine(model, EngineConfig()).generate(lora_request("broken"))
     assert refused.value.param == "loras"
 
 
@@ -262,11 +266,11 @@ def test_diffusers_and_peft_paint_the_same_with_two_adapters_at_their_scales(
         for name in ("kohya", "attention"):
             pipeline.load_lora_weights(str(tmp_path / f"{name}.safetensors"), adapter_name=name)
     pipeline.set_adapters(["kohya", "attention"], [0.7, -0.4])
-    request, plain = (wanted(*loras, kind=kind, num_steps=4) for loras in (("kohya:0.7", "attention:-0.4"), ()))
-    ours, without = Engine(model, EngineConfig()).generate([request, plain])
-    theirs = pipeline_latents(pipeline, request, kind)
-    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
-    assert np.abs(latents(without) - theirs).max() > 100 * TOLERANCE
+    request, plain = (lora_request(*loras, kind=kind, num_steps=4) for loras in (("kohya:0.7", "attention:-0.4"), ()))
+    result, without = Engine(model, EngineConfig()).generate([request, plain])
+    reference = pipeline_latents(pipeline, request, kind)
+    assert np.abs(latents(result) - reference).max() < TOLERANCE
+    assert np.abs(latents(without) - reference).max() > 100 * TOLERANCE
 
 
 def test_a_slow_disk_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +281,9 @@ def test_a_slow_disk_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.Mon
         return read(file, change, shape)
 
     monkeypatch.setattr(LoRAFile, "read", slowly)
-    waiting = engine.submit(wanted("queries", seed=1))
-    late = engine.submit(wanted("queries", seed=2, deadline_s=0.01))
-    neighbour = engine.submit(wanted(seed=3))
+    waiting = engine.submit(lora_request("queries", seed=1))
+    late = engine.submit(lora_request("queries", seed=2, deadline_s=0.01))
+    neighbour = engine.submit(lora_request(seed=3))
     over: dict[str, str] = {}
     while not {neighbour, late} <= over.keys():
         over |= {event.request_id: type(event).__name__ for event in engine.tick() if isinstance(event, TERMINAL)}

@@ -1,4 +1,4 @@
-"""The sizes that SDXL is told: as diffusers tells them, row by row, and readable everywhere they are written."""
+"""SDXL size conditioning: the same latents as diffusers, for each row, and the values in every output format."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.media.infotext import parse_infotext, write_infotext
 from tests.device import tolerance
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
 
 TOLD = MicroConditioning(original_size=(40, 72), crop=(8, 16), target_size=(96, 80), negative_original_size=(24, 32),
     negative_crop=(4, 2), negative_target_size=(64, 48))  # fmt: skip
 HALF = MicroConditioning(original_size=(40, 72), target_size=(96, 80))
 
 
-def test_latents_are_those_of_diffusers_beside_pictures_that_are_told_their_own_sizes(
+def test_latents_match_diffusers_in_a_batch_with_different_size_conditioning(
     make_engine: MakeEngine, tiny_model: Callable[[str], Path]
 ) -> None:
     pipeline = load_pipeline("StableDiffusionXLPipeline", tiny_model("sdxl"))
-    given: dict[str, Any] = {"original_size": (72, 40), "crops_coords_top_left": (16, 8), "target_size": (80, 96)}
+    conditioning: dict[str, Any] = {
+        "original_size": (72, 40),
+        "crops_coords_top_left": (16, 8),
+        "target_size": (80, 96),
+    }
     negative: dict[str, Any] = {"negative_original_size": (32, 24), "negative_crops_coords_top_left": (2, 4),
         "negative_target_size": (48, 64)}  # fmt: skip
-    asks = [asked("sdxl", "ddim", seed=5, num_steps=4, micro_conditioning=told) for told in (TOLD, HALF, None)]
-    own: list[dict[str, Any]] = [given | negative, {**given, "crops_coords_top_left": (0, 0)}, {}]
+    asks = [
+        image_request("sdxl", "ddim", seed=5, num_steps=4, micro_conditioning=sizes) for sizes in (TOLD, HALF, None)
+    ]
+    variants: list[dict[str, Any]] = [conditioning | negative, {**conditioning, "crops_coords_top_left": (0, 0)}, {}]
     engine = make_engine("sdxl", max_rows=8)
     results = engine.generate(asks)
-    for request, inputs, result in zip(asks, own, results, strict=True):
-        theirs = pipeline_latents(pipeline, request, "sdxl", **inputs)
+    for request, inputs, result in zip(asks, variants, results, strict=True):
+        reference = pipeline_latents(pipeline, request, "sdxl", **inputs)
         assert result.latents is not None
-        assert np.abs(result.latents.array - theirs).max() < tolerance(1e-3)
+        assert np.abs(result.latents.array - reference).max() < tolerance(1e-3)
         assert result.micro_conditioning == request.diffusion.micro_conditioning
     assert len({result.picture.data for result in results}) == 3
     assert max(len(set(tick.request_ids)) for tick in engine.trace) == 3
@@ -44,9 +50,9 @@ def test_latents_are_those_of_diffusers_beside_pictures_that_are_told_their_own_
     assert "Micro conditioning" not in write_infotext(results[2], width_px=64, height_px=64)
 
 
-def test_a_model_that_is_told_no_sizes_says_so(make_engine: MakeEngine) -> None:
+def test_a_model_without_size_conditioning_reports_it(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequest, match="is told no sizes; micro_conditioning is SDXL's: leave it out") as no:
-        make_engine("sd15").submit(asked("sd15", "ddim", seed=5, micro_conditioning=HALF))
+        make_engine("sd15").submit(image_request("sd15", "ddim", seed=5, micro_conditioning=HALF))
     assert no.value.param == "micro_conditioning"
 
 

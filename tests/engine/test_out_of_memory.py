@@ -16,7 +16,7 @@ from diffserve.engine import Engine
 from diffserve.engine.image.buckets import FIRST_PAUSE_S
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 Spoil = Callable[[int], bool]
 """(rows of a call) -> whether there is no memory for it."""
@@ -26,7 +26,7 @@ NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero
 
 
 class Shortage(TorchDispatchMode):
-    """Operation number ``when``, of those that take memory, and the ``width - 1`` after it find none."""
+    """An out-of-memory error in allocation number ``when`` and in the next ``width - 1``."""
 
     def __init__(self, when: int = -1, width: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class Shortage(TorchDispatchMode):
 
 @contextmanager
 def small_device(engine: Engine, spoil: Spoil) -> Iterator[list[int]]:
-    """A UNet that runs out of memory when ``spoil`` says so; the rows of every call."""
+    """Return a UNet that runs out of memory when ``spoil`` says so, and the rows of every call."""
     calls: list[int] = []
 
     def hook(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -61,8 +61,8 @@ def small_device(engine: Engine, spoil: Spoil) -> Iterator[list[int]]:
 def pair() -> list[GenerationRequest]:
     """Two requests that use most of the engine: fresh noise, guidance, an init image for one of them."""
     return [
-        asked("sd15", "euler_a", seed=1, num_steps=2, guidance_scale=5.0),
-        asked("sd15", "dpmpp_2m", seed=2, num_steps=2, prompt="the red fox"),
+        image_request("sd15", "euler_a", seed=1, num_steps=2, guidance_scale=5.0),
+        image_request("sd15", "dpmpp_2m", seed=2, num_steps=2, prompt="the red fox"),
     ]
 
 
@@ -116,17 +116,17 @@ def test_a_cap_is_learnt_for_one_shape_and_unlearnt_when_memory_is_there_again(
     engine = make_engine(max_rows=16, deterministic=False)
     now_s = [0.0]
     monkeypatch.setattr(engine.runners.caps, "_clock", lambda: now_s[0])
-    four = [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
+    four = [image_request("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
     with small_device(engine, lambda rows: rows > 4):
         assert len(run(engine, list(four))[0]) == 4
     assert max(tick.num_rows for tick in engine.trace[-3:]) == 4
 
-    other = [asked("sd15", "ddim", seed=seed, num_steps=1, width_px=72, height_px=64) for seed in range(4)]
+    other = [image_request("sd15", "ddim", seed=seed, num_steps=1, width_px=72, height_px=64) for seed in range(4)]
     with small_device(engine, lambda _: False) as calls:
         run(engine, other)
         assert max(calls) == 8
     now_s[0] = FIRST_PAUSE_S + 1
-    again = [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
+    again = [image_request("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
     with small_device(engine, lambda _: False) as calls:
         run(engine, again)
     assert max(calls) == 8
@@ -136,19 +136,19 @@ def test_memory_is_given_back_before_the_call_is_made_again(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(max_rows=16)
-    given: list[str] = []
-    monkeypatch.setattr("diffserve.engine.image.unet_calls.give_memory_back", lambda device: given.append(device.type))
-    with small_device(engine, lambda _: not given):
+    calls: list[str] = []
+    monkeypatch.setattr("diffserve.engine.image.unet_calls.give_memory_back", lambda device: calls.append(device.type))
+    with small_device(engine, lambda _: not calls):
         pictures, failed = run(engine, pair())
-    assert (len(pictures), failed, given) == (2, [], [torch.device(DEVICE).type])
+    assert (len(pictures), failed, calls) == (2, [], [torch.device(DEVICE).type])
 
 
 def test_a_picture_that_cannot_be_decoded_in_one_piece_is_decoded_in_tiles(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    request = asked("sd15", "ddim", seed=3, num_steps=2, width_px=128, height_px=96)
-    [whole] = engine.generate(request)
+    request = image_request("sd15", "ddim", seed=3, num_steps=2, width_px=128, height_px=96)
+    [full_result] = engine.generate(request)
     decode = engine.model.vae.network.decode
 
     def small(z: torch.Tensor, **kwargs: Any) -> Any:
@@ -157,11 +157,11 @@ def test_a_picture_that_cannot_be_decoded_in_one_piece_is_decoded_in_tiles(
         return decode(z, **kwargs)
 
     monkeypatch.setattr(engine.model.vae.network, "decode", small)
-    [tiled] = engine.generate(asked("sd15", "ddim", seed=3, num_steps=2, width_px=128, height_px=96))
-    assert tiled.picture.array.shape == whole.picture.array.shape
-    difference = tiled.picture.array.astype(float) - whole.picture.array
+    [tiled] = engine.generate(image_request("sd15", "ddim", seed=3, num_steps=2, width_px=128, height_px=96))
+    assert tiled.picture.array.shape == full_result.picture.array.shape
+    difference = tiled.picture.array.astype(float) - full_result.picture.array
     assert np.sqrt((difference**2).mean()) < 12.0
-    assert engine.generate(asked("sd15", "ddim", seed=4, num_steps=2))
+    assert engine.generate(image_request("sd15", "ddim", seed=4, num_steps=2))
 
 
 def test_a_picture_fails_where_not_even_a_tile_has_room(

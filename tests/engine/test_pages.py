@@ -1,4 +1,4 @@
-"""One budget of pages: who fits is let in, the others wait, and every way out gives the pages back."""
+"""One page budget: requests are admitted if they fit and wait otherwise, and every exit returns the pages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from tests.device import DEVICE, tolerance
 from tests.engine.conftest import STRANGER, MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 SIXTEEN = "cat " * 15
 
 
 def pool_bytes(model: Any, num_windows: int) -> int:
-    """A pool that holds so many different windows, one of them being encoded."""
+    """Return the size of a pool for this many different windows, with one of them being encoded."""
     specs = image_specs(model, is_exact=True)
     return wanted_bytes([specs], (), model.text.window_tokens, num_windows=num_windows)
 
@@ -35,7 +35,7 @@ def held_pages(engine: Engine) -> int:
 
 
 def quick(seed: int = 1, kind: str = "sd15", **fields: Any) -> GenerationRequest:
-    return asked(kind, "ddim", seed=seed, **{"num_steps": 2, **fields})
+    return image_request(kind, "ddim", seed=seed, **{"num_steps": 2, **fields})
 
 
 def content(results: list[ImageResult]) -> list[tuple[bytes, bytes]]:
@@ -52,10 +52,10 @@ def test_paged_and_plain_paint_the_same_latents(make_engine: MakeEngine, kind: s
     plain_engine = make_engine(kind, cross_attention="plain")
     plain = plain_engine.generate(requests())
     assert plain_engine.page_stats is None
-    for one, other in zip(paged, plain, strict=True):
-        assert one.latents is not None
+    for result, other in zip(paged, plain, strict=True):
+        assert result.latents is not None
         assert other.latents is not None
-        assert abs(one.latents.array - other.latents.array).max() < tolerance(1e-4)
+        assert abs(result.latents.array - other.latents.array).max() < tolerance(1e-4)
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
@@ -69,8 +69,8 @@ def test_an_images_bytes_do_not_depend_on_what_was_painted_before(make_engine: M
     neighbours = [quick(seed, kind, prompt=SIXTEEN + "the dog") for seed in range(3)]
     assert content(engine.generate([*neighbours, image()]))[3:] == alone
     assert engine.page_stats is not None
-    found = {name: stats.found_tokens for name, stats in engine.page_stats.tenants.items()}
-    assert min(found.values()) >= 16
+    found_tokens = {name: stats.found_tokens for name, stats in engine.page_stats.tenants.items()}
+    assert min(found_tokens.values()) >= 16
 
 
 def test_an_images_bytes_are_the_same_after_its_pages_were_evicted(make_engine: MakeEngine) -> None:
@@ -89,8 +89,8 @@ def test_the_negative_prompt_of_thirty_two_requests_is_stored_once(make_engine: 
     for request in requests:
         engine.submit(request)
     engine.tick()
-    one = image_specs(engine.model, is_exact=True).unet
-    assert held_pages(engine) == 33 * PagePlan(one, _page_bytes(engine)).num_pages(77)
+    spec = image_specs(engine.model, is_exact=True).unet
+    assert held_pages(engine) == 33 * PagePlan(spec, _page_bytes(engine)).num_pages(77)
     for request in requests:
         engine.cancel(request.request_id)
     engine.tick()
@@ -104,13 +104,13 @@ def _page_bytes(engine: Engine) -> int:
 
 def test_images_without_guidance_hold_no_pages_of_a_negative_prompt(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    held = []
+    held_counts = []
     for scale in (1.0, 5.0):
         engine.submit(quick(prompt="cat", negative_prompt="dog", guidance_scale=scale))
         engine.tick()
-        held.append(held_pages(engine))
+        held_counts.append(held_pages(engine))
         list(engine.events())
-    assert held[1] == 2 * held[0]
+    assert held_counts[1] == 2 * held_counts[0]
 
 
 def test_who_does_not_fit_waits_until_somebody_leaves(make_engine: MakeEngine) -> None:
@@ -141,13 +141,13 @@ def test_texts_of_different_lengths_share_calls_only_where_no_bytes_are_promised
         return [quick(1, prompt="a cat BREAK a dog"), quick(2, prompt="the red fox")]
 
     exact, free = make_engine(max_rows=16), make_engine(max_rows=16, deterministic=False)
-    expected, found = exact.generate(requests()), free.generate(requests())
+    expected, actual = exact.generate(requests()), free.generate(requests())
     assert max(len(set(tick.request_ids)) for tick in exact.trace) == 1
     assert max(len(set(call.rows)) for tick in free.trace for call in tick.calls) == 4
-    for one, other in zip(found, expected, strict=True):
-        assert one.latents is not None
+    for result, other in zip(actual, expected, strict=True):
+        assert result.latents is not None
         assert other.latents is not None
-        assert abs(one.latents.array - other.latents.array).max() < free.tolerance
+        assert abs(result.latents.array - other.latents.array).max() < free.tolerance
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_the_engine_lives_on(make_engine: MakeEngine) -> None:
@@ -174,12 +174,12 @@ def test_what_was_gathered_for_images_goes_with_them(make_engine: MakeEngine, mo
     stacks = engine.runners.caller._stacks
     for seed, num_steps in enumerate((2, 4, 6)):
         engine.submit(quick(seed, num_steps=num_steps))
-    kept = []
+    counts = []
     for _ in engine.events():
-        kept.append(len(stacks))
+        counts.append(len(stacks))
         assert {task.state is None for rows in stacks for task, _ in rows} <= {False}
-    assert max(kept) > 0
-    assert kept[-1] == 0
+    assert max(counts) > 0
+    assert counts[-1] == 0
 
     monkeypatch.setattr("diffserve.engine.image.unet_calls.STACK_BYTES_KEPT", 1)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Policies: who is in the next tick, under each of them, and that nobody waits for ever. Stories at a desk."""
+"""Scheduling policies: which rows run in the next tick, and that no request starves. Simulated, without torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def who(plan: TickPlan) -> list[str]:
 
 def run_and_watch(desk: Desk) -> list[list[str]]:
     """Ticks until nothing is left: who was in each that had rows."""
-    seen = []
+    ticks = []
     while desk.scheduler.has_work:
         plan, _ = desk.tick()
         if plan.rows:
-            seen.append(who(plan))
-    return seen
+            ticks.append(who(plan))
+    return ticks
 
 
 def test_every_name_that_can_be_configured_is_a_policy() -> None:
@@ -71,8 +71,10 @@ def test_nobody_starves_while_others_keep_coming(
     arrivals: list[tuple[int, int, bool, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``arrivals`` (how many, steps, wide, guidance) come tick after tick, for ever. What may overtake came within
-    cost / ageing ticks; each tick that is not the victim's takes at least one step off that.
+    """Submit ``arrivals`` (count, steps, wide, guidance) in every tick, without end.
+
+    Only requests that came within cost / ageing ticks can overtake the first one, and each tick that does not run it
+    finishes at least one of their steps.
     """
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
     desk = Desk(row_cap=row_cap, policy=name, max_lanes=8)
@@ -95,14 +97,14 @@ def test_nobody_starves_while_others_keep_coming(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ends_are_foreseen_while_a_picture_is_still_to_be_decoded(name: str) -> None:
+def test_completion_is_forecast_while_an_image_waits_for_decoding(name: str) -> None:
     desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
     desk.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
         desk.submit(num_steps=num_steps)
-    told = [event for event in desk.run() if isinstance(event, Progress)]
-    assert len(told) == 13
-    assert all(event.seconds_left is not None for event in told)
+    progress_events = [event for event in desk.run() if isinstance(event, Progress)]
+    assert len(progress_events) == 13
+    assert all(event.seconds_left is not None for event in progress_events)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -14,7 +14,7 @@ from diffserve.runtime import DiffusionModel
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner
 from diffserve.settings.config import EngineConfig
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 SHAPE = PreviewConfig(latent_channels=4, widths=(8,), num_blocks=(1,), factor=8)
 
@@ -27,7 +27,7 @@ def with_previewer(model: DiffusionModel) -> DiffusionModel:
 
 
 def wishes(count: int = 3) -> list[GenerationRequest]:
-    return [asked("sd15", "ddim", seed=seed, num_steps=4, preview_every=2) for seed in range(count)]
+    return [image_request("sd15", "ddim", seed=seed, num_steps=4, preview_every=2) for seed in range(count)]
 
 
 def test_the_previews_of_a_tick_are_one_call(make_engine: MakeEngine) -> None:

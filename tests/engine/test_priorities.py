@@ -87,14 +87,14 @@ def test_a_client_with_twice_the_share_gets_twice_the_work() -> None:
 
 
 class LinearCosts(DeskCosts):
-    """Every row takes a second, as on a CPU: who fills a tick makes it longer."""
+    """Costs of one second per row, as on a CPU: a full tick takes longer."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         return float(num_rows)
 
 
 def guest_seconds(desk: Desk, crowd: int) -> list[float]:
-    """What each of a guest's pictures takes by the calls alone, one after another, ``crowd`` others always in line."""
+    """Return the latencies of one client's sequential images, with ``crowd`` other images always in the queue."""
     seconds = []
     for _ in range(20):
         while sum(live.client == "crowd" for live in desk.scheduler.live.values()) < crowd:
@@ -107,11 +107,12 @@ def guest_seconds(desk: Desk, crowd: int) -> list[float]:
 
 
 def test_ten_fold_overload_by_one_key_leaves_another_its_pace() -> None:
-    """95 of 100 of its pictures take at most twice as long as alone, and the tick that runs when they come; a full tick
-    takes four times as long as one of theirs.
+    """95 % of its images take at most twice as long as alone, plus the tick that runs when they arrive.
+
+    A full tick takes four times as long as one of its ticks.
     """
-    alone, beside = (guest_seconds(Desk(8, LinearCosts(8)), crowd) for crowd in (0, 80))
-    assert sorted(beside)[18] <= 2.0 * sorted(alone)[18] + 8.0
+    alone, crowded_s = (guest_seconds(Desk(8, LinearCosts(8)), crowd) for crowd in (0, 80))
+    assert sorted(crowded_s)[18] <= 2.0 * sorted(alone)[18] + 8.0
 
 
 def test_priorities_and_shares_that_are_none_are_refused() -> None:

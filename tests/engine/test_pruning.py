@@ -1,5 +1,6 @@
-"""Pruned models: what adds nothing is cut first and nobody sees it, everything follows the narrower layers, and a side
-file that is not the network's own is refused.
+"""Pruned models: units that add nothing are cut first, and all layers follow the smaller widths.
+
+A side file that belongs to another network is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diffserve.runtime.unet.compiled import _package_identity
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.engine.test_deep_cache import content, painted_by_seed
 
 HALF = Shares(heads=0.5, channels=0.5)
@@ -41,16 +42,16 @@ Pair = tuple[Path, Path]
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """``pair(kind)``: the tiny model with half of its heads and channels silenced, and the same one with half cut."""
-    made: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
 
     def make(kind: str) -> Pair:
-        if kind not in made:
+        if kind not in pairs:
             folder = tmp_path_factory.mktemp(kind)
-            whole = shutil.copytree(tiny_model(kind), folder / "whole")
-            silence(whole)
-            prune_directory(whole, folder / "pruned", HALF)
-            made[kind] = whole, folder / "pruned"
-        return made[kind]
+            original = shutil.copytree(tiny_model(kind), folder / "whole")
+            silence(original)
+            prune_directory(original, folder / "pruned", HALF)
+            pairs[kind] = original, folder / "pruned"
+        return pairs[kind]
 
     return make
 
@@ -76,11 +77,11 @@ def engine_of(directory: Path, **config: object) -> Engine:
 
 
 def company(kind: str) -> list[GenerationRequest]:
-    """Requests that share nothing but their size; one under DeepCache."""
+    """Return requests that share nothing but their size; one uses DeepCache."""
     return [
-        asked(kind, "ddim", 1, num_steps=4, cache_interval=2),
-        asked(kind, "dpmpp_2m", 2, num_steps=3, prompt="cat", guidance_scale=1.0),
-        asked(kind, "euler_a", 3, num_steps=4),
+        image_request(kind, "ddim", 1, num_steps=4, cache_interval=2),
+        image_request(kind, "dpmpp_2m", 2, num_steps=3, prompt="cat", guidance_scale=1.0),
+        image_request(kind, "euler_a", 3, num_steps=4),
     ]
 
 
@@ -89,20 +90,20 @@ def company(kind: str) -> list[GenerationRequest]:
 def test_pruned_model_paints_what_the_whole_one_does_where_the_cut_adds_nothing(
     kind: str, pair: Callable[[str], Pair]
 ) -> None:
-    whole, pruned = map(widths, pair(kind))
+    original, pruned = map(widths, pair(kind))
     assert all(
         after == max(1, before // 2)
         for part in ("heads", "channels")
-        for before, after in zip(whole[part].values(), pruned[part].values(), strict=True)
+        for before, after in zip(original[part].values(), pruned[part].values(), strict=True)
     )
     requests = company(kind)
     before, after, plain = (
         [latents(result) for result in engine_of(directory, cross_attention=how).generate(requests)]
         for directory, how in zip((*pair(kind), pair(kind)[1]), ("paged", "paged", "plain"), strict=True)
     )
-    for one, other, third in zip(before, after, plain, strict=True):
-        bound = TOLERANCE * np.abs(one).max()
-        np.testing.assert_allclose(other, one, rtol=0, atol=bound)
+    for first_result, other, third in zip(before, after, plain, strict=True):
+        bound = TOLERANCE * np.abs(first_result).max()
+        np.testing.assert_allclose(other, first_result, rtol=0, atol=bound)
         np.testing.assert_allclose(third, other, rtol=0, atol=bound)
 
 
@@ -122,10 +123,10 @@ def test_bytes_of_a_pruned_model_depend_on_neither_company_nor_arrival_nor_loadi
 ) -> None:
     alone, engine = (engine_of(pair(kind)[1], max_rows=16) for _ in range(2))
     assert alone.model.digest == engine.model.digest != load_model(pair(kind)[0], dtype="float32", device=DEVICE).digest
-    expected = {one.seed: content(alone.generate(one)[0]) for one in company(kind)}
+    expected = {request.seed: content(alone.generate(request)[0]) for request in company(kind)}
     events: list[Event] = []
-    for one in reversed(company(kind)):
-        engine.submit(one)
+    for request in reversed(company(kind)):
+        engine.submit(request)
         events += engine.tick()
     assert painted_by_seed(events + list(engine.events())) == expected
     engine.check_integrity()
@@ -133,10 +134,10 @@ def test_bytes_of_a_pruned_model_depend_on_neither_company_nor_arrival_nor_loadi
 
 @pytest.mark.slow
 def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair]) -> None:
-    whole, pruned = pair("sd15")
-    loaded = [load_model(directory, dtype="float32", device=DEVICE) for directory in (whole, pruned)]
+    original, pruned = pair("sd15")
+    loaded = [load_model(directory, dtype="float32", device=DEVICE) for directory in (original, pruned)]
     assert _package_identity(loaded[0], is_baked=False) != _package_identity(loaded[1], is_baked=False)
-    for directory, model in zip((whole, pruned), loaded, strict=True):
+    for directory, model in zip((original, pruned), loaded, strict=True):
         assert widths_of(meta_copy(model).unet.network) == widths_of(model.unet.network)
         needs = needs_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
         assert needs.model.memory_report() == model.memory_report()
@@ -148,7 +149,7 @@ def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("manifest", "message"),
     [
         ("{", "truncated"),
         ("[]", "Expected `object`"),
@@ -160,19 +161,19 @@ def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair
     ],
 )
 def test_damaged_side_file_is_refused(
-    told: str | dict[str, object], said: str, pair: Callable[[str], Pair], tmp_path: Path
+    manifest: str | dict[str, object], message: str, pair: Callable[[str], Pair], tmp_path: Path
 ) -> None:
     directory = shutil.copytree(pair("sd15")[1], tmp_path / "model")
     file = directory / "unet" / PRUNED_FILE
-    if isinstance(told, dict):
+    if isinstance(manifest, dict):
         content = json.loads(file.read_text())
-        if "first head" in told:
-            told = {"heads": {**content["heads"], next(iter(content["heads"])): told["first head"]}}
-        told = json.dumps(content | told)
-    file.write_text(told)
+        if "first head" in manifest:
+            manifest = {"heads": {**content["heads"], next(iter(content["heads"])): manifest["first head"]}}
+        manifest = json.dumps(content | manifest)
+    file.write_text(manifest)
     with pytest.raises(ConfigError, match=r"pruned\.json cannot be used: .*prune the model anew") as caught:
         load_model(directory, dtype="float32", device="meta")
-    assert said in caught.value.message
+    assert message in caught.value.message
     file.unlink()
     with pytest.raises(ModelLoadError, match="the configured network expects"):
         load_model(directory, dtype="float32", device="meta")
@@ -188,14 +189,14 @@ def test_the_command_says_what_is_left_and_refuses_what_it_cannot_do(
     def run(*arguments: str, output: Path = tmp_path / "new") -> tuple[int, str]:
         with pytest.raises(SystemExit) as stop:
             main(["prune", "--model", str(model), "-o", str(output), *arguments])
-        said = capsys.readouterr()
-        return int(str(stop.value.code)), said.out + said.err
+        cli_output = capsys.readouterr()
+        return int(str(stop.value.code)), cli_output.out + cli_output.err
 
     assert run("--heads", "1.5")[1] == "diffserve: heads is 1.5; it must lie between 0.0 and 0.9.\n"
     assert "cut nothing" in run()[1]
     assert "exists, and nothing is overwritten" in run("--heads", "0.5", output=tmp_path)[1]
     assert "/proc/x cannot be written: " in run("--heads", "0.5", output=Path("/proc/x"))[1]
     assert not list(tmp_path.iterdir())
-    code, said = run("--heads", "0.25", "--channels", "0.25")
-    assert (code, [line.split()[0] for line in said.splitlines()[1:4]]) == (0, ["million", "MiB", "GFLOP"])
+    code, cli_output = run("--heads", "0.25", "--channels", "0.25")
+    assert (code, [line.split()[0] for line in cli_output.splitlines()[1:4]]) == (0, ["million", "MiB", "GFLOP"])
     assert set(widths(tmp_path / "new")["heads"].values()) == {3}  # of the four that were left

@@ -26,7 +26,7 @@ from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_to
 from diffserve.settings.layers import load_settings
 from schedulers.samplers import SAMPLERS
 from tests.device import DEVICE, tolerance
-from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import PIPELINES, image_request, load_pipeline, pipeline_latents
 from tests.runtime.original_layout import save_single_file, vae_tensors
 from tests.runtime.test_single_file import LUGGAGE
 from tests.tiny_models import build_pipeline, scheduler, text_encoder
@@ -39,7 +39,7 @@ TinyModel = Callable[[str], Path]
 
 @pytest.fixture
 def copy_tiny(tiny_model: TinyModel, tmp_path: Path) -> TinyModel:
-    """``copy_tiny(kind)``: a copy of the tiny model, to be written anew in another format."""
+    """Return ``copy_tiny(kind)``, which copies the tiny model so that a test can change its format."""
     return lambda kind: Path(shutil.copytree(tiny_model(kind), tmp_path / kind))
 
 
@@ -51,13 +51,13 @@ def rename_tensors(file: Path, words: dict[str, str]) -> None:
 
 
 def engine_of(path: Path, env: dict[str, str] | None = None) -> Engine:
-    """An engine on ``path`` with the settings of its kind, for small pictures."""
+    """Return an engine on ``path`` with the settings of its kind, for small images."""
     profile = replace(load_settings(model=str(path), env=env or {}).model, good_sizes=((64, 64),), probe=False)
     return Engine(load_model(path, dtype="float32", device=DEVICE, profile=profile))
 
 
 def paint(path: Path, env: dict[str, str] | None = None, kind: str = "sd15", **fields: Any) -> ImageResult:
-    [result] = engine_of(path, env).generate(asked(kind, "ddim", 3, **{"num_steps": 2} | fields))
+    [result] = engine_of(path, env).generate(image_request(kind, "ddim", 3, **{"num_steps": 2} | fields))
     return result
 
 
@@ -74,12 +74,12 @@ def test_vae_with_attention_named_as_before_diffusers_0_17_decodes_as_there(copy
     path = copy_tiny(kind)
     rename_tensors(path / "vae" / f"{STEM}.safetensors", BEFORE_0_17)
     assert "decoder.mid_block.attentions.0.proj_attn.weight" in load_file(path / "vae" / f"{STEM}.safetensors")
-    ours = paint(path, kind=kind)
-    assert ours.latents is not None
+    actual = paint(path, kind=kind)
+    assert actual.latents is not None
     pipeline = load_pipeline(PIPELINES[kind], path)
-    theirs = pipeline_latents(pipeline, asked(kind, "ddim", 3, num_steps=2), kind)
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
-    assert np.abs(ours.pixels.astype(float) - decoded(pipeline, theirs)).max() <= 1
+    reference = pipeline_latents(pipeline, image_request(kind, "ddim", 3, num_steps=2), kind)
+    assert np.abs(actual.latents.array - reference).max() < TOLERANCE
+    assert np.abs(actual.pixels.astype(float) - decoded(pipeline, reference)).max() <= 1
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_variants_in_shards_and_a_whole_clip_s_configuration_paint_as_in_diffuse
     file.write_text(
         json.dumps({"model_type": "clip", "projection_dim": 64, "text_config": json.loads(file.read_text())})
     )
-    ours = paint(path)
+    actual = paint(path)
     with hushed("transformers", "diffusers"):
         pipeline = (
             import_quietly("diffusers", "StableDiffusionPipeline")
@@ -109,14 +109,14 @@ def test_variants_in_shards_and_a_whole_clip_s_configuration_paint_as_in_diffuse
             .to(dtype=torch.float32)
         )
         pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline_latents(pipeline, asked("sd15", "ddim", 3, num_steps=2), "sd15")
-    assert ours.latents is not None
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
-    assert np.abs(ours.pixels.astype(float) - decoded(pipeline, theirs)).max() <= 1
+    reference = pipeline_latents(pipeline, image_request("sd15", "ddim", 3, num_steps=2), "sd15")
+    assert actual.latents is not None
+    assert np.abs(actual.latents.array - reference).max() < TOLERANCE
+    assert np.abs(actual.pixels.astype(float) - decoded(pipeline, reference)).max() <= 1
 
 
 @pytest.mark.parametrize(
-    ("dtype", "there", "chosen"),
+    ("dtype", "there", "expected_variant"),
     [
         ("float32", ("fp16", "bf16", "non_ema"), "fp16"),
         ("bfloat16", ("", "fp16", "bf16"), "bf16"),
@@ -125,14 +125,14 @@ def test_variants_in_shards_and_a_whole_clip_s_configuration_paint_as_in_diffuse
     ],
 )
 def test_variant_that_fits_is_read_of_those_that_are_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, there: tuple[str, ...], chosen: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, there: tuple[str, ...], expected_variant: str
 ) -> None:
     names = {variant: f"{STEM}.{variant}.safetensors" if variant else f"{STEM}.safetensors" for variant in there}
     for name in names.values():
         save_file({"x": torch.zeros(1)}, tmp_path / name)
     with caplog.at_level(logging.INFO):
-        assert find_weights(tmp_path, STEM, dtype=dtype) == [tmp_path / names[chosen]]
-    assert f"{names[chosen]} is read" in caplog.text
+        assert find_weights(tmp_path, STEM, dtype=dtype) == [tmp_path / names[expected_variant]]
+    assert f"{names[expected_variant]} is read" in caplog.text
     assert all(name in caplog.text for name in names.values()), "what was not read is told too"
 
 
@@ -160,7 +160,7 @@ SAMPLERS_AND_SPACINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # theirs
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised in diffusers
 def test_each_sampler_takes_its_own_spacing_where_the_scheduler_s_file_names_none(copy_tiny: TinyModel) -> None:
     path = copy_tiny("sd15")
     (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(STABLE_DIFFUSION_1_5))
@@ -169,21 +169,24 @@ def test_each_sampler_takes_its_own_spacing_where_the_scheduler_s_file_names_non
     pipeline = load_pipeline("StableDiffusionPipeline", path)
     published = pipeline.scheduler.config
     asked_for = [
-        asked("sd15", sampler, seed=3, num_steps=4, spacing=None, negative_prompt="")
+        image_request("sd15", sampler, seed=3, num_steps=4, spacing=None, negative_prompt="")
         for sampler in SAMPLERS_AND_SPACINGS
     ]
-    for request, ours in zip(asked_for, engine_of(path).generate(asked_for), strict=True):
-        assert ours.latents is not None
-        assert ours.spacing == SAMPLERS_AND_SPACINGS[ours.sampler]
-        scheduler = import_quietly("diffusers", SAMPLERS[ours.sampler].diffusers_class)
+    for request, result in zip(asked_for, engine_of(path).generate(asked_for), strict=True):
+        assert result.latents is not None
+        assert result.spacing == SAMPLERS_AND_SPACINGS[result.sampler]
+        scheduler = import_quietly("diffusers", SAMPLERS[result.sampler].diffusers_class)
         pipeline.scheduler = scheduler.from_config(published)
-        theirs = pipeline_latents(pipeline, request, "sd15", keep_scheduler=True)
-        assert np.abs(ours.latents.array - theirs).max() < TOLERANCE, ours.sampler
+        reference = pipeline_latents(pipeline, request, "sd15", keep_scheduler=True)
+        assert np.abs(result.latents.array - reference).max() < TOLERANCE, result.sampler
 
 
 @pytest.fixture
 def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
-    """``write_file(extra, without, kind)``: in one file, configurations beside it; no tensors that begin so."""
+    """Return ``write_file(extra, without, kind)``, which writes a single file with its configurations next to it.
+
+    Tensors whose names start with ``without`` are left out.
+    """
 
     def write(
         extra: dict[str, torch.Tensor] | None = None, *, without: tuple[str, ...] = (), kind: str = "sd15"
@@ -192,7 +195,7 @@ def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
         pipeline = load_pipeline(PIPELINES[kind], tiny_model(kind))
         file = save_single_file(pipeline, tmp_path / "file.safetensors", extra)
         if without:
-            save_file({name: one for name, one in load_file(file).items() if not name.startswith(without)}, file)
+            save_file({name: tensor for name, tensor in load_file(file).items() if not name.startswith(without)}, file)
         return file
 
     return write
@@ -200,12 +203,14 @@ def write_file(tmp_path: Path, tiny_model: TinyModel) -> Callable[..., Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl"])
-def test_single_file_with_luggage_paints_as_in_diffusers(
+def test_single_file_with_extra_tensors_generates_as_in_diffusers(
     write_file: Callable[..., Path], tiny_model: TinyModel, kind: str
 ) -> None:
-    """As their own reader of such files has it, which tells two text encoders by their widths: here these are one."""
-    file = write_file({name: one for name, one in LUGGAGE.items() if kind == "sd15" or "cond_" not in name}, kind=kind)
-    ours = paint(file, kind=kind)
+    """Diffusers gets the second encoder of SDXL separately: it tells encoders apart by width, which is equal here."""
+    file = write_file(
+        {name: tensor for name, tensor in LUGGAGE.items() if kind == "sd15" or "cond_" not in name}, kind=kind
+    )
+    actual = paint(file, kind=kind)
     second = (
         {"text_encoder_2": load_pipeline(PIPELINES[kind], tiny_model(kind)).text_encoder_2} if kind == "sdxl" else {}
     )
@@ -215,73 +220,79 @@ def test_single_file_with_luggage_paints_as_in_diffusers(
             str(file), config=str(tiny_model(kind)), local_files_only=True, **optional
         )
         pipeline.set_progress_bar_config(disable=True)
-        theirs = pipeline_latents(pipeline, asked(kind, "ddim", 3, num_steps=2), kind)
-    assert ours.latents is not None
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+        reference = pipeline_latents(pipeline, image_request(kind, "ddim", 3, num_steps=2), kind)
+    assert actual.latents is not None
+    assert np.abs(actual.latents.array - reference).max() < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd2", "sdxl"])
 def test_single_file_whose_keys_say_velocity_and_zero_snr_paints_as_in_diffusers(kind: str, tmp_path: Path) -> None:
-    """All by itself: shapes, CLIP's vocabulary and two marks are what there is to read."""
+    """No configuration files: only shapes, CLIP's vocabulary and two marker keys are available."""
     pipeline = build_pipeline(kind, tmp_path / "parts")
     pipeline.scheduler = scheduler("sd2")
-    own: dict[str, Any] = {"vocabulary_size": VOCABULARY_SIZE}
+    fields: dict[str, Any] = {"vocabulary_size": VOCABULARY_SIZE}
     if kind == "sdxl":
-        pipeline.text_encoder, pipeline.tokenizer = text_encoder(width=64, **own), clip_tokenizer(pad=END)
-        pipeline.text_encoder_2 = text_encoder(width=64, layers=4, act="gelu", projection=32, **own)
+        pipeline.text_encoder, pipeline.tokenizer = text_encoder(width=64, **fields), clip_tokenizer(pad=END)
+        pipeline.text_encoder_2 = text_encoder(width=64, layers=4, act="gelu", projection=32, **fields)
         pipeline.tokenizer_2 = clip_tokenizer(pad="!")
     else:
-        pipeline.text_encoder, pipeline.tokenizer = text_encoder(width=64, act="gelu", **own), clip_tokenizer(pad="!")
+        pipeline.text_encoder, pipeline.tokenizer = (
+            text_encoder(width=64, act="gelu", **fields),
+            clip_tokenizer(pad="!"),
+        )
     marks = {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}
-    ours = paint(save_single_file(pipeline, tmp_path / "file.safetensors", marks), kind=kind, spacing=None)
-    request = asked(kind, "ddim", 3, num_steps=2)
-    theirs = pipeline_latents(pipeline, request, kind, keep_scheduler=True)
-    assert ours.latents is not None
-    assert ours.spacing == "trailing"
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+    actual = paint(save_single_file(pipeline, tmp_path / "file.safetensors", marks), kind=kind, spacing=None)
+    request = image_request(kind, "ddim", 3, num_steps=2)
+    reference = pipeline_latents(pipeline, request, kind, keep_scheduler=True)
+    assert actual.latents is not None
+    assert actual.spacing == "trailing"
+    assert np.abs(actual.latents.array - reference).max() < TOLERANCE
     pipeline.scheduler = scheduler("sd15")
-    assert np.abs(pipeline_latents(pipeline, request, kind, keep_scheduler=True) - theirs).max() > 10 * TOLERANCE
+    assert np.abs(pipeline_latents(pipeline, request, kind, keep_scheduler=True) - reference).max() > 10 * TOLERANCE
 
 
 def test_parts_that_a_file_lacks_are_read_where_settings_name_them(
     write_file: Callable[..., Path], tiny_model: TinyModel
 ) -> None:
-    whole = tiny_model("sd15")
+    folder = tiny_model("sd15")
     file = write_file(without=("first_stage_model.", "cond_stage_model."))
-    named = {"DIFFSERVE_MODEL_VAE": str(whole / "vae"), "DIFFSERVE_MODEL_TEXT_ENCODER": str(whole)}
+    env = {"DIFFSERVE_MODEL_VAE": str(folder / "vae"), "DIFFSERVE_MODEL_TEXT_ENCODER": str(folder)}
     with pytest.raises(ModelLoadError, match=r"holds a UNet but no text encoder; .*--text-encoder"):
         paint(file)
     with pytest.raises(ModelLoadError, match=r"holds no VAE; .* \(--vae, model.vae\)"):
-        paint(file, named | {"DIFFSERVE_MODEL_VAE": ""})
+        paint(file, env | {"DIFFSERVE_MODEL_VAE": ""})
     with pytest.raises(ModelLoadError, match=r"scheduler holds neither vae/config.json nor .* \(model.vae\)"):
-        paint(file, named | {"DIFFSERVE_MODEL_VAE": str(whole / "scheduler")})
-    ours, expected = paint(file, named), paint(whole)
-    assert ours.latents == expected.latents
-    assert np.array_equal(ours.pixels, expected.pixels)
+        paint(file, env | {"DIFFSERVE_MODEL_VAE": str(folder / "scheduler")})
+    actual, expected = paint(file, env), paint(folder)
+    assert actual.latents == expected.latents
+    assert np.array_equal(actual.pixels, expected.pixels)
 
 
 def test_vae_may_be_a_file_by_itself_in_either_layout(
     copy_tiny: TinyModel, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    whole = copy_tiny("sd15")
-    expected = paint(whole)
-    tensors = dict(vae_tensors(load_pipeline("StableDiffusionPipeline", whole).vae))
+    folder = copy_tiny("sd15")
+    expected = paint(folder)
+    tensors = dict(vae_tensors(load_pipeline("StableDiffusionPipeline", folder).vae))
     bare = {name.removeprefix("first_stage_model."): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(bare | {"loss.logvar": torch.zeros(1)}, tmp_path / "vae-ft-mse.safetensors")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "part.safetensors")
     shutil.copytree(tiny_model("sd15") / "vae", tmp_path / "other")
     rename_tensors(tmp_path / "other" / f"{STEM}.safetensors", BEFORE_0_17)
     for name in ("vae-ft-mse.safetensors", "part.safetensors", f"other/{STEM}.safetensors"):
-        shutil.rmtree(whole / "vae", ignore_errors=True)
-        found = paint(whole, {"DIFFSERVE_MODEL_VAE": str(tmp_path / name)})
-        assert np.array_equal(found.pixels, expected.pixels), name
+        shutil.rmtree(folder / "vae", ignore_errors=True)
+        actual = paint(folder, {"DIFFSERVE_MODEL_VAE": str(tmp_path / name)})
+        assert np.array_equal(actual.pixels, expected.pixels), name
     del bare["decoder.conv_in.weight"]
     save_file(bare, tmp_path / "half.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "none.safetensors")
-    for name, said in (("half", r"'decoder.conv_in.weight' .* is missing from"), ("none", "is no VAE in the original")):
-        with pytest.raises(ModelLoadError, match=said):
-            paint(whole, {"DIFFSERVE_MODEL_VAE": str(tmp_path / f"{name}.safetensors")})
+    for name, message in (
+        ("half", r"'decoder.conv_in.weight' .* is missing from"),
+        ("none", "is no VAE in the original"),
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            paint(folder, {"DIFFSERVE_MODEL_VAE": str(tmp_path / f"{name}.safetensors")})
 
 
 @pytest.mark.parametrize("kind", ["sd15", pytest.param("sdxl", marks=pytest.mark.slow)])
@@ -297,13 +308,13 @@ def test_tiny_autoencoders_encode_and_decode_as_in_diffusers(copy_tiny: TinyMode
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderTiny"]}))
     engine = engine_of(path)
-    [ours] = engine.generate(asked(kind, "ddim", 3, num_steps=2))
-    assert ours.latents is not None
+    [result] = engine.generate(image_request(kind, "ddim", 3, num_steps=2))
+    assert result.latents is not None
     pipeline = load_pipeline(PIPELINES[kind], path)
     assert type(pipeline.vae).__name__ == "AutoencoderTiny"
-    theirs = pipeline_latents(pipeline, asked(kind, "ddim", 3, num_steps=2), kind)
-    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
-    assert np.abs(ours.pixels.astype(float) - decoded(pipeline, theirs)).max() <= 1
+    reference = pipeline_latents(pipeline, image_request(kind, "ddim", 3, num_steps=2), kind)
+    assert np.abs(result.latents.array - reference).max() < TOLERANCE
+    assert np.abs(result.pixels.astype(float) - decoded(pipeline, reference)).max() <= 1
     pixels = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
     images = torch.tensor(pixels, device=DEVICE).permute(0, 3, 1, 2).float() / 127.5 - 1.0
     with torch.no_grad():
@@ -316,21 +327,23 @@ def test_tiny_autoencoders_encode_and_decode_as_in_diffusers(copy_tiny: TinyMode
 def test_family_of_a_file_without_text_encoders_is_read_off_its_unet(
     kind: str, tmp_path: Path, tiny_model: TinyModel
 ) -> None:
-    whole = tiny_model(kind)
+    folder = tiny_model(kind)
     name = "StableDiffusionXLPipeline" if kind == "sdxl" else "StableDiffusionPipeline"
-    file = save_single_file(load_pipeline(name, whole), tmp_path / "file.safetensors", {"v_pred": torch.zeros(1)})
+    file = save_single_file(load_pipeline(name, folder), tmp_path / "file.safetensors", {"v_pred": torch.zeros(1)})
     text = ("cond_stage_model.", "conditioner.")
     save_file({key: tensor for key, tensor in load_file(file).items() if not key.startswith(text)}, file)
-    named = {"DIFFSERVE_MODEL_TEXT_ENCODER": str(whole)}
-    profile = load_settings(model=str(file), env=named).model
-    found = load_model(file, dtype="float32", device=DEVICE, profile=replace(profile, probe=False))
-    expected = load_model(whole, dtype="float32", device=DEVICE)
-    assert (found.family, found.digest == expected.digest) == (expected.family, False)
-    texts = [model.text.encode("a red fox", "dog", width_px=64, height_px=64).cond for model in (found, expected)]
+    env = {"DIFFSERVE_MODEL_TEXT_ENCODER": str(folder)}
+    profile = load_settings(model=str(file), env=env).model
+    loaded_model = load_model(file, dtype="float32", device=DEVICE, profile=replace(profile, probe=False))
+    expected = load_model(folder, dtype="float32", device=DEVICE)
+    assert (loaded_model.family, loaded_model.digest == expected.digest) == (expected.family, False)
+    texts = [
+        model.text.encode("a red fox", "dog", width_px=64, height_px=64).cond for model in (loaded_model, expected)
+    ]
     assert torch.equal(texts[0], texts[1])
-    unets = [model.unet.network.state_dict() for model in (found, expected)]
+    unets = [model.unet.network.state_dict() for model in (loaded_model, expected)]
     assert all(torch.equal(tensor, unets[1][key]) for key, tensor in unets[0].items())
     if kind == "sdxl":
-        one = replace(profile, text_encoder=str(whole / "text_encoder"))
+        other_profile = replace(profile, text_encoder=str(folder / "text_encoder"))
         with pytest.raises(ModelLoadError, match="is one text encoder, and the model has 2"):
-            load_model(file, dtype="float32", device=DEVICE, profile=one)
+            load_model(file, dtype="float32", device=DEVICE, profile=other_profile)

@@ -14,9 +14,9 @@ class Clock:
 
 
 def ticked(pulse: Pulse, clock: Clock, *seconds: float, scale: float = 1.0) -> None:
-    for one in seconds:
+    for interval_s in seconds:
         with pulse.ticking(scale):
-            clock.now_s += one
+            clock.now_s += interval_s
 
 
 def test_a_pulse_counts_ticks_and_tells_how_long_the_running_one_has_taken() -> None:

@@ -23,7 +23,7 @@ from diffserve.settings.layers import load_settings
 from tests.device import DEVICE, tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder
-from tests.engine.pipelines import asked, load_pipeline, pipeline_latents, use_sampler
+from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents, use_sampler
 from tests.engine.test_init_images import fields_of, inputs_of
 
 TOLERANCE = tolerance(1e-3)
@@ -31,25 +31,25 @@ TOLERANCE = tolerance(1e-3)
 
 @pytest.fixture(scope="session")
 def ensemble(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
-    """The tiny SDXL with the tiny refiner, and a folder of adapters."""
+    """Return the tiny SDXL with the tiny refiner, and a folder of adapters."""
     path, folder = tiny_model("sdxl"), tmp_path_factory.mktemp("loras")
     model = load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model("refiner")))
     return with_folder(model, write_folder(folder, model))  # type: ignore[no-any-return]
 
 
 def profile_of(path: Path, *, refiner: Path) -> ModelProfile:
-    """Of the tiny model at ``path``, which answers as nothing that was trained."""
-    own = load_settings(model=str(path), env={}).model
-    return msgspec.structs.replace(own, refiner=str(refiner), probe=False)
+    """Return the profile of the tiny model at ``path``, without the plausibility check, which needs a trained model."""
+    model_settings = load_settings(model=str(path), env={}).model
+    return msgspec.structs.replace(model_settings, refiner=str(refiner), probe=False)
 
 
 def engine_of(model: DiffusionModel, **config: Any) -> Engine:
-    """A fresh engine of few rows."""
+    """Return a new engine of few rows."""
     return Engine(model, EngineConfig(max_rows=4, **config))
 
 
-def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.float32]:
-    """Final latents (C, h, w) of diffusers' two pipelines, one after the other."""
+def reference_latents(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.float32]:
+    """Return the final latents (C, h, w) of diffusers' base and refiner pipelines in sequence."""
     params, latents = request.diffusion, None
     generator = torch.Generator("cpu").manual_seed(request.seed or 0)
     for name, directory in (("StableDiffusionXLPipeline", base), ("StableDiffusionXLImg2ImgPipeline", refiner)):
@@ -57,8 +57,8 @@ def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.
         assert params.sampler is not None
         use_sampler(pipeline, params.sampler, "leading")
         is_base = latents is None
-        own: dict[str, Any] = {"denoising_end": params.switch_at, "width": 64, "height": 64}
-        own = own if is_base else {"denoising_start": params.switch_at, "image": latents}
+        fields: dict[str, Any] = {"denoising_end": params.switch_at, "width": 64, "height": 64}
+        fields = fields if is_base else {"denoising_start": params.switch_at, "image": latents}
         with hushed("transformers", "diffusers"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             latents = pipeline(
@@ -68,7 +68,7 @@ def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.
                 guidance_scale=params.guidance_scale,
                 generator=generator,
                 output_type="latent",
-                **own,
+                **fields,
             ).images
     assert latents is not None
     final: NDArray[np.float32] = latents[0].float().cpu().numpy()
@@ -81,22 +81,25 @@ def latents_of(result: ImageResult) -> NDArray[np.float32]:
 
 
 def check_integrity(engine: Engine) -> None:
-    """Nothing is lost, and nobody holds a page."""
+    """Check that no page is lost and that no request holds a page."""
     engine.check_integrity()
-    held = engine.page_stats.tenants.values() if engine.page_stats is not None else ()
-    assert not any(stats.held_pages for stats in held)
+    tenants = engine.page_stats.tenants.values() if engine.page_stats is not None else ()
+    assert not any(stats.held_pages for stats in tenants)
 
 
 @pytest.mark.usefixtures("waits_for_device")
 def test_the_refiner_goes_on_where_diffusers_has_it_go_on(
     ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
 ) -> None:
-    request = asked("sdxl", "euler", seed=3, switch_at=0.6, num_steps=3, negative_prompt="")
+    request = image_request("sdxl", "euler", seed=3, switch_at=0.6, num_steps=3, negative_prompt="")
     engine = engine_of(ensemble)
     events = list(engine.stream(msgspec.structs.replace(request, preview_every=1)))
-    [ours] = [event.result for event in events if isinstance(event, Painted)]
-    assert np.abs(latents_of(ours) - theirs(request, tiny_model("sdxl"), tiny_model("refiner"))).max() < TOLERANCE
-    assert ours.refiner.startswith("refiner [")
+    [result] = [event.result for event in events if isinstance(event, Painted)]
+    assert (
+        np.abs(latents_of(result) - reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))).max()
+        < TOLERANCE
+    )
+    assert result.refiner.startswith("refiner [")
     assert [event.step_index for event in events if isinstance(event, Preview)] == [1, 2]
     check_integrity(engine)
 
@@ -110,9 +113,9 @@ def test_every_sampler_hands_over_to_the_refiner_as_in_diffusers(
 ) -> None:
     """The history of a multistep sampler starts empty at the refiner, whose scheduler is another one in diffusers."""
     eta = {"eta": 0.0} if sampler == "tcd" else {}  # what the pipelines of diffusers give to the scheduler
-    request = asked("sdxl", sampler, seed=3, switch_at=0.6, num_steps=16, negative_prompt="", **eta)
+    request = image_request("sdxl", sampler, seed=3, switch_at=0.6, num_steps=16, negative_prompt="", **eta)
     [result] = engine_of(ensemble).generate(request)
-    expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
+    expected = reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))
     assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() < tolerance(1e-4)
 
 
@@ -121,9 +124,9 @@ def test_samplers_that_diffusers_hands_over_wrongly_still_differ(
     sampler: str, ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
 ) -> None:
     """Rows "refiner-heun", "late-lms" and "late-plms" of docs/parity.md."""
-    request = asked("sdxl", sampler, seed=3, switch_at=0.5, num_steps=10, negative_prompt="")
+    request = image_request("sdxl", sampler, seed=3, switch_at=0.5, num_steps=10, negative_prompt="")
     [result] = engine_of(ensemble).generate(request)
-    expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
+    expected = reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))
     assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() > 1e-3
 
 
@@ -133,32 +136,32 @@ def test_pictures_of_both_networks_share_ticks_and_none_depends_on_another(
     cross_attention: str, ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
 ) -> None:
     judged = [
-        asked("sdxl", "euler", seed=3, switch_at=0.8, num_steps=5),
-        asked("sdxl", "ddim", seed=4, switch_at=0.45, num_steps=7),
+        image_request("sdxl", "euler", seed=3, switch_at=0.8, num_steps=5),
+        image_request("sdxl", "ddim", seed=4, switch_at=0.45, num_steps=7),
     ]
-    others = [
-        asked("sdxl", "dpmpp_2m", seed=5, num_steps=3),
-        asked("sdxl", "heun", seed=6, switch_at=0.5, num_steps=2, guidance_scale=1.0),
-        asked("sdxl", "euler_a", seed=7, switch_at=0.0, num_steps=2),
-        asked("sdxl", "ddim", seed=8, switch_at=0.6, cache_interval=2, num_steps=5),
-        asked("sdxl", "ddim", seed=9, switch_at=0.5, num_steps=4, prompt="cat <lora:everything>"),
+    other_requests = [
+        image_request("sdxl", "dpmpp_2m", seed=5, num_steps=3),
+        image_request("sdxl", "heun", seed=6, switch_at=0.5, num_steps=2, guidance_scale=1.0),
+        image_request("sdxl", "euler_a", seed=7, switch_at=0.0, num_steps=2),
+        image_request("sdxl", "ddim", seed=8, switch_at=0.6, cache_interval=2, num_steps=5),
+        image_request("sdxl", "ddim", seed=9, switch_at=0.5, num_steps=4, prompt="cat <lora:everything>"),
     ]
     engine = engine_of(ensemble, cross_attention=cross_attention)
-    alone = [engine.generate(request)[0] for request in (*judged, *others)]
-    for request, ours in zip(judged, alone, strict=False):
-        expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
-        assert np.abs(latents_of(ours) - expected).max() < TOLERANCE, request.diffusion.sampler
+    alone = [engine.generate(request)[0] for request in (*judged, *other_requests)]
+    for request, expected_result in zip(judged, alone, strict=False):
+        expected = reference_latents(request, tiny_model("sdxl"), tiny_model("refiner"))
+        assert np.abs(latents_of(expected_result) - expected).max() < TOLERANCE, request.diffusion.sampler
     plain = msgspec.structs.replace(judged[0], diffusion=msgspec.structs.replace(judged[0].diffusion, switch_at=None))
     assert np.abs(latents_of(engine.generate(again(plain))[0]) - latents_of(alone[0])).max() > 0.01
-    mixed = engine.generate([again(request) for request in (*judged, *others)])
-    for one, other in zip(alone, mixed, strict=True):
-        assert latents_of(one).tobytes() == latents_of(other).tobytes(), one.sampler
-        assert one.picture == other.picture
+    mixed = engine.generate([again(request) for request in (*judged, *other_requests)])
+    for result, other in zip(alone, mixed, strict=True):
+        assert latents_of(result).tobytes() == latents_of(other).tobytes(), result.sampler
+        assert result.picture == other.picture
     check_integrity(engine)
 
 
 def again(request: GenerationRequest) -> GenerationRequest:
-    """The same request under another name."""
+    """Return a copy of the request with another id."""
     return msgspec.structs.replace(request, request_id=f"{request.request_id}-again")
 
 
@@ -166,12 +169,12 @@ def again(request: GenerationRequest) -> GenerationRequest:
 def test_a_refiner_alone_repaints_pictures_as_in_diffusers(tiny_model: Callable[[str], Path]) -> None:
     model = load_model(tiny_model("refiner"), dtype="float32", device=DEVICE)
     assert (model.family, model.text.has_score, len(model.text.encoders)) == ("sdxl", True, 1)
-    request = asked("refiner", "euler", seed=4, num_steps=5, strength=0.6, **fields_of(with_mask=False))
+    request = image_request("refiner", "euler", seed=4, num_steps=5, strength=0.6, **fields_of(with_mask=False))
     pipeline = load_pipeline("StableDiffusionXLImg2ImgPipeline", tiny_model("refiner"))
     expected = pipeline_latents(pipeline, request, "refiner", strength=0.6, **inputs_of(with_mask=False))
-    [ours] = Engine(model).generate(request)
-    assert np.abs(latents_of(ours) - expected).max() < TOLERANCE
-    assert ours.refiner == ""
+    [result] = Engine(model).generate(request)
+    assert np.abs(latents_of(result) - expected).max() < TOLERANCE
+    assert result.refiner == ""
 
 
 @pytest.mark.parametrize(
@@ -190,14 +193,16 @@ def test_what_is_no_refiner_is_refused_in_a_sentence(
         load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model(kind)))
 
 
-def test_room_is_looked_for_beside_the_refiner_too_where_it_is_asked(
+def test_room_is_checked_for_the_refiner_when_it_is_used(
     ensemble: DiffusionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runners = engine_of(ensemble).runners
     base, refiner = runners._experts[0], runners._experts[-1]
     asked_for: list[str] = []
-    monkeypatch.setattr(base.room, "check", lambda *_, **more: asked_for.append(f"base {more['is_controlled']}"))
-    monkeypatch.setattr(refiner.room, "check", lambda *_, **more: asked_for.append(f"refiner {more['is_controlled']}"))
+    monkeypatch.setattr(base.room, "check", lambda *_, **kwargs: asked_for.append(f"base {kwargs['is_controlled']}"))
+    monkeypatch.setattr(
+        refiner.room, "check", lambda *_, **kwargs: asked_for.append(f"refiner {kwargs['is_controlled']}")
+    )
     runners.check_room(64, 64, False, True)
     runners.check_room(64, 64, False, True, is_refined=True)
     assert asked_for == ["base True", "base True", "refiner False"]
@@ -207,13 +212,13 @@ def test_where_to_switch_is_checked_and_what_is_shared_is_held_once(
     ensemble: DiffusionModel, make_engine: MakeEngine
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"switch_at is 0.8; sd15 has no refiner to switch to: leave it out"):
-        make_engine().submit(asked("sd15", "euler", seed=1, switch_at=0.8))
+        make_engine().submit(image_request("sd15", "euler", seed=1, switch_at=0.8))
     for share in (1.5, -0.1, float("nan")):
         with pytest.raises(InvalidRequest, match=r"switch_at is .*; it must lie between 0 and 1"):
             DiffusionParams(switch_at=share)
     assert ensemble.refiner is not None
     assert ensemble.refiner.text.encoders[0] is ensemble.text.encoders[1], "held twice"
-    assert [one.component for one in ensemble.memory_report() if "refiner" in one.component] == ["refiner unet"]
-    [whole] = engine_of(ensemble).generate(asked("sdxl", "euler", seed=1, num_steps=2, switch_at=1.0))
-    assert whole.refiner == ""
-    assert "switch_at 1 leaves the refiner none of 2 steps." in whole.warnings
+    assert [entry.component for entry in ensemble.memory_report() if "refiner" in entry.component] == ["refiner unet"]
+    [base_result] = engine_of(ensemble).generate(image_request("sdxl", "euler", seed=1, num_steps=2, switch_at=1.0))
+    assert base_result.refiner == ""
+    assert "switch_at 1 leaves the refiner none of 2 steps." in base_result.warnings

@@ -126,7 +126,7 @@ def test_the_shortest_job_runs_first_and_takes_the_place_of_a_longer_one() -> No
     assert desk.tick()[0].rows == (long.tasks[0],)
 
 
-def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again() -> None:
+def test_queue_positions_are_sent_on_change_and_periodically() -> None:
     desk = Desk(max_lanes=1)
     desk.submit(num_steps=1000)
     desk.tick()
@@ -134,7 +134,7 @@ def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again()
     places = {longer.request_id: 1, shorter.request_id: 0}
     moved = [event for event in desk.scheduler.position_events(desk.now_s) if isinstance(event, Queued)]
     assert {event.request_id: event.queue_position for event in moved} == {longer.request_id: 1}
-    assert {one.request_id: one.queue_position for one in (longer, shorter)} == places
+    assert {request.request_id: request.queue_position for request in (longer, shorter)} == places
     assert desk.scheduler.position_events(desk.now_s + 1.0) == []
     desk.scheduler.cancel(shorter.request_id)
     assert desk.scheduler.position_events(desk.now_s + 1.1) == [], "too soon after the last time"
@@ -282,7 +282,7 @@ def test_freeing_a_slot_twice_is_an_error() -> None:
 def test_a_random_walk_over_few_slots_loses_nothing(seed: int) -> None:
     walk = random.Random(seed)
     desk = Desk(row_cap=walk.choice([2, 3, 8]), max_lanes=3, max_prepares_per_tick=2, max_decodes_per_tick=1)
-    seen: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for _ in range(300):
         action = walk.random()
         if action < 0.3 and len(desk.scheduler.live) < 12:
@@ -293,19 +293,19 @@ def test_a_random_walk_over_few_slots_loses_nothing(seed: int) -> None:
                 width_px=walk.choice([64, 96]),
                 deadline_s=walk.choice([None, 3.0, 30.0]),
             )
-            seen[live.request_id] = 0
+            positions[live.request_id] = 0
         elif action < 0.4 and desk.scheduler.live:
             for event in desk.scheduler.cancel(walk.choice(list(desk.scheduler.live))):
-                seen[event.request_id] += 1
+                positions[event.request_id] += 1
         else:
             events = desk.scheduler.expire(desk.now_s)
             plan = desk.plan()
             bad = {task: FailureReason("numerical_error", "bad") for task in plan.tasks if walk.random() < 0.05}
             for event in [*events, *desk.apply(plan, bad)]:
-                seen[event.request_id] += isinstance(event, Finished | Failed)
+                positions[event.request_id] += isinstance(event, Finished | Failed)
         desk.scheduler.check_integrity()
     for event in desk.run():
-        seen[event.request_id] += isinstance(event, Finished | Failed)
+        positions[event.request_id] += isinstance(event, Finished | Failed)
     desk.scheduler.check_integrity()
     assert desk.scheduler.slots.num_free == 3
-    assert set(seen.values()) == {1}
+    assert set(positions.values()) == {1}

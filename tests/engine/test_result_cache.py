@@ -28,7 +28,7 @@ from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine
 from tests.engine.desk import INFO
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 ROOM = 1 << 24
 PICTURE = Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8))
@@ -88,16 +88,16 @@ def test_another_file_of_an_adapters_name_has_another_key() -> None:
     assert key_of(plain(), (1, None), INFO, b"another") != key(plain())
 
 
-def wanted(**fields: object) -> GenerationRequest:
-    return asked("sd15", "euler_a", **{"seed": 5, "num_steps": 4, **fields})  # type: ignore[arg-type]
+def make_request(**fields: object) -> GenerationRequest:
+    return image_request("sd15", "euler_a", **{"seed": 5, "num_steps": 4, **fields})  # type: ignore[arg-type]
 
 
 def results(events: list[Event]) -> dict[str, list[Painted]]:
-    found: dict[str, list[Painted]] = {}
+    by_id: dict[str, list[Painted]] = {}
     for event in events:
         if isinstance(event, Painted):
-            found.setdefault(event.request_id, []).append(event)
-    return found
+            by_id.setdefault(event.request_id, []).append(event)
+    return by_id
 
 
 def num_rows(engine: object) -> int:
@@ -106,21 +106,21 @@ def num_rows(engine: object) -> int:
 
 def test_without_the_option_everybody_is_painted_for(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    one, other = engine.generate([wanted(), wanted()])
-    assert (one.cached, other.cached) == (None, None)
+    first, other = engine.generate([make_request(), make_request()])
+    assert (first.cached, other.cached) == (None, None)
     assert num_rows(engine) == 2 * 8
     assert engine.stats().results == CacheStats()
 
 
 def test_equal_requests_in_flight_share_a_painting_and_a_later_one_finds_it(make_engine: MakeEngine) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
-    first = engine.submit(wanted())
+    first = engine.submit(make_request())
     events = [*engine.tick(), *engine.tick()]
-    second = engine.submit(wanted(preview_every=2, client="b"))
+    second = engine.submit(make_request(preview_every=2, client="b"))
     events += engine.events()
-    third = engine.submit(wanted())
+    third = engine.submit(make_request())
     events += engine.events()
-    painted = {request_id: one[0].result for request_id, one in results(events).items()}
+    painted = {request_id: events_of_request[0].result for request_id, events_of_request in results(events).items()}
     assert [painted[name].cached for name in (first, second, third)] == [None, "shared", "hit"]
     assert [painted[name].num_evaluations for name in (first, second, third)] == [8, 0, 0]
     assert len({painted[name].picture.data for name in (first, second, third)}) == 1
@@ -138,26 +138,26 @@ def test_equal_requests_in_flight_share_a_painting_and_a_later_one_finds_it(make
 
 def test_a_picture_of_several_is_found_by_its_own_seed(make_engine: MakeEngine) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
-    [alone] = engine.generate(wanted(seed=6))
-    several = engine.generate(wanted(num_images=3))
+    [alone] = engine.generate(make_request(seed=6))
+    several = engine.generate(make_request(num_images=3))
     assert [result.cached for result in several] == [None, "hit", None]
     assert several[1].picture == alone.picture
 
 
 def test_without_a_seed_nothing_is_found(make_engine: MakeEngine) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
-    drawn = [engine.generate(replace(wanted(), seed=None, request_id=f"r{place}"))[0] for place in range(2)]
+    drawn = [engine.generate(replace(make_request(), seed=None, request_id=f"r{place}"))[0] for place in range(2)]
     assert [result.cached for result in drawn] == [None, None]
-    assert engine.generate(wanted(seed=drawn[0].seed))[0].cached is None
+    assert engine.generate(make_request(seed=drawn[0].seed))[0].cached is None
 
 
 @pytest.mark.parametrize("num_ticks", [0, 1, 3])
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_the_painting_goes_on_for_whoever_still_waits(make_engine: MakeEngine, num_ticks: int, leaver: int) -> None:
-    [expected] = make_engine().generate(wanted())
+    [expected] = make_engine().generate(make_request())
     engine = make_engine(result_cache_bytes=ROOM)
-    names = [engine.submit(wanted(client=client)) for client in ("a", "b", "c")]
-    engine.submit(wanted(seed=77, client="d"))
+    names = [engine.submit(make_request(client=client)) for client in ("a", "b", "c")]
+    engine.submit(make_request(seed=77, client="d"))
     events: list[Event] = []
     for _ in range(num_ticks):
         events += engine.tick()
@@ -167,30 +167,30 @@ def test_the_painting_goes_on_for_whoever_still_waits(make_engine: MakeEngine, n
     last = {event.request_id: type(event) for event in events}
     assert last[names[leaver]] is Cancelled
     stayed = [name for place, name in enumerate(names) if place != leaver]
-    found = results(events)
+    results_by_id = results(events)
     assert [last[name] for name in stayed] == [Finished, Finished]
-    assert all(found[name][0].result.picture == expected.picture for name in stayed)
-    assert names[leaver] not in found
+    assert all(results_by_id[name][0].result.picture == expected.picture for name in stayed)
+    assert names[leaver] not in results_by_id
     assert num_rows(engine) == 2 * 8
 
 
 def test_a_painting_ends_when_all_have_gone(make_engine: MakeEngine) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
-    names = [engine.submit(wanted(num_steps=50)) for _ in range(3)]
+    names = [engine.submit(make_request(num_steps=50)) for _ in range(3)]
     for _ in range(4):
         engine.tick()
     assert all(engine.cancel(name) for name in names)
     assert [type(event) for event in engine.events()] == [Cancelled] * 3
     assert num_rows(engine) < 12
-    assert engine.generate(wanted(num_steps=50))[0].cached is None
+    assert engine.generate(make_request(num_steps=50))[0].cached is None
 
 
 def test_a_cancellation_while_a_tick_runs_moves_the_painting_on(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [expected] = make_engine().generate(wanted())
+    [expected] = make_engine().generate(make_request())
     engine = make_engine(result_cache_bytes=ROOM)
-    first, second = engine.submit(wanted(client="a")), engine.submit(wanted(client="b"))
+    first, second = engine.submit(make_request(client="a")), engine.submit(make_request(client="b"))
     events = [*engine.tick(), *engine.tick()]
     run = engine.runners.run
     monkeypatch.setattr(engine.runners, "run", lambda plan: (run(plan), engine.cancel(first))[0])
@@ -207,17 +207,17 @@ def test_what_goes_wrong_goes_wrong_for_all_who_share_and_is_not_kept(
     with monkeypatch.context() as broken:
         broken.setattr(engine.model.vae, "decode_later", lambda *_: 1 / 0)
         for _ in range(2):
-            engine.submit(wanted())
+            engine.submit(make_request())
         events = list(engine.events())
     assert sum(isinstance(event, Failed) for event in events) == 2
-    assert engine.generate(wanted())[0].cached is None
+    assert engine.generate(make_request())[0].cached is None
 
 
 def test_a_deadline_is_of_one_request_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
     now_s = [0.0]
     engine.clock = lambda: now_s[0]
-    hasty, patient = engine.submit(wanted(deadline_s=1.0)), engine.submit(wanted())
+    hasty, patient = engine.submit(make_request(deadline_s=1.0)), engine.submit(make_request())
     events = [*engine.tick(), *engine.tick()]
     now_s[0] = 2.0
     events += engine.events()
@@ -226,12 +226,12 @@ def test_a_deadline_is_of_one_request_alone(make_engine: MakeEngine) -> None:
 
 
 def test_the_cache_is_bounded_and_drops_what_nobody_asked_for_the_longest() -> None:
-    cache, kept = ResultCache(250), CachedImage(np.zeros((5, 7, 3), dtype=np.uint8), None)
+    cache, image = ResultCache(250), CachedImage(np.zeros((5, 7, 3), dtype=np.uint8), None)
     for name in (b"a", b"b"):
-        cache.put(name, kept)
-    assert cache.get(b"a") is kept
-    cache.put(b"c", kept)
-    assert [cache.get(name) is kept for name in (b"a", b"b", b"c")] == [True, False, True]
+        cache.put(name, image)
+    assert cache.get(b"a") is image
+    cache.put(b"c", image)
+    assert [cache.get(name) is image for name in (b"a", b"b", b"c")] == [True, False, True]
     assert (cache.num_bytes, cache.num_evicted) == (210, 1)
     cache.put(b"d", CachedImage(np.zeros((10, 10, 3), dtype=np.uint8), None))
     assert cache.get(b"d") is None

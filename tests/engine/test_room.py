@@ -24,7 +24,7 @@ from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
 from diffserve.settings.config import EngineConfig
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 MEASURED = """
 from diffserve.runtime.loading.library_imports import import_lean
@@ -79,8 +79,8 @@ for dtype in sys.argv[1:]:
 def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine()
     cache, config = DiskCache(tmp_path), EngineConfig()
-    found = Activations.of(engine.model, config, cache)
-    assert Activations.of(engine.model, config, cache) == found
+    actual = Activations.of(engine.model, config, cache)
+    assert Activations.of(engine.model, config, cache) == actual
     twin = meta_copy(engine.model)
     size, num_rows, cells = (96, 160), 3, 12 * 20
     features = kept_features(twin, size, num_rows)
@@ -88,13 +88,13 @@ def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEng
     conditioner = make_conditioner(twin, config, is_exact=False)
     full = step_work(twin, conditioner, size, num_rows).peak_bytes
     shallow = step_work(twin, conditioner, size, num_rows, features).peak_bytes + features.nbytes
-    assert num_rows * found.of_row(cells, 0) == pytest.approx(full, rel=0.03)
-    assert num_rows * found.of_row(cells, 0, is_shallow=True) == pytest.approx(shallow, rel=0.03)
-    assert found.picture_cell_bytes * cells == pytest.approx(decode_work(twin, size).peak_bytes, rel=0.03)
-    assert found.encoded_cell_bytes * cells == pytest.approx(encode_work(twin, size).peak_bytes, rel=0.03)
+    assert num_rows * actual.of_row(cells, 0) == pytest.approx(full, rel=0.03)
+    assert num_rows * actual.of_row(cells, 0, is_shallow=True) == pytest.approx(shallow, rel=0.03)
+    assert actual.picture_cell_bytes * cells == pytest.approx(decode_work(twin, size).peak_bytes, rel=0.03)
+    assert actual.encoded_cell_bytes * cells == pytest.approx(encode_work(twin, size).peak_bytes, rel=0.03)
     bound = Activations.at_most(engine.model)
-    assert bound.row_cell_bytes > max(found.row_cell_bytes, found.shallow_row_cell_bytes)
-    assert bound.picture_cell_bytes > 1.5 * max(found.picture_cell_bytes, found.encoded_cell_bytes)
+    assert bound.row_cell_bytes > max(actual.row_cell_bytes, actual.shallow_row_cell_bytes)
+    assert bound.picture_cell_bytes > 1.5 * max(actual.picture_cell_bytes, actual.encoded_cell_bytes)
 
 
 def test_what_is_free_is_what_the_tightest_control_group_leaves(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_is_free_is_what_the_tightest_control_group_leaves(tmp_path: Path) 
 def test_rows_are_capped_before_they_run_and_no_byte_changes(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [asked("sd15", "euler_a", seed=seed, num_steps=2, guidance_scale=5.0) for seed in range(4)]
+    requests = [image_request("sd15", "euler_a", seed=seed, num_steps=2, guidance_scale=5.0) for seed in range(4)]
     free = make_engine(max_rows=8)
     free.warm_up()
     expected = [result.picture.data for result in free.generate(requests)]
@@ -136,13 +136,13 @@ def test_rows_are_capped_before_they_run_and_no_byte_changes(
     assert "activations" not in vars(free.runners.room)
     model = free.model
     cells = group.height_px * group.width_px // model.vae.factor**2
-    known = Activations.of(model, free.config, DiskCache(None))
-    row = margin(model) * known.of_row(cells, group.num_tokens)
-    least = free.runners.groups.known(group).curve.buckets[0]
+    activations = Activations.of(model, free.config, DiskCache(None))
+    row = margin(model) * activations.of_row(cells, group.num_tokens)
+    bucket = free.runners.groups.known(group).curve.buckets[0]
     engine = make_engine(max_rows=8)
-    monkeypatch.setattr(engine.runners.room, "_look", lambda: int((least + 0.5) * row))
+    monkeypatch.setattr(engine.runners.room, "_look", lambda: int((bucket + 0.5) * row))
     engine.runners.room._looked_s -= LOOK_EVERY_S
-    assert engine.runners.room.rows(group) == least
+    assert engine.runners.room.rows(group) == bucket
     asked_rows: list[int] = []
 
     def watch(_: Any, args: tuple[Any, ...], __: Any) -> None:
@@ -153,19 +153,19 @@ def test_rows_are_capped_before_they_run_and_no_byte_changes(
         pictures = [result.picture.data for result in engine.generate(requests)]
     finally:
         handle.remove()
-    assert max(asked_rows) <= max(least, 4), "a first look is at four rows"
+    assert max(asked_rows) <= max(bucket, 4), "a first look is at four rows"
     assert pictures == expected
     trace = [call.num_padded + len(call.rows) for tick in engine.trace for call in tick.calls]
-    assert max(trace) == least
+    assert max(trace) == bucket
 
 
 def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = make_engine()
-    known = Activations.of(plain.model, plain.config, DiskCache(None))
+    activations = Activations.of(plain.model, plain.config, DiskCache(None))
     factor = plain.model.vae.factor
-    num_bytes = int(margin(plain.model) * known.picture_cell_bytes * 150)
+    num_bytes = int(margin(plain.model) * activations.picture_cell_bytes * 150)
     engine = make_engine(activation_bytes=num_bytes)
     cells: list[int] = []
     decode = engine.model.vae.network.decode
@@ -176,19 +176,19 @@ def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
 
     monkeypatch.setattr(engine.model.vae.network, "decode", watch)
     size = {"width_px": 16 * factor, "height_px": 16 * factor}
-    assert engine.generate(asked("sd15", "ddim", seed=3, num_steps=1, **size))
+    assert engine.generate(image_request("sd15", "ddim", seed=3, num_steps=1, **size))
     assert cells
     assert max(cells) <= 150
 
-    whole = margin(plain.model) * known.encoded_cell_bytes * 16 * 16
+    needed_bytes = margin(plain.model) * activations.encoded_cell_bytes * 16 * 16
     with pytest.raises(InvalidRequest, match="128x128 px takes"):
-        make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, True)
-    make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, False)
-    make_engine(activation_bytes=int(1.1 * whole)).runners.check_room(128, 128, True)
+        make_engine(activation_bytes=int(0.9 * needed_bytes)).runners.check_room(128, 128, True)
+    make_engine(activation_bytes=int(0.9 * needed_bytes)).runners.check_room(128, 128, False)
+    make_engine(activation_bytes=int(1.1 * needed_bytes)).runners.check_room(128, 128, True)
 
     tight = make_engine(activation_bytes=num_bytes // 100)
     with pytest.raises(InvalidRequest, match=r"128x128 px takes \d+ MiB .* there are \d+ MiB: ask for \d+x\d+") as no:
-        tight.submit(asked("sd15", "ddim", seed=3, num_steps=1, **size))
+        tight.submit(image_request("sd15", "ddim", seed=3, num_steps=1, **size))
     assert (no.value.param, no.value.code) == ("size", "invalid_size")
     assert no.value.message.endswith("or raise engine.activation_bytes.")
     monkeypatch.setattr("diffserve.engine.image.room.free_bytes", lambda _: num_bytes // 100)
@@ -209,16 +209,16 @@ def test_what_a_decode_holds_is_kept_for_the_dtype_of_the_vae(make_engine: MakeE
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the high-water mark cannot be reset here")
 def test_what_a_process_takes_is_within_the_margin(tmp_path: Path) -> None:
-    """In a process for each dtype, its high-water mark before and after a call."""
+    """Measure the peak memory before and after a call, in a process for each dtype."""
     dtypes = ["float32"]
     dtypes += ["bfloat16"] if cpu_bf16_unit() else []  # else a call takes minutes
     dtypes += ["int8_dynamic"] if cpu_int8_unit() else ["int8"]
     outcome = subprocess.run(
         [sys.executable, "-c", MEASURED, *dtypes], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=True
     )
-    told = [json.loads(line) for line in outcome.stdout.splitlines()]
-    assert [dtype for dtype, _, _ in told] == dtypes
-    for dtype, ratios, allowed in told:
+    reports = [json.loads(line) for line in outcome.stdout.splitlines()]
+    assert [dtype for dtype, _, _ in reports] == dtypes
+    for dtype, ratios, allowed in reports:
         assert len(ratios) == 3
         assert min(ratios) > 0.5, dtype
         assert max(ratios) < 1.4 * allowed, f"{dtype}: the heap of a process is not the same twice"

@@ -29,19 +29,19 @@ CALLS = {
 COSTS = Costs(calls=CALLS, prepare_s=0.0, decode_s=0.5, tick_s=0.0)
 
 
-def asked(arrival_s: float, num_steps: int = 4, **fields: Any) -> Recorded:
-    one = Recorded(
+def make_request(arrival_s: float, num_steps: int = 4, **fields: Any) -> Recorded:
+    request = Recorded(
         arrival_s=arrival_s, num_steps=num_steps, sampler="ddim", guidance_scale=5.0, width_px=64, height_px=64
     )
-    return msgspec.structs.replace(one, **fields)
+    return msgspec.structs.replace(request, **fields)
 
 
 @pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if name != "static"])
 def test_a_request_alone_takes_its_isolated_time(policy: str) -> None:
     costs = msgspec.structs.replace(COSTS, prepare_s=0.125, tick_s=0.0625)
     config = EngineConfig(policy=configured(policy))
-    [served] = replay([asked(3.0)], costs, config, policy=policy).served
-    [solo_s] = isolated_times([asked(3.0)], costs, config)
+    [served] = replay([make_request(3.0)], costs, config, policy=policy).served
+    [solo_s] = isolated_times([make_request(3.0)], costs, config)
     assert solo_s == 4 * (1.5 + 0.0625) + 0.125 + 0.5
     assert served.latency_s == pytest.approx(solo_s + 0.0625), "texts are read in a tick of their own"
 
@@ -50,25 +50,25 @@ def test_serial_is_a_queue_before_one_server() -> None:
     """Lindley's recursion: one begins when it is there and the last is over."""
     trace = at_poisson_times(mixed(60, [SIZE], seed=3), 0.02, seed=4)
     config = EngineConfig()
-    found = replay(trace, COSTS, config, policy="serial")
+    outcome = replay(trace, COSTS, config, policy="serial")
     over_s = 0.0
-    for one, solo_s, served in zip(trace, isolated_times(trace, COSTS, config), found.served, strict=True):
-        over_s = max(over_s, one.arrival_s) + solo_s
-        assert served.latency_s == pytest.approx(over_s - one.arrival_s)
-    assert found.utilisation == pytest.approx(sum(one.solo_s for one in found.served) / over_s)
+    for request, solo_s, served in zip(trace, isolated_times(trace, COSTS, config), outcome.served, strict=True):
+        over_s = max(over_s, request.arrival_s) + solo_s
+        assert served.latency_s == pytest.approx(over_s - request.arrival_s)
+    assert outcome.utilisation == pytest.approx(sum(request.solo_s for request in outcome.served) / over_s)
 
 
 def test_two_who_come_together_share_calls_on_one_engine_and_none_on_two() -> None:
     """The second comes while the texts of the first are read; rows wait while its own are, and all are shared."""
-    trace, costs = [asked(0.0), asked(0.0, seed=1)], msgspec.structs.replace(COSTS, prepare_s=0.125)
+    trace, costs = [make_request(0.0), make_request(0.0, seed=1)], msgspec.structs.replace(COSTS, prepare_s=0.125)
     shared = replay(trace, costs, EngineConfig()).served
-    assert [one.latency_s for one in shared] == [2 * 0.125 + 4 * 2.0 + 2 * 0.5] * 2
+    assert [request.latency_s for request in shared] == [2 * 0.125 + 4 * 2.0 + 2 * 0.5] * 2
     apart = replay(trace, costs, EngineConfig(), num_engines=2).served
-    assert [one.latency_s for one in apart] == [0.125 + 4 * 1.5 + 0.5] * 2
+    assert [request.latency_s for request in apart] == [0.125 + 4 * 1.5 + 0.5] * 2
 
 
 def test_the_router_sends_to_the_engine_with_the_least_work_left() -> None:
-    trace = [asked(0.0, num_steps=40), asked(0.0, num_steps=2), asked(10.0, num_steps=2)]
+    trace = [make_request(0.0, num_steps=40), make_request(0.0, num_steps=2), make_request(10.0, num_steps=2)]
     served = replay(trace, COSTS, EngineConfig(), num_engines=2).served
     assert served[2].latency_s == served[1].latency_s, "the engine of the second is empty again"
 
@@ -82,7 +82,7 @@ def test_more_engines_keep_pace_with_as_much_more_to_do() -> None:
 
 def test_a_size_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the costs say nothing of \[\(96, 64\)\]; they know 64x64, 64x96"):
-        replay([asked(0.0, width_px=96)], COSTS, EngineConfig())
+        replay([make_request(0.0, width_px=96)], COSTS, EngineConfig())
 
 
 def test_a_trace_comes_back_from_its_file_and_a_bad_line_is_named(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_costs_are_found_again_in_ticks() -> None:
         call = UNetCall((RowLabel("a", 0, 0, "cond"),) * num_rows, 0, 0.0)
         wall_s = COSTS.calls["64x64"][num_rows] + 0.25 * prepared + 0.5 * decoded
         ticks.append(TickTrace(tick=number, calls=(call,), num_prepared=prepared, num_decoded=decoded, wall_s=wall_s))
-    found = fit(ticks, "64x64", COSTS)
-    assert (found.prepare_s, found.decode_s) == pytest.approx((0.25, 0.5))
-    assert found.calls["64x64"] == pytest.approx(COSTS.calls["64x64"])
+    fitted_costs = fit(ticks, "64x64", COSTS)
+    assert (fitted_costs.prepare_s, fitted_costs.decode_s) == pytest.approx((0.25, 0.5))
+    assert fitted_costs.calls["64x64"] == pytest.approx(COSTS.calls["64x64"])
 
 
 class HandClock:
-    """A clock that moves when somebody says so."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -152,8 +152,8 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
         return prepare(*args)
 
     trace = [
-        msgspec.structs.replace(one, num_steps=min(one.num_steps, 8))
-        for one in loaded(mixed(16, [SIZE], seed=5), costs, 0.8, seed=6)
+        msgspec.structs.replace(request, num_steps=min(request.num_steps, 8))
+        for request in loaded(mixed(16, [SIZE], seed=5), costs, 0.8, seed=6)
     ]
     engine.warm_up()
     monkeypatch.setattr(engine.model.unet, "predict", slow_predict)
@@ -164,8 +164,8 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
             num_rows
         ]
     real, _, _ = run(engine, clock, trace)
-    assert [one.latency_s for one in real] == pytest.approx(
-        [one.latency_s for one in replay(real, costs, config, policy=policy).served]
+    assert [request.latency_s for request in real] == pytest.approx(
+        [request.latency_s for request in replay(real, costs, config, policy=policy).served]
     )
     assert set(compare(real, costs, config, policy)["relative_error"].values()) == {0.0}
 
@@ -174,7 +174,7 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
 def test_the_command_simulates_what_it_is_given(tmp_path: Path) -> None:
     costs, trace, out = tmp_path / "costs.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
     costs.write_bytes(msgspec.json.encode(COSTS))
-    save([asked(0.0), asked(1.0)], trace)
+    save([make_request(0.0), make_request(1.0)], trace)
     command = [sys.executable, str(ROOT / "benchmarks" / "simulator.py"), "--costs", str(costs), "--out", str(out)]
     options = ["--trace", str(trace), "--policy", "latency,serial"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""From Python any size can be asked for that the HTTP door takes."""
+"""Image sizes from Python: every size that the HTTP API accepts."""
 
 from __future__ import annotations
 

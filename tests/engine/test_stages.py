@@ -27,7 +27,7 @@ from diffserve.settings.layers import load_settings
 from tests.device import DEVICE
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import control_map, controlled
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.hardware import needs_int8
 
 STAGES: Final = ("encode", "denoise", "decode")
@@ -51,25 +51,25 @@ def load(kind: str, model: Path, folder: Path, stage: str, **config: Any) -> Com
 @pytest.fixture(scope="module")
 def stages(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
     """``stages(kind)``: a studio of each stage, and of "all" of them, of one tiny model, made once."""
-    made: dict[tuple[Any, ...], Stages] = {}
+    stages_by_key: dict[tuple[Any, ...], Stages] = {}
 
     def of(kind: str, **config: Any) -> Stages:
         key = (kind, *config.items())
-        if key not in made:
+        if key not in stages_by_key:
             folder, model = tmp_path_factory.mktemp(f"stages-{kind}"), tiny_model(kind)
             for name in ("loras", "controlnets"):
                 (folder / name).mkdir()
             loras.write_folder(folder / "loras", load_model(model, dtype="float32", device=DEVICE))
             unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(model / "unet"))
             controlnets.write_folder(folder / "controlnets", unet)
-            made[key] = {stage: load(kind, model, folder, stage, **config) for stage in ("all", *STAGES)}
-        return made[key]
+            stages_by_key[key] = {stage: load(kind, model, folder, stage, **config) for stage in ("all", *STAGES)}
+        return stages_by_key[key]
 
     return of
 
 
-def told(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]:
-    """The events of ``request``, which has travelled to ``studio`` as they have from it."""
+def collect_events(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]:
+    """Return the events of ``request``, with the request and the events serialized as between processes."""
     (body,) = ipc.bodies(ipc.frame(ipc.Submit(request=request)))
     command = ipc.decode_command(body)
     assert isinstance(command, ipc.Submit)
@@ -87,11 +87,11 @@ def painted(events: list[Any]) -> list[ImageResult]:
 
 def painted_apart(of: Stages, request: GenerationRequest) -> list[tuple[bytes, bytes]]:
     """Latents and pixels of ``request`` after all three stages."""
-    (encoded,) = told(of["encode"], EncodeRequest(generation=request))
+    (encoded,) = collect_events(of["encode"], EncodeRequest(generation=request))
     assert isinstance(encoded, TextsEncoded)
     handed = replace(request, encodings=encoded.encodings, rewriting=None)
-    found = []
-    for result in painted(told(of["denoise"], handed)):
+    outputs = []
+    for result in painted(collect_events(of["denoise"], handed)):
         assert result.latents is not None
         assert (result.picture.width_px, result.picture.height_px) == (1, 1)
         decode = DecodeRequest(
@@ -100,10 +100,10 @@ def painted_apart(of: Stages, request: GenerationRequest) -> list[tuple[bytes, b
             init_image=request.init_image,
             mask_image=request.mask_image,
         )
-        (decoded,) = told(of["decode"], decode)
+        (decoded,) = collect_events(of["decode"], decode)
         assert isinstance(decoded, PictureDecoded)
-        found.append((result.latents.data, decoded.picture.data))
-    return found
+        outputs.append((result.latents.data, decoded.picture.data))
+    return outputs
 
 
 def masked(kind: str) -> GenerationRequest:
@@ -111,19 +111,19 @@ def masked(kind: str) -> GenerationRequest:
     mask[:, :32] = 255
     mask[:, 32:] = 0
     images = {"init_image": control_map(2), "mask_image": Picture.from_array(mask)}
-    return asked(kind, "euler_a", 7, num_steps=4, strength=0.8, **images)
+    return image_request(kind, "euler_a", 7, num_steps=4, strength=0.8, **images)
 
 
 def requests(kind: str) -> dict[str, GenerationRequest]:
     """Everything that asks something of more than one stage."""
     edges = Control(name="edges", scale=0.7)
     return {
-        "guided, two of them": replace(asked(kind, "euler_a", 1, num_steps=3), num_images=2),
-        "without guidance": asked(kind, "ddim", 2, num_steps=3, guidance_scale=1.0),
-        "of several windows": asked(kind, "ddim", 3, num_steps=2, prompt=LONG),
-        "weighted": asked(kind, "dpmpp_2m", 4, num_steps=3, prompt="the (red:1.4) fox", negative_prompt=""),
-        "another layer": asked(kind, "ddim", 5, num_steps=2, clip_skip=2),
-        "an adapter of everything": asked(kind, "ddim", 6, num_steps=2, prompt="cat <lora:everything:0.8>"),
+        "guided, two of them": replace(image_request(kind, "euler_a", 1, num_steps=3), num_images=2),
+        "without guidance": image_request(kind, "ddim", 2, num_steps=3, guidance_scale=1.0),
+        "of several windows": image_request(kind, "ddim", 3, num_steps=2, prompt=LONG),
+        "weighted": image_request(kind, "dpmpp_2m", 4, num_steps=3, prompt="the (red:1.4) fox", negative_prompt=""),
+        "another layer": image_request(kind, "ddim", 5, num_steps=2, clip_skip=2),
+        "an adapter of everything": image_request(kind, "ddim", 6, num_steps=2, prompt="cat <lora:everything:0.8>"),
         "a mask": masked(kind),
         "a ControlNet": controlled(edges, kind=kind, num_steps=2),
     }
@@ -136,26 +136,34 @@ def test_pictures_of_stages_apart_are_those_of_one_process(
 ) -> None:
     of = stages(kind, cross_attention=attention)
     for name, request in requests(kind).items():
-        whole = [(one.latents.data, one.picture.data) for one in painted(told(of["all"], request)) if one.latents]
-        assert painted_apart(of, replace(request, request_id="apart")) == whole, name
+        full_results = [
+            (result.latents.data, result.picture.data)
+            for result in painted(collect_events(of["all"], request))
+            if result.latents
+        ]
+        assert painted_apart(of, replace(request, request_id="apart")) == full_results, name
 
 
 @pytest.mark.slow
-def test_a_refiner_is_told_what_its_own_encoders_made(stages: Callable[..., Stages]) -> None:
+def test_a_refiner_gets_the_output_of_its_encoders(stages: Callable[..., Stages]) -> None:
     of = stages("sdxl", cross_attention="paged")
-    request = asked("sdxl", "ddim", 8, num_steps=4, switch_at=0.5)
-    [whole] = painted(told(of["all"], request))
-    assert whole.refiner
-    assert whole.latents is not None
-    assert painted_apart(of, replace(request, request_id="apart")) == [(whole.latents.data, whole.picture.data)]
+    request = image_request("sdxl", "ddim", 8, num_steps=4, switch_at=0.5)
+    [full_result] = painted(collect_events(of["all"], request))
+    assert full_result.refiner
+    assert full_result.latents is not None
+    assert painted_apart(of, replace(request, request_id="apart")) == [
+        (full_result.latents.data, full_result.picture.data)
+    ]
 
 
 @pytest.mark.slow
 def test_no_stage_holds_the_weights_of_another(stages: Callable[..., Stages]) -> None:
     of = stages("sd15", cross_attention="paged")
     reports = {stage: studio.engine.model.memory_report() for stage, studio in of.items()}
-    held = {stage: {one.component for one in report if one.weights_bytes} for stage, report in reports.items()}
-    assert held == {
+    components = {
+        stage: {entry.component for entry in report if entry.weights_bytes} for stage, report in reports.items()
+    }
+    assert components == {
         "all": {"text_encoder", "unet", "vae"},
         "encode": {"text_encoder"},
         "denoise": {"unet", "vae"},
@@ -168,20 +176,20 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
     stages: Callable[..., Stages],
 ) -> None:
     of = stages("sd15", cross_attention="paged")
-    good = asked("sd15", "ddim", 9, num_steps=2)
+    good = image_request("sd15", "ddim", 9, num_steps=2)
     wrong = [
         (replace(good, width_px=60), "width is 60 px"),
         (replace(good, best_of=3), "best_of is 3; it is not supported where another process"),
-        (asked("sd15", "eular", 9), "'eular', which is not known"),
+        (image_request("sd15", "eular", 9), "'eular', which is not known"),
     ]
-    for request, said in wrong:
-        with pytest.raises(InvalidRequest, match=said):
+    for request, message in wrong:
+        with pytest.raises(InvalidRequest, match=message):
             of["encode"].submit(EncodeRequest(generation=request))
     elsewhere: list[tuple[str, ipc.AnyRequest]] = [("encode", good), ("decode", good)]
     for stage, work in [*elsewhere, ("all", EncodeRequest(generation=good))]:
         with pytest.raises(InvalidRequest, match=r"its engine\.stage is another"):
             of[stage].submit(work)
-    (*_, failed, last) = told(of["denoise"], replace(good, prompt="what nobody has encoded"))
+    (*_, failed, last) = collect_events(of["denoise"], replace(good, prompt="what nobody has encoded"))
     assert (failed.code, last.code) == ("engine_unavailable", "engine_unavailable")
     assert "encoded by another model" in last.message
     assert all(not studio.has_work for studio in of.values())
@@ -190,11 +198,11 @@ def test_what_is_wrong_is_refused_by_the_first_stage_and_work_of_another_stage_b
 @pytest.mark.slow
 def test_a_request_that_is_given_up_is_forgotten_and_a_deadline_holds(stages: Callable[..., Stages]) -> None:
     of = stages("sd15", cross_attention="paged")
-    request = EncodeRequest(generation=asked("sd15", "ddim", 9, num_steps=2, deadline_s=1e-9))
-    (late,) = told(of["encode"], request)
+    request = EncodeRequest(generation=image_request("sd15", "ddim", 9, num_steps=2, deadline_s=1e-9))
+    (late,) = collect_events(of["encode"], request)
     assert late.code == "deadline_exceeded"
     studio = of["encode"]
-    studio.submit(EncodeRequest(generation=asked("sd15", "ddim", 9, request_id="given up")))
+    studio.submit(EncodeRequest(generation=image_request("sd15", "ddim", 9, request_id="given up")))
     assert studio.cancel("given up")
     assert [type(event).__name__ for event in studio.events()] == ["Cancelled"]
     assert not studio.has_work
@@ -203,31 +211,31 @@ def test_a_request_that_is_given_up_is_forgotten_and_a_deadline_holds(stages: Ca
 @pytest.mark.slow
 def test_a_prompt_that_nobody_can_rewrite_says_so_after_all_stages(stages: Callable[..., Stages]) -> None:
     of = stages("sd15", cross_attention="paged")
-    request = replace(asked("sd15", "ddim", 9, num_steps=2), rewriting=RewriteOptions())
-    (encoded,) = told(of["encode"], EncodeRequest(generation=request))
+    request = replace(image_request("sd15", "ddim", 9, num_steps=2), rewriting=RewriteOptions())
+    (encoded,) = collect_events(of["encode"], EncodeRequest(generation=request))
     assert isinstance(encoded, TextsEncoded)
     assert encoded.prompt == request.prompt
     assert encoded.warnings == ("no language model is loaded, so the prompt was painted as it is.",)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (("float32", (2, 3), bytes(23)), r"23 bytes are no float32 tensor of \[2, 3\]"),
         (("object", (1,), bytes(8)), r"8 bytes are no object tensor of \[1\]"),
         (("float16", (-1, -2), bytes(4)), r"4 bytes are no float16 tensor of \[-1, -2\]"),
     ],
 )
-def test_what_is_no_tensor_does_not_travel(value: tuple[str, tuple[int, ...], bytes], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_what_is_no_tensor_does_not_travel(value: tuple[str, tuple[int, ...], bytes], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         TensorValue(*value)
 
 
 def test_no_more_tensors_travel_than_a_prompt_may_have() -> None:
-    one = TensorValue("float32", (1,), bytes(4))
-    assert Encodings(base={bytes([place]): one for place in range(200)}).num_bytes == 800
+    tensor = TensorValue("float32", (1,), bytes(4))
+    assert Encodings(base={bytes([place]): tensor for place in range(200)}).num_bytes == 800
     with pytest.raises(InvalidRequest, match="257 tensors; at most 256 are taken"):
-        Encodings(base={place.to_bytes(2, "big"): one for place in range(257)})
+        Encodings(base={place.to_bytes(2, "big"): tensor for place in range(257)})
 
 
 @pytest.mark.slow

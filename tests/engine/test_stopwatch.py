@@ -1,4 +1,4 @@
-"""Costs are learnt from what a device says of itself, which on a GPU comes later than the call: nobody waits for it."""
+"""Costs from device timers: on a GPU they are read later than the call, without waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.runtime.accelerators import HostSpan, Stopwatch
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 CALL_S = 100.0
 """No call of a tiny model takes so long: who finds it has it from the stopwatch."""
@@ -50,18 +50,20 @@ class LateSpan:
 def test_what_is_known_later_is_learnt_later_and_the_bytes_are_the_same(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [asked("sd15", sampler, seed=seed, num_steps=3) for seed, sampler in enumerate(("ddim", "euler_a"))]
+    requests = [
+        image_request("sd15", sampler, seed=seed, num_steps=3) for seed, sampler in enumerate(("ddim", "euler_a"))
+    ]
     expected = make_engine(max_rows=4).generate(requests)
     learnt: list[tuple[int, float]] = []
-    monkeypatch.setattr(CostCurve, "observe", lambda _, *told: learnt.append(told))
+    monkeypatch.setattr(CostCurve, "observe", lambda _, *args: learnt.append(args))
     engine = make_engine(max_rows=4)
     watch = engine.runners.caller.stopwatch = LateStopwatch()
-    found = engine.generate(requests)
-    assert [one.picture.data for one in found] == [one.picture.data for one in expected]
+    results = engine.generate(requests)
+    assert [result.picture.data for result in results] == [result.picture.data for result in expected]
     sizes = [len(call.rows) + call.num_padded for tick in engine.trace for call in tick.calls]
     assert watch.num_begun == len(sizes) > 2
-    told = [one for one in learnt if one[1] > CALL_S]
-    assert told == [(size, CALL_S + number) for number, size in enumerate(sizes[:-2], start=1)]
+    slow_calls = [observation for observation in learnt if observation[1] > CALL_S]
+    assert slow_calls == [(size, CALL_S + number) for number, size in enumerate(sizes[:-2], start=1)]
 
 
 def test_a_cpu_is_timed_by_the_hosts_clock_and_a_dry_run_not_at_all() -> None:
@@ -72,7 +74,7 @@ def test_a_cpu_is_timed_by_the_hosts_clock_and_a_dry_run_not_at_all() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_how_long_it_worked_and_not_how_long_it_was_told() -> None:
+def test_the_gpu_stopwatch_measures_device_time_not_launch_time() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
     torch.mm(matrix, matrix)
@@ -81,9 +83,9 @@ def test_a_gpu_says_how_long_it_worked_and_not_how_long_it_was_told() -> None:
     started_s = time.perf_counter()
     for _ in range(50):
         matrix = torch.mm(matrix, matrix).clamp_(-1.0, 1.0)
-    span, told_s = stop(), time.perf_counter() - started_s
+    span, wall_s = stop(), time.perf_counter() - started_s
     assert span is not None
     was_here = span.is_here
     torch.cuda.synchronize()
     assert (was_here, span.is_here) == (False, True)
-    assert told_s < span.seconds <= 1.1 * (time.perf_counter() - started_s)
+    assert wall_s < span.seconds <= 1.1 * (time.perf_counter() - started_s)

@@ -115,11 +115,11 @@ def test_a_first_call_that_compiles_kernels_says_nothing() -> None:
     choice = ThreadChoice((2, 1))
     choice.begin_trial()
     cost = crowded(10.0)
-    seen: set[int] = set()
+    thread_counts: set[int] = set()
 
     def cold(count: int) -> float:
-        slow = 1.0 if count in seen else 100.0
-        seen.add(count)
+        slow = 1.0 if count in thread_counts else 100.0
+        thread_counts.add(count)
         return slow * cost(count)
 
     for _ in range(12):

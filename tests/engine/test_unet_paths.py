@@ -24,7 +24,7 @@ from diffserve.runtime.unet.batch_invariance import GroupFacts
 from diffserve.runtime.unet.compiled import Packages
 from diffserve.settings.config import EngineConfig
 from diffserve.store.unet_paths import FILE, UNetPathFile
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.hardware import needs_openvino
 from tests.tiny_models import ONE_LEVEL
 
@@ -40,12 +40,12 @@ def model(tiny_model: Callable[[str], Path]) -> DiffusionModel:
 
 @pytest.fixture(scope="module")
 def packages(model: DiffusionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with packages of one and two rows at the native size, of which nothing was checked yet."""
+    """Return a cache folder with unchecked packages of one and two rows at the native size."""
     cache = tmp_path_factory.mktemp("packages")
     engine = engine_of(model, cache)
-    held = engine.runners.groups.compiled.packages
-    assert held is not None
-    compile_group(model, engine.runners.conditioner, held, NATIVE, (1, 2))
+    packages = engine.runners.groups.compiled.packages
+    assert packages is not None
+    compile_group(model, engine.runners.conditioner, packages, NATIVE, (1, 2))
     return cache
 
 
@@ -55,7 +55,7 @@ def engine_of(model: DiffusionModel, cache: Path, paths: Sequence[UNetPath] | No
 
 
 def request(seed: int = 1) -> GenerationRequest:
-    return asked("sd15", "ddim", seed=seed, num_steps=2)
+    return image_request("sd15", "ddim", seed=seed, num_steps=2)
 
 
 def latents(engine: Engine, seed: int = 1) -> Any:
@@ -112,7 +112,7 @@ def never_compile(*_: Any) -> None:
 
 
 def copied_from(packages: Path, cache: Path) -> Callable[..., None]:
-    """A compiler that takes no time."""
+    """Return a compiler that copies packages and takes no time."""
 
     def compile_in_child(*_: Any) -> None:
         shutil.copytree(packages / "compiled", cache / "compiled", dirs_exist_ok=True)
@@ -164,13 +164,13 @@ def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_c
     monkeypatch.setattr(unet_paths, "compile_in_child", copied_from(packages, tmp_path / "second"))
     elsewhere = engine_of(model, tmp_path / "second", (path,))
     elsewhere.warm_up()
-    wanted = latents(first)
-    assert np.array_equal(latents(again), wanted)
-    assert np.array_equal(latents(elsewhere), wanted)
+    expected = latents(first)
+    assert np.array_equal(latents(again), expected)
+    assert np.array_equal(latents(elsewhere), expected)
 
 
 @pytest.mark.parametrize("setting", ["warm", "off"])
-def test_a_server_that_is_told_not_to_build_uses_the_network(
+def test_a_server_with_building_disabled_uses_the_network(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any
 ) -> None:
     monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
@@ -264,9 +264,9 @@ def test_where_compiling_fails_the_network_serves_and_the_reason_is_reported(
 
 def test_choices_of_another_setting_model_or_compiler_are_not_followed(model: DiffusionModel, tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
-    held = engine.runners.groups.compiled.packages
-    assert isinstance(held, Packages)
-    keys = {unet_paths.path_key(model, held, setting) for setting in ("auto", "warm")}
+    packages = engine.runners.groups.compiled.packages
+    assert isinstance(packages, Packages)
+    keys = {unet_paths.path_key(model, packages, setting) for setting in ("auto", "warm")}
     assert len(keys) == 2
 
 

@@ -28,7 +28,7 @@ from diffserve.runtime.threads import Threads
 from diffserve.settings.config import EngineConfig
 from tests.device import DEVICE
 from tests.engine.loras import QUERIES, with_folder
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 
 TOLERANCE = 1e-4
 RANK = 3
@@ -76,7 +76,7 @@ Make = Callable[[Tensor, torch.Generator], Change]
 
 
 def layers_of(model: Any) -> Layers:
-    """The layers of UNet and text encoder by component and name, without the prefix that some versions have."""
+    """Return the layers of UNet and text encoder by component and name, without version-dependent prefixes."""
     networks = {"unet": model.unet.network}
     networks |= zip(
         ("text_encoder", "text_encoder_2"), (encoder.network for encoder in model.text.encoders), strict=False
@@ -123,7 +123,7 @@ def kohya_dora(dim: int) -> Make:
 
 
 def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
-    """The Kronecker product of two matrices, or of a matrix with every place of a kernel."""
+    """Return the Kronecker product of two matrices, or of a matrix with every position of a kernel."""
     if w2.ndim == 2:
         return torch.from_numpy(np.kron(w1.numpy(), w2.numpy()))
     places = [[np.kron(w1.numpy(), w2[:, :, y, x].numpy()) for x in range(w2.shape[3])] for y in range(w2.shape[2])]
@@ -229,7 +229,7 @@ def tensors_of(kind: str, changes: Mapping[str, Change]) -> Tensors:
 
 
 def write(folder: Path, model: Any, kinds: Iterable[str] = KINDS) -> Path:
-    """A file for each of ``kinds``, and an ordinary LoRA."""
+    """Write a file for each of ``kinds``, and an ordinary LoRA."""
     for kind in kinds:
         save_file(tensors_of(kind, changes_of(kind, model)), folder / f"{kind}.safetensors")
     save_file(lora_tensors(model, QUERIES, 1, 4), folder / "ordinary.safetensors")
@@ -248,7 +248,7 @@ def changed_by_hand(model: Any, changes: Mapping[str, Change], scale: float) -> 
 
 def request_for(*loras: str, seed: int = 1, **fields: Any) -> GenerationRequest:
     tags = "".join(f" <lora:{lora}>" for lora in loras)
-    return asked("sd15", "ddim", seed, prompt=f"cat{tags}", **({"num_steps": 2} | fields))
+    return image_request("sd15", "ddim", seed, prompt=f"cat{tags}", **({"num_steps": 2} | fields))
 
 
 def latents(result: ImageResult) -> Any:
@@ -314,7 +314,9 @@ def test_sdxl_with_two_text_encoders_and_without_pages_is_served_too(
     save_file(tensors_of(kind, changes), tmp_path / f"{kind}.safetensors")
     by_hand = changed_by_hand(load_model(tiny_model("sdxl"), dtype="float32", device=DEVICE), changes, 1.0)
     config = EngineConfig(cross_attention="plain")
-    requests = [asked("sdxl", "ddim", 1, prompt=prompt, num_steps=2) for prompt in ("cat", f"cat <lora:{kind}>")]
+    requests = [
+        image_request("sdxl", "ddim", 1, prompt=prompt, num_steps=2) for prompt in ("cat", f"cat <lora:{kind}>")
+    ]
     [expected] = Engine(by_hand, config).generate(requests[0])
     plain, served = Engine(model, config).generate(requests)
     assert np.abs(latents(served) - latents(expected)).max() < TOLERANCE
@@ -334,9 +336,9 @@ def test_names_of_comfyui_and_of_the_original_code_mean_the_same_norms(
     for name, (weight_name, bias_name) in names.items():
         save_file({weight_name: delta, bias_name: bias}, tmp_path / f"{name}.safetensors")
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
-    plain, first, *others = engine.generate([request_for(), *map(request_for, names)])
+    plain, first, *other_results = engine.generate([request_for(), *map(request_for, names)])
     assert plain.picture != first.picture
-    assert all(other.picture == first.picture for other in others)
+    assert all(other.picture == first.picture for other in other_results)
 
 
 def test_scale_zero_of_a_dora_changes_nothing(model: Any) -> None:

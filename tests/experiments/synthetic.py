@@ -17,13 +17,13 @@ Quality = Callable[[Cell], float]
 def plan_of(
     samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...] = (10, 100), **options: int
 ) -> SweepPlan:
-    """A plan of 40 prompts, two seeds each unless ``options`` override them."""
+    """Return a plan of 40 prompts, two seeds each unless ``options`` override them."""
     prompts = tuple(f"prompt {index}" for index in range(options.pop("num_prompts", 40)))
     return SweepPlan(samplers=samplers, steps=steps, guidance=(3.0,), prompts=prompts, **{"num_seeds": 2, **options})
 
 
 def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dict[tuple[int, int], ImageRecord]]:
-    """Records whose share of exact pictures is ``exact(cell)`` and whose latent RMSE is about ``rmse(cell)``."""
+    """Return records whose share of exact images is ``exact(cell)`` and whose latent RMSE is about ``rmse(cell)``."""
     records = {}
     for number, cell in enumerate(plan.all_cells):
         rng = np.random.default_rng(number)
@@ -49,7 +49,7 @@ def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dic
 def analysis_of(
     plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[float, float] | None = None
 ) -> Analysis:
-    """An analysis without distances between sets."""
+    """Return an analysis without distances between sets."""
     return Analysis(plan, records_of(plan, exact, rmse), seed_spread=seed_spread)
 
 

@@ -19,15 +19,15 @@ CONVERGED = PLAN.references[0]
 
 
 def with_sets(plan: SweepPlan = PLAN, shift: float = 0.0) -> Analysis:
-    """An analysis with drawn scenes and the library's distances to them."""
+    """Return an analysis with drawn scenes and the library's distances to them."""
     records = records_of(plan, lambda _: 0.5, lambda _: 0.2)
     prompts = [index for index in range(len(plan.prompts)) for _ in range(5)]
     features = np.random.default_rng(99).normal(shift, 1, size=(len(prompts), NUM_FEATURES)).astype(np.float32)
     drawn = PictureSet(features, prompts, len(plan.prompts))
     first = Analysis(plan, records, drawn, {})
     measures = list(SET_MEASURES)
-    found = {(cell, measure): set_value(first, cell, measure) for cell in records for measure in measures}
-    return Analysis(plan, records, drawn, {key: value for key, value in found.items() if value is not None})
+    values = {(cell, measure): set_value(first, cell, measure) for cell in records for measure in measures}
+    return Analysis(plan, records, drawn, {key: value for key, value in values.items() if value is not None})
 
 
 def test_a_cell_has_the_share_and_the_mean_of_its_records() -> None:
@@ -44,8 +44,8 @@ def test_a_cell_has_the_share_and_the_mean_of_its_records() -> None:
 
 
 def test_all_right_has_an_interval_all_the_same() -> None:
-    found = analysis_of(PLAN, lambda _: 1.0).estimate(DDIM, Measure.EXACT)
-    assert found == Estimate(1.0, 1 - 3 / 40, 1.0)
+    estimate = analysis_of(PLAN, lambda _: 1.0).estimate(DDIM, Measure.EXACT)
+    assert estimate == Estimate(1.0, 1 - 3 / 40, 1.0)
 
 
 def test_a_converged_picture_has_no_distance_to_itself() -> None:
@@ -82,12 +82,12 @@ def test_distances_between_sets_are_those_of_the_metrics_library_with_an_interva
     }
     assert analysis.estimate(DDIM, Measure.KID_CONVERGED) is None
     for measure, value in expected.items():
-        found = analysis.estimate(DDIM, measure)
-        assert found is not None
-        assert found.value == value
-        assert found.low is not None
-        assert found.high is not None
-        assert found.low < value < found.high
+        estimate = analysis.estimate(DDIM, measure)
+        assert estimate is not None
+        assert estimate.value == value
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert estimate.low < value < estimate.high
 
 
 def test_a_set_that_is_shifted_is_surely_farther_away() -> None:
@@ -106,9 +106,9 @@ def test_a_set_that_is_shifted_is_surely_farther_away() -> None:
 @pytest.mark.parametrize("num_prompts", [1, 2, 7])
 def test_few_prompts_have_distances_without_an_interval(num_prompts: int) -> None:
     plan = plan_of(("ddpm", "ddim"), (10,), num_prompts=num_prompts, num_seeds=12)
-    found = with_sets(plan).estimate(plan.cells[0], Measure.FRECHET)
-    assert found is not None
-    assert (found.low, found.high, found.sign) == (None, None, 0)
+    estimate = with_sets(plan).estimate(plan.cells[0], Measure.FRECHET)
+    assert estimate is not None
+    assert (estimate.low, estimate.high, estimate.sign) == (None, None, 0)
 
 
 @pytest.mark.parametrize(("ends", "sign"), [((0.1, 0.2), 1), ((-0.2, -0.1), -1), ((-0.1, 0.2), 0), ((0.0, 0.2), 0)])

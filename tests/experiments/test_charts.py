@@ -56,9 +56,9 @@ SWEEP = (
 
 def test_a_measure_of_which_less_is_better_has_its_front_below() -> None:
     cells = [
-        msgspec.structs.replace(one, measures={Measure.FRECHET.value: Estimate(100 / one.cell.num_steps)})
-        for one in SWEEP
-        if not one.cell.is_reference
+        msgspec.structs.replace(summary, measures={Measure.FRECHET.value: Estimate(100 / summary.cell.num_steps)})
+        for summary in SWEEP
+        if not summary.cell.is_reference
     ]
     (chart,) = over_seconds(cells, [Measure.FRECHET])
     assert [dot.value.value for dot in chart.front] == [20.0, 10.0, 2.0]
@@ -66,7 +66,10 @@ def test_a_measure_of_which_less_is_better_has_its_front_below() -> None:
 
 
 def test_several_guidance_scales_are_several_lines() -> None:
-    other = [msgspec.structs.replace(one, cell=msgspec.structs.replace(one.cell, guidance_scale=1.0)) for one in SWEEP]
+    other = [
+        msgspec.structs.replace(summary, cell=msgspec.structs.replace(summary.cell, guidance_scale=1.0))
+        for summary in SWEEP
+    ]
     (chart,) = over_steps((*SWEEP, *other), [Measure.PSNR_DB], NAMES)
     assert [line.name for line in chart.lines] == [
         "DDIM, guidance 3", "DDPM, guidance 3", "DDIM, guidance 1", "DDPM, guidance 1"
@@ -74,15 +77,15 @@ def test_several_guidance_scales_are_several_lines() -> None:
 
 
 def svgs(html: str) -> list[ElementTree.Element]:
-    """The charts of a figure, without its legend."""
+    """Return the charts of a figure, without its legend."""
     tree = ElementTree.fromstring(f"<all>{html}</all>")
     return tree.findall(".//figure/svg")
 
 
 def places(svg: ElementTree.Element, color: str) -> list[tuple[float, float]]:
     dots = [path for path in svg.iter("path") if path.get("class") == "dot" and path.get("fill") == color]
-    found = [re.match(r"translate\(([\d.]+),([\d.]+)\)", dot.get("transform") or "") for dot in dots]
-    return [(float(place[1]), float(place[2])) for place in found if place is not None]
+    matches = [re.match(r"translate\(([\d.]+),([\d.]+)\)", dot.get("transform") or "") for dot in dots]
+    return [(float(place[1]), float(place[2])) for place in matches if place is not None]
 
 
 def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> None:

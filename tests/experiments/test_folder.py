@@ -22,7 +22,7 @@ def store_at(folder: Path, **setup: Any) -> Store:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"weights": "abd"}, r"other weights \(abc, now abd\); choose another folder"),
         ({"prompts": ("a fox",)}, "other prompts; choose another folder"),
@@ -30,13 +30,13 @@ def store_at(folder: Path, **setup: Any) -> Store:
     ],
 )
 def test_a_sweep_of_another_setup_is_refused_and_says_what_differs(
-    tmp_path: Path, change: dict[str, Any], named: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     store_at(tmp_path)
     before = (tmp_path / PARTS / SETUP).read_bytes()
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=message):
         store_at(tmp_path, **change)
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=message):
         refuse_other_sweep(tmp_path, change)
     refuse_other_sweep(tmp_path, {"weights": "abc", "samplers": "any"})
     store_at(tmp_path)

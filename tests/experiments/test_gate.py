@@ -40,7 +40,7 @@ def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
 
 
 def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
-    """Opens the model in a precision, ``damaged`` with coarse weights."""
+    """Return a function that opens the model in a precision, ``damaged`` with coarse weights."""
 
     def open_engine(precision: str) -> Engine:
         engine = Engine.from_pretrained(path, dtype=precision, device="cpu", config=EngineConfig(max_rows=4))
@@ -55,9 +55,9 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
 
 @pytest.fixture(scope="module")
 def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Passed:
-    """A gate that all candidates pass: its report, its folder and its progress events."""
-    folder, seen = tmp_path_factory.mktemp("gate"), list[GateProgress]()
-    return run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), seen.append), folder, seen
+    """Run a gate that all candidates pass; return its report, its folder and its progress events."""
+    folder, events = tmp_path_factory.mktemp("gate"), list[GateProgress]()
+    return run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), events.append), folder, events
 
 
 @pytest.mark.slow
@@ -82,8 +82,8 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(
 def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     passed: Passed, tiny_model: Callable[[str], Path]
 ) -> None:
-    first, folder, seen = passed
-    assert [(one.precision, one.num_done) for one in seen] == [
+    first, folder, events = passed
+    assert [(event.precision, event.num_done) for event in events] == [
         (name, done) for name in GATE.names for done in (1, 2, 3, 4)
     ]
     assert {file.name for file in folder.iterdir()} == {*RESULTS, "parts"}
@@ -95,9 +95,9 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
     with Image.open(folder / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
-    more = list[GateProgress]()
-    again = run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), more.append)
-    assert more == []
+    later_events = list[GateProgress]()
+    again = run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), later_events.append)
+    assert later_events == []
     assert again.rows == first.rows
 
 
@@ -112,8 +112,8 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
 )
 def test_every_violated_limit_has_a_message(row: dict[str, object], failures: list[str]) -> None:
     limits = GateLimits(exact_points=5, psnr_db=20, frechet=1)
-    found = list(broken(msgspec.structs.replace(ROW, **row), limits))
-    assert [line[: len(start)] for line, start in zip(found, failures, strict=True)] == failures
+    violations = list(broken(msgspec.structs.replace(ROW, **row), limits))
+    assert [line[: len(start)] for line, start in zip(violations, failures, strict=True)] == failures
 
 
 def test_short_names_are_known() -> None:
@@ -168,15 +168,15 @@ def test_int8_of_a_pruned_embedded_model_passes_and_a_broken_quantiser_ends_with
 ) -> None:
     monkeypatch.setenv("DIFFSERVE_ENGINE_MAX_ROWS", "2")
     assert run_main("prune", "--channels", 0.25, "-o", tmp_path / "pruned") == 0
-    asked = ["sweep", "--gate", "float32:int8", "--model", tmp_path / "pruned", "--prompts", 2, "--steps", 10, "-o"]
-    assert run_main(*asked, tmp_path / "good") == 0
+    arguments = ["sweep", "--gate", "float32:int8", "--model", tmp_path / "pruned", "--prompts", 2, "--steps", 10, "-o"]
+    assert run_main(*arguments, tmp_path / "good") == 0
     assert ", guidance 3: passes." in capsys.readouterr().out
     document = json.loads((tmp_path / "good" / JSON).read_bytes())
     assert [row["exact"] >= 0.75 for row in document["rows"]] == [True, True]
-    kept = Path("parts", "float32")
-    shutil.copytree(tmp_path / "good" / kept, tmp_path / "bad" / kept)  # which is not painted twice
+    parts_path = Path("parts", "float32")
+    shutil.copytree(tmp_path / "good" / parts_path, tmp_path / "bad" / parts_path)  # which is not painted twice
     monkeypatch.setattr("diffserve.runtime.quantization.hold_int8_weight", coarse)
-    assert run_main(*asked, tmp_path / "bad") == EXIT_GATE_FAILED
+    assert run_main(*arguments, tmp_path / "bad") == EXIT_GATE_FAILED
     output = capsys.readouterr().out
     assert ", guidance 3: fails: " in output
     document = json.loads((tmp_path / "bad" / JSON).read_bytes())

@@ -73,11 +73,11 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "groups", "level", "named"),
+    ("values", "groups", "level", "message"),
     [([], None, 0.95, "no values"), ([1.0, 2.0], ["a"], 0.95, "1 groups"), ([1.0], None, 95, "95")],
 )
 def test_what_has_no_interval_is_refused(
-    values: list[float], groups: list[str] | None, level: float, named: str
+    values: list[float], groups: list[str] | None, level: float, message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=message):
         bootstrap_interval(values, groups, level=level)

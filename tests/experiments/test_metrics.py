@@ -31,13 +31,13 @@ def noisy(picture: NDArray[np.uint8], spread: float) -> NDArray[np.uint8]:
     return np.clip(np.rint(picture + noise), 0, 255).astype(np.uint8)
 
 
-def wang_ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+def wang_ssim(image: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
     """Equation 13 of Wang et al. 2004 with a Gaussian window of 11 x 11, edges mirrored, colour by colour."""
 
     def local(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.asarray(gaussian_filter(values, 1.5, axes=(0, 1), radius=5, mode="mirror"))
 
-    x, y = one.astype(np.float64), other.astype(np.float64)
+    x, y = image.astype(np.float64), other.astype(np.float64)
     mean_x, mean_y = local(x), local(y)
     var_x, var_y, both = local(x * x) - mean_x**2, local(y * y) - mean_y**2, local(x * y) - mean_x * mean_y
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
@@ -48,8 +48,8 @@ def wang_ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
 @pytest.mark.parametrize("index", range(4))
 def test_ssim_is_that_of_wang_and_others(index: int) -> None:
     for other in (blurred(PICTURES[index], 1.5), noisy(PICTURES[index], 12), PICTURES[index + 10]):
-        found = ssim(PICTURES[index], other)
-        assert found == pytest.approx(wang_ssim(PICTURES[index], other), abs=5e-4)
+        actual = ssim(PICTURES[index], other)
+        assert actual == pytest.approx(wang_ssim(PICTURES[index], other), abs=5e-4)
 
 
 def test_psnr_and_latent_rmse_are_their_formulas() -> None:
@@ -83,20 +83,22 @@ def test_pictures_that_cannot_be_compared_are_refused() -> None:
 def with_moments(
     mean: NDArray[np.float64], covariance: NDArray[np.float64], count: int, seed: int
 ) -> NDArray[np.float32]:
-    """A sample whose own mean and unbiased covariance are exactly these."""
+    """Return a sample with exactly this mean and unbiased covariance."""
     raw = np.random.default_rng(seed).normal(size=(count, len(mean)))
     raw -= raw.mean(axis=0)
-    own = np.linalg.cholesky(np.cov(raw.T))
-    shaped: NDArray[np.float32] = (raw @ np.linalg.inv(own).T @ np.linalg.cholesky(covariance).T + mean).astype("f4")
+    factor = np.linalg.cholesky(np.cov(raw.T))
+    shaped: NDArray[np.float32] = (raw @ np.linalg.inv(factor).T @ np.linalg.cholesky(covariance).T + mean).astype("f4")
     return shaped
 
 
 def test_frechet_distance_of_axis_aligned_normals_is_the_closed_form() -> None:
-    one, other = np.array([1.0, 4.0, 0.25]), np.array([9.0, 1.0, 0.25])
+    variances, other = np.array([1.0, 4.0, 0.25]), np.array([9.0, 1.0, 0.25])
     shift = np.array([0.5, -1.0, 2.0])
-    found = frechet_distance(with_moments(np.zeros(3), np.diag(one), 50, 0), with_moments(shift, np.diag(other), 80, 1))
-    expected = np.square(shift).sum() + np.square(np.sqrt(one) - np.sqrt(other)).sum()
-    assert found == pytest.approx(expected, rel=1e-4)
+    actual = frechet_distance(
+        with_moments(np.zeros(3), np.diag(variances), 50, 0), with_moments(shift, np.diag(other), 80, 1)
+    )
+    expected = np.square(shift).sum() + np.square(np.sqrt(variances) - np.sqrt(other)).sum()
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_frechet_distance_of_any_normals_is_that_of_a_matrix_root() -> None:
@@ -138,10 +140,10 @@ def test_kid_of_a_larger_reference_is_near_the_unbiased_mmd_and_the_same_every_t
 
 
 def test_a_set_of_one_picture_has_no_distance() -> None:
-    one = np.zeros((1, 4), dtype=np.float32)
+    vector = np.zeros((1, 4), dtype=np.float32)
     for distance in (frechet_distance, kernel_distance):
         with pytest.raises(ValueError, match="two or more"):
-            distance(one, np.zeros((5, 4), dtype=np.float32))
+            distance(vector, np.zeros((5, 4), dtype=np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def test_distances_grow_with_blur_and_with_noise(network: FeatureNetwork) -> Non
         [[blurred(picture, radius) for picture in PICTURES] for radius in (0.5, 1.0, 3.0)],
         [[noisy(picture, spread) for picture in PICTURES] for spread in (3, 8, 25)],
     ):
-        found = [distance(pictures) for pictures in worse]
-        assert found[0][0] < found[1][0] < found[2][0]
-        assert found[0][1] < found[1][1] < found[2][1]
-        assert found[0][0] > 5 * abs(distance(PICTURES)[0])
+        distances = [distance(pictures) for pictures in worse]
+        assert distances[0][0] < distances[1][0] < distances[2][0]
+        assert distances[0][1] < distances[1][1] < distances[2][1]
+        assert distances[0][0] > 5 * abs(distance(PICTURES)[0])

@@ -93,7 +93,7 @@ def test_a_plan_travels_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [
         ({"samplers": ()}, "samplers is empty"),
         ({"steps": ()}, "steps is empty"),
@@ -111,17 +111,17 @@ def test_a_plan_travels_as_json() -> None:
         ({"samplers": ("x" * 5000,)}, "at most 100 characters"),
     ],
 )
-def test_a_plan_that_cannot_be_painted_cannot_be_made(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+def test_a_plan_that_cannot_be_painted_cannot_be_made(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         plan_of(**changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "message"),
     [({"steps": (5, 2000)}, "steps has 2000"), ({"reference_steps": 1001}, "reference_steps has 1001")],
 )
-def test_more_steps_than_the_training_has_timesteps_are_refused(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{named}; desk was trained with 1000 timesteps"):
+def test_more_steps_than_the_training_has_timesteps_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{message}; desk was trained with 1000 timesteps"):
         plan_of(**changes).check(INFO)
     plan_of(steps=(1000,)).check(INFO)
 
@@ -133,7 +133,7 @@ def test_axes_are_written_with_commas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [
         ("", "--steps is empty"),
         (" , ", "--steps is empty"),
@@ -146,8 +146,8 @@ def test_axes_are_written_with_commas() -> None:
         ("x" * 5000, "x…', which is not a whole number"),
     ],
 )
-def test_an_axis_that_cannot_be_read_is_named(text: str, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+def test_an_axis_that_cannot_be_read_is_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         whole_numbers(text, "--steps")
     with pytest.raises(InvalidRequest, match="'many', which is not a number"):
         numbers("1,many", "--guidance")
@@ -171,6 +171,6 @@ def test_what_is_given_many_times_is_looked_at_once(monkeypatch: pytest.MonkeyPa
         return look(text)
 
     monkeypatch.setattr(plan, "canonical_sampler", watched)
-    made = plan_of(samplers=("ddim",) * 100_000, steps=(5,) * 100_000, guidance=(3.0,) * 100_000)
-    assert made.cells == (Cell("ddim", 5, 3.0),)
+    large_plan = plan_of(samplers=("ddim",) * 100_000, steps=(5,) * 100_000, guidance=(3.0,) * 100_000)
+    assert large_plan.cells == (Cell("ddim", 5, 3.0),)
     assert len(looked_at) == 2

@@ -50,9 +50,9 @@ def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
         plots.strip(NASTY, THUMBNAILS),
         plots.overview(summaries, NASTY, THUMBNAILS),
     ):
-        found = pixels(data)
-        assert min(found.shape[:2]) > 150
-        assert len(np.unique(found @ np.array([1 << 16, 1 << 8, 1]))) > 10  # colours
+        actual = pixels(data)
+        assert min(actual.shape[:2]) > 150
+        assert len(np.unique(actual @ np.array([1 << 16, 1 << 8, 1]))) > 10  # colours
 
 
 @pytest.mark.slow

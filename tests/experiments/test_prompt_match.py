@@ -26,8 +26,8 @@ PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "
 def test_clean_pictures_match_their_captions_scenes_and_wishes() -> None:
     rng = random.Random(0)
     pictures = [render(scene) for scene in SCENES]
-    for asked in ([caption(scene, rng) for scene in SCENES], SCENES, [SceneSpec.of(scene) for scene in SCENES]):
-        match = match_prompts(pictures, asked)
+    for prompts in ([caption(scene, rng) for scene in SCENES], SCENES, [SceneSpec.of(scene) for scene in SCENES]):
+        match = match_prompts(pictures, prompts)
         assert (match.exact.hits, match.exact.count) == (12, 12)
         assert match.wishes == tuple(SceneSpec.of(scene) for scene in SCENES)
 

@@ -54,7 +54,7 @@ def test_drawn_images_pass_the_exact_checker_at_varying_positions() -> None:
     assert verdicts == [True] * 9
     assert len({picture.tobytes() for picture in pictures}) > 6
     again = list(draw_pictures(wishes, 128, 128, each=3))
-    assert all(np.array_equal(one, other) for one, other in zip(pictures, again, strict=True))
+    assert all(np.array_equal(image, other) for image, other in zip(pictures, again, strict=True))
 
 
 def test_many_prompts_are_drawn_less_often_each() -> None:
@@ -71,11 +71,11 @@ def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "named"), [(None, "No such file"), (b"\n \n", "holds no prompts"), (b"\xff\xfe\x00", "not UTF-8")]
+    ("content", "message"), [(None, "No such file"), (b"\n \n", "holds no prompts"), (b"\xff\xfe\x00", "not UTF-8")]
 )
-def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, named: str) -> None:
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     file = tmp_path / "prompts.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=message):
         read_prompts(file)

@@ -39,13 +39,13 @@ def png(color: int) -> bytes:
 
 
 def test_a_row_holds_measures_times_and_throughput(summaries: tuple[CellSummary, ...]) -> None:
-    one = summaries[0]
-    assert (one.cell, one.num_images, one.spacing) == (Cell("ddpm", 5, 3.0), 80, "trailing")
-    assert one.evaluations == 10
-    assert one.step_ms == Estimate(10.0, 9.0, 11.0)
-    assert one.images_per_s == pytest.approx(1 / 0.05)
-    assert set(one.measures) == {"exact", "latent_rmse", "psnr_db", "ssim"}
-    assert one.parts == {"background": 1.0, "objects": 1.0, "relation": 1.0, "size": 1.0}
+    summary = summaries[0]
+    assert (summary.cell, summary.num_images, summary.spacing) == (Cell("ddpm", 5, 3.0), 80, "trailing")
+    assert summary.evaluations == 10
+    assert summary.step_ms == Estimate(10.0, 9.0, 11.0)
+    assert summary.images_per_s == pytest.approx(1 / 0.05)
+    assert set(summary.measures) == {"exact", "latent_rmse", "psnr_db", "ssim"}
+    assert summary.parts == {"background": 1.0, "objects": 1.0, "relation": 1.0, "size": 1.0}
     assert summaries[-1].value(Measure.SSIM) is None
 
 
@@ -55,8 +55,8 @@ def test_the_table_reads_back_with_a_line_for_each_cell(summaries: tuple[CellSum
         *((cell.sampler, cell.num_steps, "0") for cell in PLAN.cells),
         ("ddim", 200, "1"),
     ]
-    for row, one in zip(rows, summaries, strict=True):
-        exact = one.value(Measure.EXACT)
+    for row, summary in zip(rows, summaries, strict=True):
+        exact = summary.value(Measure.EXACT)
         assert exact is not None
         assert exact.low is not None
         assert float(row["exact"]) == pytest.approx(exact.value, rel=1e-5)
@@ -68,7 +68,7 @@ def test_the_table_reads_back_with_a_line_for_each_cell(summaries: tuple[CellSum
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, and which elements there are."""
+    """The elements of a page and the addresses that a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
     assert "![quality over steps, and one seed with growing steps](overview.png)" in text
     assert "### DDIM is ahead: as expected" in text
     rows = [line for line in text.splitlines() if line.startswith("| dd")]
-    assert [row.split("|")[1].strip() for row in rows] == [one.cell.label for one in summaries]
+    assert [row.split("|")[1].strip() for row in rows] == [summary.cell.label for summary in summaries]
     assert re.search(r"\| 60\.0 % \([\d.]+ to [\d.]+ %\) \|", rows[0])
 
 

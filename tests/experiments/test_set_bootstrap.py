@@ -50,9 +50,9 @@ def test_every_prompt_once_gives_the_distance_of_the_library() -> None:
 
 def test_a_resample_gives_the_distance_of_the_pictures_it_names() -> None:
     times = resamples(PROMPTS, 3, seed=1)
-    for drawn, found in zip(times, frechet(times), strict=True):
+    for drawn, actual in zip(times, frechet(times), strict=True):
         expected = frechet_distance(repeated(REFERENCE, OF_REFERENCE, drawn), repeated(PAINTED, OF_PAINTED, drawn))
-        assert found == pytest.approx(expected, rel=1e-4)
+        assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def kid_kernel(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
@@ -74,26 +74,26 @@ def mean_over_other_prompts(
 
 def test_kernel_replicates_are_the_mmd_over_pairs_of_different_prompts() -> None:
     times = resamples(PROMPTS, 2, seed=3)
-    for drawn, found in zip(times, kernel(times), strict=True):
+    for drawn, actual in zip(times, kernel(times), strict=True):
         expected = (
             mean_over_other_prompts(PAINTED, OF_PAINTED, PAINTED, OF_PAINTED, drawn)
             + mean_over_other_prompts(REFERENCE, OF_REFERENCE, REFERENCE, OF_REFERENCE, drawn)
             - 2 * mean_over_other_prompts(PAINTED, OF_PAINTED, REFERENCE, OF_REFERENCE, drawn)
         )
-        assert found == pytest.approx(expected, rel=1e-9)
+        assert actual == pytest.approx(expected, rel=1e-9)
 
 
 def test_kernel_replicates_of_many_prompts_are_near_the_kid_of_the_library() -> None:
     rng = np.random.default_rng(5)
-    own = list(range(300))
+    indices = list(range(300))
     painted, reference = (rng.normal(mean, 1, size=(300, 6)).astype(np.float32) for mean in (0.6, 0.0))
-    found = kernel_replicates(
-        KernelSums.of(painted, own, 300),
-        KernelSums.of(painted, own, 300, (reference, own)),
-        KernelSums.of(reference, own, 300),
+    replicates = kernel_replicates(
+        KernelSums.of(painted, indices, 300),
+        KernelSums.of(painted, indices, 300, (reference, indices)),
+        KernelSums.of(reference, indices, 300),
         np.ones((1, 300)),
     )
-    assert found[0] == pytest.approx(kernel_distance(reference, painted), rel=0.01)
+    assert replicates[0] == pytest.approx(kernel_distance(reference, painted), rel=0.01)
 
 
 def test_resampling_does_not_move_kid() -> None:
@@ -116,8 +116,8 @@ def test_the_spread_of_replicates_is_that_of_fresh_samples() -> None:
         painted = rng.normal(0.5, 1, size=(80, 3)).astype(np.float32)
         fresh.append(frechet_distance(REFERENCE_NORMAL, painted))
     roots = reference_roots(Moments.of(REFERENCE_NORMAL, list(range(80)) * 10, 80), np.ones((400, 80)))
-    own = frechet_replicates(Moments.of(painted, prompts, 80), roots, resamples(80))
-    assert 0.6 < own.std() / np.std(fresh) < 1.6
+    replicates = frechet_replicates(Moments.of(painted, prompts, 80), roots, resamples(80))
+    assert 0.6 < replicates.std() / np.std(fresh) < 1.6
 
 
 REFERENCE_NORMAL = np.random.default_rng(8).normal(size=(800, 3)).astype(np.float32)

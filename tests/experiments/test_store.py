@@ -37,7 +37,7 @@ def keep(folder: Path, records: list[ImageRecord], cell: Cell = CELL, **setup: A
 
 
 def finished(cell: Cell, place: Place, size: int = 8) -> FinishedImage:
-    """An image of noise."""
+    """Return a finished image of noise."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
     return FinishedImage(PlannedImage(cell, *place), pixels, 0, "trailing", 8, rng.random((4, 2, 2), np.float32))
@@ -84,11 +84,11 @@ def test_converged_pictures_are_kept_bit_by_bit_and_no_others(tmp_path: Path) ->
         store.save(converged)
         store.save(finished(CELL, (0, 1)))
         assert store.has(REFERENCE, (0, 1))
-        found = store.load(REFERENCE, (0, 1))
-        assert found is not None
-        assert found.latents is not None
-        assert np.array_equal(found.pixels, converged.pixels)
-        assert np.array_equal(found.latents, converged.latents)  # type: ignore[arg-type]
+        images = store.load(REFERENCE, (0, 1))
+        assert images is not None
+        assert images.latents is not None
+        assert np.array_equal(images.pixels, converged.pixels)
+        assert np.array_equal(images.latents, converged.latents)  # type: ignore[arg-type]
         assert store.load(REFERENCE, (1, 0)) is store.load(CELL, (0, 1)) is None
         assert not list(store.parts.rglob("*.part"))
 

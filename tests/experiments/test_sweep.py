@@ -72,9 +72,9 @@ def tiny(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 def numbers_of(folder: Path) -> list[dict[str, Any]]:
-    """The cells of a report without what a clock said."""
+    """Return the cells of a report without measured times."""
     cells = json.loads((folder / "report.json").read_bytes())["cells"]
-    return [{name: one[name] for name in one if not name.endswith(("_s", "_ms"))} for one in cells]
+    return [{name: cell[name] for name in cell if not name.endswith(("_s", "_ms"))} for cell in cells]
 
 
 def journals(folder: Path) -> dict[str, bytes]:
@@ -82,8 +82,8 @@ def journals(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep that nothing disturbed."""
+def sweep_folder(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a sweep without interruption; return its folder."""
     folder = tmp_path_factory.mktemp("sweep") / "new" / "folder"
     run_plan(tiny, PLAN, folder)
     return folder
@@ -91,7 +91,7 @@ def whole(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The numbers of the command line's sweep that nothing disturbed."""
+    """Return the numbers of the command line's sweep without interruption."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_plan(tiny, AS_PLAN, folder)
     return numbers_of(folder)
@@ -99,44 +99,44 @@ def undisturbed(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture(scope="module")
 def small(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep of two pictures."""
+    """Run a sweep of two images; return its folder."""
     folder = tmp_path_factory.mktemp("small")
     assert sweep(tiny, folder=folder, **SMALL).cells[0].num_images == 1
     return folder
 
 
-def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(whole: Path) -> None:
-    names = {file.name for file in whole.iterdir()}
+def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(sweep_folder: Path) -> None:
+    names = {file.name for file in sweep_folder.iterdir()}
     assert names == {*RESULTS, "strip-1.png", "strip-2.png", PARTS}
-    document = json.loads((whole / "report.json").read_bytes())
+    document = json.loads((sweep_folder / "report.json").read_bytes())
     assert document["model"]["dtype"] == "float32"
     assert len(document["model"]["digest"]) == 12
     assert {"torch", "torchmetrics", "diffserve", "python"} <= set(document["versions"])
     assert document["plan"]["steps"] == [2, 4]
     assert {cell["spacing"] for cell in document["cells"]} == {document["model"]["default_spacing"]}
-    page = (whole / "report.html").read_text(encoding="utf-8")
+    page = (sweep_folder / "report.html").read_text(encoding="utf-8")
     assert "two &lt;b&gt;apples&lt;/b&gt;" in page
     assert "<b>apples" not in page
-    rows = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text(encoding="utf-8"))))
+    rows = list(csv.DictReader(io.StringIO((sweep_folder / "cells.csv").read_text(encoding="utf-8"))))
     assert [row["sampler"] for row in rows] == ["ddpm", "ddim", "dpmpp_2m"] * 2 + ["ddim"]
     assert {row["images"] for row in rows} == {"4"}
 
 
-def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(whole: Path) -> None:
-    document = json.loads((whole / "report.json").read_bytes())
+def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(sweep_folder: Path) -> None:
+    document = json.loads((sweep_folder / "report.json").read_bytes())
     assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
     assert set(document["cells"][0]["measures"]) == {
         "latent_rmse", "psnr_db", "ssim", "frechet_converged", "kid_converged"
     }  # fmt: skip
 
 
-def test_records_hold_what_the_engine_paints_for_the_same_request(tiny: Engine, whole: Path) -> None:
+def test_records_hold_what_the_engine_paints_for_the_same_request(tiny: Engine, sweep_folder: Path) -> None:
     place, cell = (1, 1), PLAN.cells[4]
     painted, converged = tiny.generate(
-        [request_for(PLAN, one, place, return_latents=True) for one in (cell, PLAN.references[0])]
+        [request_for(PLAN, each_cell, place, return_latents=True) for each_cell in (cell, PLAN.references[0])]
     )
-    lines = next(data for name, data in journals(whole).items() if name.startswith(f"{cell.slug}-")).splitlines()
-    (record,) = [one for line in lines if (one := decode(line)).place == place]
+    lines = next(data for name, data in journals(sweep_folder).items() if name.startswith(f"{cell.slug}-")).splitlines()
+    (record,) = [line_record for line in lines if (line_record := decode(line)).place == place]
     assert painted.latents is not None
     assert converged.latents is not None
     assert record.distance is not None
@@ -172,53 +172,53 @@ def test_cells_share_calls_and_their_engine_time_adds_up(tiny: Engine) -> None:
     assert any(len(set(call_requests)) > 1 for call_requests in (tick.request_ids for tick in tiny.trace))
 
 
-def test_a_finished_sweep_paints_nothing_again(tiny: Engine, whole: Path) -> None:
-    before, numbers = journals(whole), numbers_of(whole)
-    seen: list[SweepProgress] = []
-    run_plan(tiny, PLAN, whole, seen.append)
-    assert [(one.phase, one.num_rows) for one in seen] == [("reporting", 0)]
-    assert journals(whole) == before
-    assert numbers_of(whole) == numbers
+def test_a_finished_sweep_paints_nothing_again(tiny: Engine, sweep_folder: Path) -> None:
+    before, numbers = journals(sweep_folder), numbers_of(sweep_folder)
+    events: list[SweepProgress] = []
+    run_plan(tiny, PLAN, sweep_folder, events.append)
+    assert [(event.phase, event.num_rows) for event in events] == [("reporting", 0)]
+    assert journals(sweep_folder) == before
+    assert numbers_of(sweep_folder) == numbers
 
 
 @pytest.mark.slow
 def test_a_sweep_that_is_interrupted_and_then_given_more_steps_redoes_no_picture_and_ends_in_the_same_numbers(
-    tiny: Engine, whole: Path, tmp_path: Path
+    tiny: Engine, sweep_folder: Path, tmp_path: Path
 ) -> None:
     few = msgspec.structs.replace(PLAN, steps=(2,))
     report, before = tmp_path / "report.html", dict[str, bytes]()
     for plan, num_finished in ((few, 1), (few, None), (PLAN, 2), (PLAN, None)):
         page = report.read_bytes() if plan is PLAN else None
-        seen = run_until(num_finished, tiny, plan, tmp_path)
+        events = run_until(num_finished, tiny, plan, tmp_path)
         after = journals(tmp_path)
         assert all(after[name].startswith(data) for name, data in before.items())
         if num_finished is None:
-            assert seen[0].num_rows < plan.num_rows
-            assert seen[-2].rows_done == seen[0].num_rows
+            assert events[0].num_rows < plan.num_rows
+            assert events[-2].rows_done == events[0].num_rows
             assert [len(data.splitlines()) for data in after.values()] == [4] * len(plan.all_cells)
         else:
             assert not tiny.num_live
             assert (report.read_bytes() if report.exists() else None) == page
         before = after
-    assert numbers_of(tmp_path) == numbers_of(whole)
+    assert numbers_of(tmp_path) == numbers_of(sweep_folder)
 
 
 def run_until(num_finished: int | None, engine: Engine, plan: SweepPlan, folder: Path) -> list[SweepProgress]:
-    """What a sweep tells until it is over, or interrupted as soon as so many cells are finished."""
-    seen: list[SweepProgress] = []
+    """Return the events of a sweep until its end, or until it is interrupted after ``num_finished`` cells."""
+    events: list[SweepProgress] = []
 
     def look(now: SweepProgress) -> None:
-        seen.append(now)
-        if len([one for one in seen if one.finished is not None]) == num_finished:
+        events.append(now)
+        if len([event for event in events if event.finished is not None]) == num_finished:
             raise KeyboardInterrupt
 
     with contextlib.nullcontext() if num_finished is None else pytest.raises(KeyboardInterrupt):
         run_plan(engine, plan, folder, look)
-    return seen
+    return events
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"first_seed": 9}, "other first seed (0, now 9)"),
         ({"prompts": ["an owl"]}, "other prompts; choose"),
@@ -226,10 +226,10 @@ def run_until(num_finished: int | None, engine: Engine, plan: SweepPlan, folder:
     ],
 )
 def test_a_folder_with_a_sweep_of_another_plan_is_refused_and_left_as_it_is(
-    small: Path, tiny: Engine, change: dict[str, Any], named: str
+    small: Path, tiny: Engine, change: dict[str, Any], message: str
 ) -> None:
     before = {file: file.read_bytes() for file in small.rglob("*") if file.is_file()}
-    with pytest.raises(InvalidRequest, match=re.escape(f"holds a sweep with {named}")):
+    with pytest.raises(InvalidRequest, match=re.escape(f"holds a sweep with {message}")):
         sweep(tiny, folder=small, **{**SMALL, **change})
     assert {file: file.read_bytes() for file in small.rglob("*") if file.is_file()} == before
 
@@ -351,22 +351,22 @@ def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
     model, stopped, prompts = tiny_model(ONE_LEVEL), tmp_path / "stopped", tmp_path / "prompts.txt"
     arguments = ["sweep", "--model", model, "--dtype", "float32", *AXES, "--prompts", prompts, "-o", stopped]
     command = [sys.executable, "-m", "diffserve", *map(str, arguments)]
-    kept: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for how in (signal.SIGINT, signal.SIGKILL):
         code, error = stop_when_a_cell_is_finished(command, stopped, how)
         if how == signal.SIGINT:
-            said = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
-            assert (code, error.splitlines()[-1]) == (130, said)
+            message = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
+            assert (code, error.splitlines()[-1]) == (130, message)
         else:
             assert "of it is there already and is not painted again" in error
         before = journals(stopped)
-        assert {name: before[name] for name in kept} == kept
-        kept = {name: data for name, data in before.items() if is_whole(data)}
-        assert kept
+        assert {name: before[name] for name in contents} == contents
+        contents = {name: data for name, data in before.items() if is_whole(data)}
+        assert contents
     assert run_main(*arguments) == 0
     assert "of it is there already and is not painted again" in capsys.readouterr().err
     after = journals(stopped)
-    assert {name: after[name] for name in kept} == kept
+    assert {name: after[name] for name in contents} == contents
     assert all(len(data.splitlines()) == 4 for data in after.values())
     assert numbers_of(stopped) == undisturbed
 
@@ -388,8 +388,10 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
 
 
 def stop_when_a_cell_is_finished(command: list[str], folder: Path, how: signal.Signals) -> tuple[int, str]:
-    """The exit code of a real process that gets a real signal once it has finished another cell, and what it said on
-    standard error.
+    """Send a signal to a real process once it has finished another cell.
+
+    Returns:
+        Its exit code and its standard error.
     """
     num_cells = num_finished(folder) + 1
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -419,9 +421,9 @@ def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_sce
     engine = Engine.from_pretrained("embedded", config=EngineConfig(max_rows=4))
     report = sweep(engine, folder=tmp_path, prompts=2, **how)
     few, many, converged = report.cells
-    for one in (few, many, converged):
-        assert {"exact", "frechet", "kid"} <= set(one.measures)
-        assert set(one.parts) == {"background", "objects", "relation", "size"}
+    for each_report in (few, many, converged):
+        assert {"exact", "frechet", "kid"} <= set(each_report.measures)
+        assert set(each_report.parts) == {"background", "objects", "relation", "size"}
     assert many.measures["latent_rmse"].value < few.measures["latent_rmse"].value
     assert many.measures["psnr_db"].value > few.measures["psnr_db"].value
     document = json.loads((tmp_path / "report.json").read_bytes())

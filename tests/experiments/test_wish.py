@@ -97,7 +97,7 @@ def test_every_relation_has_its_wordings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "named"),
+    ("prompt", "message"),
     [
         ("a zebra on the beach", "zebra"),
         ("a foxx on the beach", "did you mean fox"),
@@ -110,8 +110,8 @@ def test_every_relation_has_its_wordings() -> None:
         ("on", "'on'"),
     ],
 )
-def test_a_prompt_outside_the_language_is_refused_and_says_why(prompt: str, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named) as refused:
+def test_a_prompt_outside_the_language_is_refused_and_says_why(prompt: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
         parse_prompt(prompt)
     assert refused.value.param == "prompt"
 

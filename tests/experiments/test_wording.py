@@ -9,7 +9,7 @@ from diffserve.experiments.findings import describe_difference, describe_gains, 
 
 
 @pytest.mark.parametrize(
-    ("measure", "found", "outcome", "sentence"),
+    ("measure", "estimate", "outcome", "sentence"),
     [
         (Measure.EXACT, Estimate(0.5, 0.4, 0.6), 1, "a is better by 50.0 points (95 % interval 40 to 60)"),
         (Measure.EXACT, Estimate(-0.5, -0.6, -0.4), -1, "a is worse by 50.0 points (95 % interval 40 to 60)"),
@@ -20,9 +20,9 @@ from diffserve.experiments.findings import describe_difference, describe_gains, 
     ],
 )
 def test_a_difference_is_described_with_its_interval(
-    measure: Measure, found: Estimate, outcome: int, sentence: str
+    measure: Measure, estimate: Estimate, outcome: int, sentence: str
 ) -> None:
-    assert describe_difference("a", measure, found, outcome) == sentence
+    assert describe_difference("a", measure, estimate, outcome) == sentence
 
 
 def test_a_larger_gain_says_whether_it_is_far_larger() -> None:

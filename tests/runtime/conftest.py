@@ -37,7 +37,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> LoadTiny:
 
 @pytest.fixture
 def fresh_tiny(tiny_model: Callable[[str], Path]) -> LoadTiny:
-    """``fresh_tiny(kind)``: the tiny model in float32, loaded anew."""
+    """Return ``fresh_tiny(kind)``, which loads a new copy of the tiny model in float32."""
     return lambda kind: load_model(tiny_model(kind), dtype="float32", device=DEVICE)
 
 

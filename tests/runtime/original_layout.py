@@ -125,12 +125,12 @@ def _attention_tensors(root: str, attention: nn.Module) -> Pairs:
 
 def clip_tensors(encoder: Any, root: str) -> Tensors:
     """Parameters of a CLIP text encoder in transformers' own names under ``root``, with the old position buffer."""
-    named = {root + name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
-    return named | {f"{root}embeddings.position_ids": torch.arange(77)[None]}
+    tensors = {root + name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
+    return tensors | {f"{root}embeddings.position_ids": torch.arange(77)[None]}
 
 
 def open_clip_tensors(encoder: Any, root: str, *, extra_layer: bool = False) -> Tensors:
-    """The same in OpenCLIP's names; ``extra_layer`` adds the last layer that SD 2 files carry and never run."""
+    """Rename encoder tensors to OpenCLIP's names; ``extra_layer`` adds the unused last layer of SD 2 files."""
     bare = {name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
     tensors = {
         "token_embedding.weight": bare["embeddings.token_embedding.weight"],
@@ -141,18 +141,18 @@ def open_clip_tensors(encoder: Any, root: str, *, extra_layer: bool = False) -> 
     }
     num_layers = encoder.config.num_hidden_layers
     for layer in range(num_layers + int(extra_layer)):
-        ours, theirs = f"encoder.layers.{min(layer, num_layers - 1)}", f"transformer.resblocks.{layer}"
+        target, source = f"encoder.layers.{min(layer, num_layers - 1)}", f"transformer.resblocks.{layer}"
         for kind in ("weight", "bias"):
-            joint = torch.cat([bare[f"{ours}.self_attn.{part}_proj.{kind}"] for part in "qkv"])
-            tensors[f"{theirs}.attn.in_proj_{kind}"] = joint
-            tensors[f"{theirs}.attn.out_proj.{kind}"] = bare[f"{ours}.self_attn.out_proj.{kind}"]
+            joint = torch.cat([bare[f"{target}.self_attn.{part}_proj.{kind}"] for part in "qkv"])
+            tensors[f"{source}.attn.in_proj_{kind}"] = joint
+            tensors[f"{source}.attn.out_proj.{kind}"] = bare[f"{target}.self_attn.out_proj.{kind}"]
             for old, new in (
                 ("layer_norm1", "ln_1"),
                 ("layer_norm2", "ln_2"),
                 ("mlp.fc1", "mlp.c_fc"),
                 ("mlp.fc2", "mlp.c_proj"),
             ):
-                tensors[f"{theirs}.{new}.{kind}"] = bare[f"{ours}.{old}.{kind}"]
+                tensors[f"{source}.{new}.{kind}"] = bare[f"{target}.{old}.{kind}"]
     if "text_projection.weight" in bare:
         tensors["text_projection"] = bare["text_projection.weight"].T
     return {root + name: tensor for name, tensor in tensors.items()}

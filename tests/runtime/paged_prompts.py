@@ -1,4 +1,4 @@
-"""Prompts of the tiny models on pools of their own, and everything that a UNet is told of them."""
+"""Prompts of the tiny models on separate pools, and the text inputs of a UNet."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def embed(model: DiffusionModel, prompt: str, negative: str = "red") -> Conditio
 
 
 def found_in(pages: PromptPages, conditioning: PagedConditioning) -> list[torch.Tensor]:
-    """Everything the UNet is told: keys and values of all layers, prompt first, then the pooled vectors."""
+    """Return all text inputs of the UNet: keys and values of all layers, prompt first, then the pooled vectors."""
     halves = [half for half in (conditioning.cond, conditioning.uncond) if half]
     tensors = [tensor for pair in pages.gather(halves).layers for tensor in pair]
     return tensors + [pooled for pooled in (conditioning.pooled_cond, conditioning.pooled_uncond) if pooled is not None]
 
 
-def same_bytes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+def same_bytes(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -38,7 +38,7 @@ def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
 
 
 def message_of(path: Path) -> str:
-    """What ``load_model`` says about ``path``: one line."""
+    """Return the one-line error of ``load_model`` for ``path``."""
     with pytest.raises(ModelLoadError) as caught:
         load_model(path, dtype="float32", device=DEVICE)
     assert "\n" not in caught.value.message
@@ -245,9 +245,9 @@ def test_an_ip_adapter_is_refused_by_name_as_a_file_and_within_a_unet(copy_tiny:
         "image_proj": {"proj.weight": (256, 16), "proj.bias": (256,), "norm.weight": (64,), "norm.bias": (64,)},
         "ip_adapter": {f"{i}.to_{k}_ip.weight": shape for i, shape in zip(places, shapes, strict=True) for k in "kv"},
     }
-    adapter = {part: {key: torch.zeros(shape) for key, shape in own.items()} for part, own in parts.items()}
+    adapter = {part: {key: torch.zeros(shape) for key, shape in tensors.items()} for part, tensors in parts.items()}
     file = tmp_path / "ip-adapter_sd15.safetensors"
-    save_file({f"{part}.{key}": tensor for part, own in adapter.items() for key, tensor in own.items()}, file)
+    save_file({f"{part}.{key}": tensor for part, tensors in adapter.items() for key, tensor in tensors.items()}, file)
     unet._load_ip_adapter_weights([adapter])
     for config in (unet.config, json.loads((path / "unet" / "config.json").read_text())):
         unet.save_pretrained(str(path / "unet"))

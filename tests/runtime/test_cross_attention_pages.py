@@ -54,8 +54,8 @@ NARROW: dict[str, dict[str, Any]] = {  # the published depths and heads, on narr
 }
 
 
-def rows_for(unet: UNetRunner, told: Conditioning | PagedConditioning) -> dict[str, Any]:
-    """Inputs of a call of two rows, cond and uncond of one image, but for the texts."""
+def rows_for(unet: UNetRunner, conditioning: Conditioning | PagedConditioning) -> dict[str, Any]:
+    """Return the inputs of a call with two rows, cond and uncond of one image, except the texts."""
     rng = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {
         "model_input": torch.randn((2, unet.latent_channels, 8, 8), generator=rng).to(DEVICE),
@@ -63,15 +63,15 @@ def rows_for(unet: UNetRunner, told: Conditioning | PagedConditioning) -> dict[s
     }
     if unet.extra_channels:
         rows["extra"] = torch.randn((2, unet.extra_channels, 8, 8), generator=rng).to(DEVICE)
-    if told.time_ids is not None:
-        assert told.pooled_cond is not None
-        assert told.pooled_uncond is not None
-        rows["pooled"] = torch.stack([told.pooled_cond, told.pooled_uncond])
-        rows["time_ids"] = torch.stack([told.time_ids] * 2)
+    if conditioning.time_ids is not None:
+        assert conditioning.pooled_cond is not None
+        assert conditioning.pooled_uncond is not None
+        rows["pooled"] = torch.stack([conditioning.pooled_cond, conditioning.pooled_uncond])
+        rows["time_ids"] = torch.stack([conditioning.time_ids] * 2)
     return rows
 
 
-def theirs(network: Any, rows: dict[str, Any], texts: torch.Tensor) -> torch.Tensor:
+def reference_output(network: Any, rows: dict[str, Any], texts: torch.Tensor) -> torch.Tensor:
     """Diffusers' own answer to the same call."""
     added = {"text_embeds": rows["pooled"], "time_ids": rows["time_ids"]} if "pooled" in rows else None
     sample = torch.cat([rows["model_input"], rows["extra"]], dim=1) if "extra" in rows else rows["model_input"]
@@ -89,12 +89,12 @@ def test_the_unet_over_pages_equals_diffusers(
 ) -> None:
     model = tiny(kind)
     pages = pages_of(model)
-    told, expected = condition(pages, prompt), embed(model, prompt)
-    rows = rows_for(model.unet, told)
-    found = model.unet.predict(contexts=pages.gather([told.cond, told.uncond]), **rows)
+    conditioning, expected = condition(pages, prompt), embed(model, prompt)
+    rows = rows_for(model.unet, conditioning)
+    actual = model.unet.predict(contexts=pages.gather([conditioning.cond, conditioning.uncond]), **rows)
     texts = torch.stack([expected.cond, expected.uncond])
-    judge = theirs(tiny_pipeline(kind).unet, rows_for(model.unet, expected), texts)
-    torch.testing.assert_close(found, judge, rtol=0, atol=tolerance(1e-5))
+    judge = reference_output(tiny_pipeline(kind).unet, rows_for(model.unet, expected), texts)
+    torch.testing.assert_close(actual, judge, rtol=0, atol=tolerance(1e-5))
 
 
 @pytest.mark.slow
@@ -105,19 +105,21 @@ def test_the_published_depths_and_heads_equal_diffusers(tiny: LoadTiny, kind: st
     model = tiny(kind)
     expected = embed(model, "a red fox")
     texts = torch.stack([expected.cond, expected.uncond])
-    judge = theirs(network, rows_for(model.unet, expected), texts)  # before its processors are replaced
+    judge = reference_output(network, rows_for(model.unet, expected), texts)  # before its processors are replaced
     pages = pages_of(model, unet=UNetRunner(network, device=model.device, dtype=torch.float32))
-    told = condition(pages, "a red fox")
+    conditioning = condition(pages, "a red fox")
     assert len(pages.specs.unet.layers) == num_layers
-    found = pages.unet.predict(contexts=pages.gather([told.cond, told.uncond]), **rows_for(model.unet, told))
-    torch.testing.assert_close(found, judge, rtol=0, atol=tolerance(1e-5))
+    actual = pages.unet.predict(
+        contexts=pages.gather([conditioning.cond, conditioning.uncond]), **rows_for(model.unet, conditioning)
+    )
+    torch.testing.assert_close(actual, judge, rtol=0, atol=tolerance(1e-5))
 
 
 def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tiny_model: Callable[[str], Path]) -> None:
     model = fresh_tiny("sd15")
     assert len(model.unet.cross_attention.layers) == 4
-    told = embed(model, "a red fox")
-    rows, texts = rows_for(model.unet, told), torch.stack([told.cond, told.uncond])
+    conditioning = embed(model, "a red fox")
+    rows, texts = rows_for(model.unet, conditioning), torch.stack([conditioning.cond, conditioning.uncond])
     network = (
         import_quietly("diffusers", "UNet2DConditionModel")
         .from_pretrained(tiny_model("sd15") / "unet")
@@ -126,34 +128,36 @@ def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tin
     )
     if DEVICE == "cpu":
         use_steady_layers(network, torch.float32)
-    assert torch.equal(model.unet.predict(contexts=texts, **rows), theirs(network, rows, texts))
+    assert torch.equal(model.unet.predict(contexts=texts, **rows), reference_output(network, rows, texts))
 
 
 def test_rows_can_be_chosen_from_keys_and_values(tiny: LoadTiny) -> None:
     unet = tiny("sd15").unet
-    whole = unet.cross_attention.keys_values(
+    keys_values = unet.cross_attention.keys_values(
         torch.randn(3, 77, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     )
-    chosen = whole.select(torch.tensor([2, 0, 2], device=DEVICE))
-    for new, old in zip(chosen.layers, whole.layers, strict=True):
+    selection = keys_values.select(torch.tensor([2, 0, 2], device=DEVICE))
+    for new, old in zip(selection.layers, keys_values.layers, strict=True):
         assert torch.equal(new.keys, old.keys[[2, 0, 2]])
         assert torch.equal(new.values, old.values[[2, 0, 2]])
-    assert chosen.num_bytes == whole.num_bytes
+    assert selection.num_bytes == keys_values.num_bytes
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
 def test_rows_of_different_lengths_share_a_call_and_each_gets_its_own_result(tiny: LoadTiny, kind: str) -> None:
     model = tiny(kind)
     pages = pages_of(model)
-    told = [condition(pages, prompt, None) for prompt in ("a dog", "a cat BREAK a dog BREAK the red fox")]
+    conditionings = [condition(pages, prompt, None) for prompt in ("a dog", "a cat BREAK a dog BREAK the red fox")]
     rows = rows_for(model.unet, condition(pages, "a dog"))
-    together = model.unet.predict(contexts=pages.gather([one.cond for one in told]), **rows)
-    for index, one in enumerate(told):
-        contexts = pages.gather([one.cond] * 2)
+    together = model.unet.predict(contexts=pages.gather([conditioning.cond for conditioning in conditionings]), **rows)
+    for index, conditioning in enumerate(conditionings):
+        contexts = pages.gather([conditioning.cond] * 2)
         assert contexts.mask is None
         alone = model.unet.predict(contexts=contexts, **rows)
         torch.testing.assert_close(together[index], alone[index], rtol=0, atol=tolerance(1e-5))
-    mixed = pages.gather([one.cond for one in told]).select(torch.tensor([1, 0], device=DEVICE))
+    mixed = pages.gather([conditioning.cond for conditioning in conditionings]).select(
+        torch.tensor([1, 0], device=DEVICE)
+    )
     assert mixed.mask is not None
     assert mixed.mask.sum(dim=-1).flatten().tolist() == [3 * 77, 77]
 
@@ -165,9 +169,9 @@ def test_two_prompts_with_sixteen_tokens_in_common_share_those_pages_in_all_laye
     assert len(pages.specs.unet.layers) == 4
     assert anna.cond[0].pages == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11), (12, 13, 14))  # 3 pages hold 4 layers
     assert ben.cond[0].pages == ((0, 1, 2), (27, 28, 29), (30, 31, 32), (33, 34, 35), (36, 37, 38))
-    for one, other in zip(found_in(pages, anna), found_in(pages, ben), strict=True):
-        assert torch.equal(one[:, :16], other[:, :16])
-        assert not torch.equal(one[:, 16:], other[:, 16:])
+    for page, other in zip(found_in(pages, anna), found_in(pages, ben), strict=True):
+        assert torch.equal(page[:, :16], other[:, :16])
+        assert not torch.equal(page[:, 16:], other[:, 16:])
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("sd15", "float32"), ("sdxl", "float32"), ("sd15", "bfloat16")])
@@ -181,9 +185,9 @@ def test_exact_pages_are_the_same_bytes_whatever_was_cached(
 
     pages = pages_of(model, is_exact=True)
     condition(pages, SIXTEEN + "dog " * 16 + "cat", None).close()
-    told = condition(pages, prompt)
-    assert same_bytes(found_in(pages, told), expected)  # after somebody who began alike
-    told.close()
+    conditioning = condition(pages, prompt)
+    assert same_bytes(found_in(pages, conditioning), expected)  # after a prompt with the same beginning
+    conditioning.close()
     for spec in pages.specs.encoders:
         pages.pool.forget(spec.tenant)
     assert same_bytes(found_in(pages, condition(pages, prompt)), expected)  # the encoders' pages are gone
@@ -211,22 +215,22 @@ def test_exact_pages_are_made_by_products_of_the_same_shapes_after_a_hit_as_afte
     cold_too, shapes = shapes, {}
     condition(pages, SIXTEEN + "the fox", None)
     assert list(cold.values()) == list(cold_too.values())
-    assert shapes == {key: seen[1:] for key, seen in cold.items()}
-    assert {len(seen) for seen in cold.values()} == {5}
+    assert shapes == {key: shape[1:] for key, shape in cold.items()}
+    assert {len(shape) for shape in cold.values()} == {5}
 
 
 @pytest.mark.parametrize("prompt", ["the red fox", "the (red:1.3) fox"])
 def test_exact_pages_are_the_same_bytes_when_only_their_beginning_is_left(tiny: LoadTiny, prompt: str) -> None:
     pages = pages_of(tiny("sd15"), is_exact=True)
-    told = condition(pages, prompt, None)
-    expected = found_in(pages, told)
-    told.close()
+    conditioning = condition(pages, prompt, None)
+    expected = found_in(pages, conditioning)
+    conditioning.close()
     [window] = pages.text.windows(prompt)
     tenant, pool = pages.specs.unet.tenant, pages.pool
     stats = pool.stats()
-    others = stats.free_pages + stats.tenants[pages.specs.encoders[0].tenant].idle_pages
+    other_pages = stats.free_pages + stats.tenants[pages.specs.encoders[0].tenant].idle_pages
     stranger, _ = pool.open(
-        tenant, reserve=16 * (others // 3 + 2)
+        tenant, reserve=16 * (other_pages // 3 + 2)
     )  # the prompt's last two logical pages, of 3 pages, go too
     pool.close(stranger)
     assert pool.num_cached(tenant, window.token_ids, window.salt) == 48
@@ -237,14 +241,14 @@ def test_exact_pages_are_the_same_bytes_after_their_tail_was_evicted(tiny: LoadT
     alone = pages_of(tiny("sdxl"), is_exact=True)
     expected = found_in(alone, condition(alone, "the (red:1.3) fox", "cat"))
     pages = pages_of(tiny("sdxl"), is_exact=True, num_windows=3)
-    found = []
+    outputs = []
     for number in range(8):
         condition(pages, f"{number} dog", "dog").close()
-        told = condition(pages, "the (red:1.3) fox", "cat")
-        found.append(found_in(pages, told))
-        told.close()
+        conditioning = condition(pages, "the (red:1.3) fox", "cat")
+        outputs.append(found_in(pages, conditioning))
+        conditioning.close()
     assert pages.pool.stats().tenants[pages.specs.unet.tenant].evicted_pages > 0
-    assert all(same_bytes(one, expected) for one in found)
+    assert all(same_bytes(output, expected) for output in outputs)
 
 
 def test_a_unet_with_other_cross_attention_has_no_pages(tiny: LoadTiny) -> None:
@@ -272,10 +276,10 @@ def test_keys_and_values_are_made_with_the_weights_as_they_are(
 ) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
     pages, expected = pages_of(model), embed(model, "a red fox")
-    told = condition(pages, "a red fox")
+    conditioning = condition(pages, "a red fox")
     assert pages.specs.unet.dtype == model.dtype
-    rows, texts = rows_for(model.unet, told), torch.stack([expected.cond, expected.uncond])
-    found = model.unet.predict(contexts=pages.gather([told.cond, told.uncond]), **rows)
+    rows, texts = rows_for(model.unet, conditioning), torch.stack([expected.cond, expected.uncond])
+    actual = model.unet.predict(contexts=pages.gather([conditioning.cond, conditioning.uncond]), **rows)
     plain = model.unet.predict(contexts=texts, **rows)
-    error = float((found - plain).norm() / plain.norm())
+    error = float((actual - plain).norm() / plain.norm())
     assert error <= UNET_TOLERANCE[dtype] / 10

@@ -49,19 +49,19 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 def test_parts_go_whole_where_there_is_room_and_a_unet_that_is_too_large_is_split(
     device_map: str, rooms: tuple[int, int], expected: tuple[dict[str, int], ...]
 ) -> None:
-    found = spread_over(SIZES, dict(zip("ab", rooms, strict=True)), device_map)
-    assert tuple(dict(part) for part in found) == expected
+    placement = spread_over(SIZES, dict(zip("ab", rooms, strict=True)), device_map)
+    assert tuple(dict(part) for part in placement) == expected
 
 
-def test_what_lies_beside_the_unet_is_counted_and_too_little_room_is_told_by_device() -> None:
+def test_parts_next_to_the_unet_are_counted_and_missing_room_is_reported_by_device() -> None:
     assert dict(spread_over(SIZES | {"else": 4}, {"a": 13, "b": 20}, "balanced").unet) == {"a": 5, "b": 17}
     gib = {part: size << 30 for part, size in SIZES.items()}
     with pytest.raises(InsufficientMemory) as refused:
         spread_over(gib, {"cuda:0": 6 << 30, "cuda:1": 6 << 30}, "balanced")
-    said = refused.value.message
-    assert "(text 2.00, unet 10.00, vae 1.00)" in said
-    assert "6.00 on cuda:0, 6.00 on cuda:1" in said
-    assert "offload to auto" in said
+    message = refused.value.message
+    assert "(text 2.00, unet 10.00, vae 1.00)" in message
+    assert "6.00 on cuda:0, 6.00 on cuda:1" in message
+    assert "offload to auto" in message
 
 
 def test_wrong_values_name_themselves_and_the_way_out() -> None:
@@ -82,7 +82,7 @@ def test_auto_leaves_a_single_device_as_it_is(tiny_model: Callable[[str], Path])
 
 @contextmanager
 def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iterator[None]:
-    """Main memory under two names, with so many bytes for weights each."""
+    """Return main memory under two names, with this many bytes for weights each."""
     devices = (torch.device("cpu"), torch.device("cpu", 1))
     free = dict(zip(devices, rooms, strict=True))
     monkeypatch.setattr(placement, "devices_of", lambda choice: devices)
@@ -92,18 +92,18 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iter
 
 
 def room_of(model: Path, share: float) -> tuple[int, int]:
-    """Of either device, that it takes ``share`` of the UNet and no more than the rest of the model beside it."""
+    """Return the room per device for ``share`` of the UNet and the other parts of the model."""
     parts = part_bytes(load_model(model, device="meta", dtype="float32").memory_report())
     each = int(share * parts["unet"]) + parts["text"]
     return each, each
 
 
 def pictures(engine: Engine) -> list[bytes]:
-    """Of several samplers, guided and not, together."""
+    """Generate images with several samplers, guided and unguided, in one batch."""
     ways = [DiffusionParams(sampler="ddim", num_steps=2), DiffusionParams(sampler="euler_a", num_steps=2, clip_skip=2)]
     ways.append(DiffusionParams(num_steps=2, guidance_scale=1.0))
-    asked = [GenerationRequest(prompt="a (red:1.3) fox", seed=seed, diffusion=how) for seed, how in enumerate(ways)]
-    return [result.image.tobytes() for result in engine.generate(asked)]
+    requests = [GenerationRequest(prompt="a (red:1.3) fox", seed=seed, diffusion=how) for seed, how in enumerate(ways)]
+    return [result.image.tobytes() for result in engine.generate(requests)]
 
 
 class MixedPlacesError(AssertionError):
@@ -111,8 +111,9 @@ class MixedPlacesError(AssertionError):
 
 
 class TwoPlaces(TorchFunctionMode):
-    """Knows of tensors in which of two devices they would be, though both are main memory: whatever is made of some is
-    where they are, and ``to`` alone brings them over. Tensors that nobody has brought anywhere fit everywhere.
+    """A mode that tracks on which of two simulated devices each tensor is; both are main memory.
+
+    Results are on the device of their inputs, and only ``to`` moves a tensor. Tensors that were never moved fit both.
     """
 
     def __init__(self, model: DiffusionModel) -> None:
@@ -121,34 +122,36 @@ class TwoPlaces(TorchFunctionMode):
         for network in [model.unet.network, *(encoder.network for encoder in model.text.encoders)]:
             for part in network.modules():
                 hook = getattr(part, "_hf_hook", None)
-                for one in part.parameters():
-                    if hook is not None or not hasattr(one, "place"):
-                        one.place = torch.device("cpu") if hook is None else hook.execution_device
+                for parameter in part.parameters():
+                    if hook is not None or not hasattr(parameter, "place"):
+                        parameter.place = torch.device("cpu") if hook is None else hook.execution_device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        places = {one.place for one in tree_leaves((args, kwargs)) if hasattr(one, "place")}
+        places = {leaf.place for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "place")}
         if func == torch.Tensor.device.__get__ and places:
             return places.pop()
-        told = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if func == torch.Tensor.to:
-            wanted = [
-                torch.device(one) for one in (*args[1:], *kwargs.values()) if isinstance(one, (str, torch.device))
+            devices = [
+                torch.device(argument)
+                for argument in (*args[1:], *kwargs.values())
+                if isinstance(argument, (str, torch.device))
             ]
-            if wanted:
-                self.num_moves += bool(places - set(wanted))
-                told = told.clone() if told is args[0] else told
-                places = set(wanted)
+            if devices:
+                self.num_moves += bool(places - set(devices))
+                output = output.clone() if output is args[0] else output
+                places = set(devices)
         if len(places) > 1:
             raise MixedPlacesError(f"{func} of {places}")
-        for one in tree_leaves(told) if places else ():
-            if isinstance(one, torch.Tensor):
-                one.place = next(iter(places))  # type: ignore[attr-defined]
-        return told
+        for leaf in tree_leaves(output) if places else ():
+            if isinstance(leaf, torch.Tensor):
+                leaf.place = next(iter(places))  # type: ignore[attr-defined]
+        return output
 
 
 def in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch, cross_attention: Any) -> Engine:
-    """A model on two devices: its text encoders and much of its UNet on the second."""
+    """Return a model on two devices: its text encoders and much of its UNet are on the second."""
     config = EngineConfig(cache_dir="", max_rows=2, cross_attention=cross_attention, device_map="balanced")
     first, second = room_of(path, 0.7)
     with two_devices(monkeypatch, (first, 2 * second)):
@@ -194,18 +197,18 @@ def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(
     assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) == 1
     free |= {"cpu": 1 << 40, "cpu:1": 1 << 40}
     assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) >= 2
-    asked = {"ENGINE_DEVICE_MAP": "balanced", "MODEL_DEVICE": "cpu", "MODEL_DTYPE": "float32"}
-    settings = load_settings(model=str(path), env={f"DIFFSERVE_{name}": value for name, value in asked.items()})
+    env = {"ENGINE_DEVICE_MAP": "balanced", "MODEL_DEVICE": "cpu", "MODEL_DTYPE": "float32"}
+    settings = load_settings(model=str(path), env={f"DIFFSERVE_{name}": value for name, value in env.items()})
     with two_devices(monkeypatch, room_of(path, 0.7)):
         doctor.run(settings)
-    told = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for line in (
         "text, at the most on cpu",
         "unet, at the most on cpu ",
         "unet, at the most on cpu:1",
         "free on cpu:1",
     ):
-        assert line in told
+        assert line in output
 
 
 def test_without_what_brings_them_over_devices_would_be_mixed(
@@ -235,7 +238,7 @@ def test_two_gpus_paint_what_one_does(
     monkeypatch.setattr(placement, "free_bytes", lambda device: int(each / placement.WEIGHTS_SHARE) + 1)
     config = EngineConfig(cache_dir="", max_rows=2, cross_attention=cross_attention, device_map="balanced")
     engine = make(path, config=config)
-    assert {one.device for one in engine.model.unet.network.parameters()} == {FIRST, SECOND}
-    for one, other in zip(pictures(engine), expected, strict=True):
-        apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    assert {parameter.device for parameter in engine.model.unet.network.parameters()} == {FIRST, SECOND}
+    for image, other in zip(pictures(engine), expected, strict=True):
+        apart = [abs(a - b) for a, b in zip(image, other, strict=True)]
         assert sum(apart) / len(apart) < 1.0

@@ -18,16 +18,16 @@ LONG_AGO_NS = 1_600_000_000_000_000_000
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were hashed; everything counts as large."""
-    found: list[str] = []
+    names: list[str] = []
     real = hashlib.file_digest
 
-    def told(stream: object, name: str) -> object:
-        found.append(Path(stream.name).name)  # type: ignore[attr-defined]
+    def count_digest(stream: object, name: str) -> object:
+        names.append(Path(stream.name).name)  # type: ignore[attr-defined]
         return real(stream, name)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checkpoint, "KEEP_FROM_BYTES", 0)
-    monkeypatch.setattr(hashlib, "file_digest", told)
-    return found
+    monkeypatch.setattr(hashlib, "file_digest", count_digest)
+    return names
 
 
 def weights(path: Path, content: bytes, mtime_ns: int = LONG_AGO_NS) -> Path:
@@ -71,8 +71,8 @@ def test_what_is_kept_is_checked_and_a_small_file_is_always_read(
 ) -> None:
     file, cache = weights(tmp_path / "a", b"one"), DiskCache(tmp_path / "cache")
     right = digest_files([file], cache)
-    kept = cache.read(DIGESTS, str(file))
-    for wrong in ({**kept, "sha256": "zz"}, {**kept, "sha256": 7}, [kept], {"sha256": kept["sha256"]}):
+    entry = cache.read(DIGESTS, str(file))
+    for wrong in ({**entry, "sha256": "zz"}, {**entry, "sha256": 7}, [entry], {"sha256": entry["sha256"]}):
         cache.write(DIGESTS, str(file), wrong)
         assert digest_files([file], cache) == right
     reads.clear()

@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 
 def shaped(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """A tensor without numbers."""
+    """Return a tensor without data."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
@@ -134,18 +134,18 @@ def test_needs_are_known_from_files_that_hold_nothing_and_are_not_read(
 ) -> None:
     monkeypatch.setattr(Checkpoint, "read", None)
     path = save_hollow_model("sd15-random", tmp_path, dtype=torch.float16)
-    held = sum(file.stat().st_blocks for file in path.rglob("*.safetensors")) * 512
-    assert held < 1 << 22, "the holes are filled"
+    disk_bytes = sum(file.stat().st_blocks for file in path.rglob("*.safetensors")) * 512
+    assert disk_bytes < 1 << 22, "the holes are filled"
     needs = needs_of(path, dtype="float16", config=EngineConfig(), profile=None, rows=(1, 2))
     assert needs.weights_bytes == pytest.approx(2.13e9, rel=0.01)
-    one, two = needs.steps[1], needs.steps[2]
-    assert one.flops == pytest.approx(0.803e12, rel=0.01)  # the text's keys and values are made beforehand
-    assert two.flops == pytest.approx(2 * one.flops)
-    assert len(one.kernels) == len(two.kernels) < 900
+    first_step, two = needs.steps[1], needs.steps[2]
+    assert first_step.flops == pytest.approx(0.803e12, rel=0.01)  # the text's keys and values are made beforehand
+    assert two.flops == pytest.approx(2 * first_step.flops)
+    assert len(first_step.kernels) == len(two.kernels) < 900
     assert needs.decode.flops == pytest.approx(2.52e12, rel=0.01)
     assert needs.peak_bytes > needs.weights_bytes + needs.page_pool_bytes + needs.decode.peak_bytes - 1
     h100 = find_gpu("H100")
-    assert 0.8e-3 < h100.seconds(one, torch.float16) < h100.seconds(two, torch.float16) < 4e-3
+    assert 0.8e-3 < h100.seconds(first_step, torch.float16) < h100.seconds(two, torch.float16) < 4e-3
     assert h100.seconds(two, torch.float32) > h100.seconds(two, torch.float16)
 
 

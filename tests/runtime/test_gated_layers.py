@@ -41,29 +41,29 @@ def gated(network: nn.Module) -> list[Any]:
 
 def test_two_products_give_the_output_of_one_but_for_rounding_with_and_without_hooks(tiny: LoadTiny) -> None:
     model = tiny("sd15")
-    other, given = halved(model), inputs(model)
+    other, arguments = halved(model), inputs(model)
     assert {type(layer.proj) for layer in gated(other.unet.network)} == {HalvedLinear}
     assert HalvedLinear not in {type(module) for module in model.unet.network.modules()}
-    expected, output = model.unet.predict(*given), other.unet.predict(*given)
+    expected, output = model.unet.predict(*arguments), other.unet.predict(*arguments)
     assert torch.allclose(output, expected, atol=1e-5)
     handles = [layer.proj.register_forward_hook(lambda *_: None) for layer in gated(other.unet.network)]
-    assert torch.equal(other.unet.predict(*given), output), "hooks change the way and not the bytes"
+    assert torch.equal(other.unet.predict(*arguments), output), "hooks change the way and not the bytes"
     for handle in handles:
         handle.remove()
 
 
 def test_adapters_change_both_halves(tiny: LoadTiny) -> None:
     model = tiny("sd15")
-    other, given = halved(model), inputs(model)
+    other, arguments = halved(model), inputs(model)
     outputs: list[torch.Tensor] = []
-    for one in (model, other):
-        layers = [layer for name, layer in adaptable(one.unet.network).items() if "ff.net.0" in name]
+    for candidate in (model, other):
+        layers = [layer for name, layer in adaptable(candidate.unet.network).items() if "ff.net.0" in name]
         assert layers
         rows = RowLoRAs([random_set(layers, 16, torch.empty(0))] * 2)
         with adapting(rows):
-            outputs.append(one.unet.predict(*given))
+            outputs.append(candidate.unet.predict(*arguments))
     assert torch.allclose(outputs[0], outputs[1], atol=1e-4)
-    assert not torch.allclose(outputs[0], model.unet.predict(*given), atol=1e-2)
+    assert not torch.allclose(outputs[0], model.unet.predict(*arguments), atol=1e-2)
 
 
 def test_compilers_see_the_layer_of_diffusers(tiny: LoadTiny, tmp_path: Path) -> None:

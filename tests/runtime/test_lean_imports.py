@@ -68,7 +68,7 @@ print(CLIPTextModel.__name__, torch._dynamo.__name__, torch.distributed.is_avail
 """
 
 
-def said_by(code: str, *arguments: object) -> str:
+def output_of(code: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
@@ -76,30 +76,31 @@ def said_by(code: str, *arguments: object) -> str:
     return done.stdout
 
 
-def unused(said: str) -> list[str]:
-    """What was there of ``UNUSED`` after each picture."""
-    return [line.removeprefix("unused: ") for line in said.splitlines() if line.startswith("unused: ")]
+def unused(output: str) -> list[str]:
+    """Return the modules of ``UNUSED`` that were loaded after each image."""
+    return [line.removeprefix("unused: ") for line in output.splitlines() if line.startswith("unused: ")]
 
 
 @pytest.mark.slow
 def test_command_imports_nothing_unused_and_paints_the_same_bytes(tmp_path: Path) -> None:
-    """A lean process finds what was hidden when it is wanted, and all classes of transformers where they are. One that
-    is not the command's own is left alone, and so is one whose libraries do not bear it.
+    """A lean process can still import the hidden modules, and all classes of transformers keep their place.
+
+    Processes other than the command's, and libraries that do not support it, are left unchanged.
     """
-    lean, whole = tmp_path / "lean.png", tmp_path / "whole.png"
-    assert unused(said_by(PAINT + LEAN, lean, tmp_path / "int8.png")) == ["[]", "[]"]
-    said = said_by(PAINT + WHOLE, whole)
-    assert "torch._dynamo" in unused(said)[0]
-    assert said.splitlines()[-1] == "CLIPTextModel torch._dynamo True"
-    assert lean.read_bytes() == whole.read_bytes()
+    lean, full_path = tmp_path / "lean.png", tmp_path / "whole.png"
+    assert unused(output_of(PAINT + LEAN, lean, tmp_path / "int8.png")) == ["[]", "[]"]
+    output = output_of(PAINT + WHOLE, full_path)
+    assert "torch._dynamo" in unused(output)[0]
+    assert output.splitlines()[-1] == "CLIPTextModel torch._dynamo True"
+    assert lean.read_bytes() == full_path.read_bytes()
 
 
 def test_a_second_start_does_not_read_all_files_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said_by("from diffserve.runtime.loading import library_imports as lean; assert lean.import_lean()")
-    said_by(STRUCTURE_IS_KEPT)
+    output_of("from diffserve.runtime.loading import library_imports as lean; assert lean.import_lean()")
+    output_of(STRUCTURE_IS_KEPT)
 
 
 TORCHVISION = """
@@ -120,7 +121,7 @@ def test_libraries_are_imported_leanly_where_torchvision_is_installed(tmp_path: 
     (package / "__init__.py").write_text("from torch._dynamo.utils import is_compile_supported\n")
     (package / "io.py").write_text("ImageReadMode = decode_image = None\n")
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.26.0\n")
-    said_by(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TORCHVISION}")
+    output_of(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TORCHVISION}")
 
 
 def test_process_with_the_libraries_in_it_is_left_alone() -> None:

@@ -45,7 +45,7 @@ MakeAdapter = Callable[..., Path]
 
 
 def pair(weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random down and up for a layer's weight, large enough to be seen in its output."""
+    """Return a random down and up matrix for a layer's weight, large enough to change its output."""
     generator = torch.Generator().manual_seed(seed)
     down = torch.randn((RANK, *weight.shape[1:]), generator=generator) / 4
     up = torch.randn((weight.shape[0], RANK, *(1 for _ in weight.shape[2:])), generator=generator) / 4
@@ -58,13 +58,13 @@ def unet_layers(model: Path) -> Tensors:
 
 
 def lora_tensors(model: Path) -> Tensors:
-    """As diffusers names them: two UNet kernels, a UNet matrix and a matrix of the text encoder."""
+    """Return adapter tensors in diffusers' names: two UNet kernels, a UNet matrix and a text encoder matrix."""
     text = load_file(model / "text_encoder" / "model.safetensors")
-    found = {f"unet.{layer}": weight for layer, weight in unet_layers(model).items()}
+    weights = {f"unet.{layer}": weight for layer, weight in unet_layers(model).items()}
     name = next(name for name in (f"{TEXT}.weight", f"{TEXT.removeprefix('text_model.')}.weight") if name in text)
-    found[f"text_encoder.{TEXT}"] = text[name]
+    weights[f"text_encoder.{TEXT}"] = text[name]
     tensors: Tensors = {}
-    for seed, (layer, weight) in enumerate(found.items()):
+    for seed, (layer, weight) in enumerate(weights.items()):
         tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"] = pair(weight, seed)
     return tensors
 
@@ -103,8 +103,8 @@ def test_every_changed_weight_is_its_own_plus_up_times_down(make_adapter: MakeAd
         down, up = (tensors[f"unet.{layer}.lora_{half}.weight"].float() for half in "AB")
         expected = base[f"{layer}.weight"] + torch.einsum("or,r...->o...", up.flatten(1), down).to(DEVICE)
         assert torch.allclose(changed[f"{layer}.weight"], expected, atol=1e-6)
-    others = base.keys() - {f"{layer}.weight" for layer in (ATTENTION, KERNEL, POINT_KERNEL)}
-    assert all(torch.equal(changed[name], base[name]) for name in others)
+    other_names = base.keys() - {f"{layer}.weight" for layer in (ATTENTION, KERNEL, POINT_KERNEL)}
+    assert all(torch.equal(changed[name], base[name]) for name in other_names)
 
 
 def test_a_text_encoder_is_changed_too(make_adapter: MakeAdapter, tiny: LoadTiny) -> None:
@@ -117,21 +117,21 @@ def test_alpha_over_rank_scales_a_change(make_adapter: MakeAdapter, tiny: LoadTi
     tensors = load_file(path / LORA)
     halved = {f"unet.{ATTENTION}.alpha": torch.tensor(RANK / 2)}
     name = f"{ATTENTION}.weight"
-    base, whole = tiny("sd15").unet.network.state_dict()[name], load(path).unet.network.state_dict()[name]
+    base, merged_weight = tiny("sd15").unet.network.state_dict()[name], load(path).unet.network.state_dict()[name]
     half = load(make_adapter(tensors | halved)).unet.network.state_dict()[name]
-    assert torch.allclose(half - base, (whole - base) / 2, atol=1e-6)
+    assert torch.allclose(half - base, (merged_weight - base) / 2, atol=1e-6)
     save_file(tensors, path / LORA, metadata={"lora_adapter_metadata": json.dumps({"unet.lora_alpha": 2 * RANK})})
     doubled = load(path).unet.network.state_dict()[name]
-    assert torch.allclose(doubled - base, (whole - base) * 2, atol=1e-6)
+    assert torch.allclose(doubled - base, (merged_weight - base) * 2, atol=1e-6)
 
 
 def renamed(tensors: Tensors, rename: Callable[[str, str, str], str]) -> Tensors:
-    found: Tensors = {}
+    converted: Tensors = {}
     for name, tensor in tensors.items():
         layer, half = name.removesuffix(".weight").rsplit(".lora_", 1)
         component, _, layer = layer.partition(".")
-        found[rename(component, layer, "down" if half == "A" else "up") + ".weight"] = tensor
-    return found
+        converted[rename(component, layer, "down" if half == "A" else "up") + ".weight"] = tensor
+    return converted
 
 
 def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter: MakeAdapter) -> None:
@@ -150,13 +150,13 @@ def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter:
         ),
     )
     by_processor = {
-        re.sub(r"\.(to_q|q_proj)\.lora\w*\.", lambda found: f"{PROCESSORS[found[1]]}_lora.", name): tensor
+        re.sub(r"\.(to_q|q_proj)\.lora\w*\.", lambda match: f"{PROCESSORS[match[1]]}_lora.", name): tensor
         for name, tensor in older.items()
     }
     peft = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
     bare = {name.removeprefix("base_model.model.unet."): tensor for name, tensor in peft.items()}
     original = {
-        re.sub("_(down|up)_blocks_.*?\\.", lambda found: ORIGINAL[found[0]], name): tensor
+        re.sub("_(down|up)_blocks_.*?\\.", lambda match: ORIGINAL[match[0]], name): tensor
         for name, tensor in kohya.items()
     }
     assert all(len({*tensors} & {*other}) == 0 for other in (older, kohya, peft, original))
@@ -205,7 +205,9 @@ def test_settings_of_an_adapter_start_from_those_of_its_base(make_adapter: MakeA
     assert settings.origins["model.guidance_scale"] == "configs/embedded.toml"
 
 
-def test_a_base_may_lie_beside_its_adapter(make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]) -> None:
+def test_a_base_model_may_share_a_folder_with_its_adapter(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
     path = make_adapter()
     (path.parent / "base").symlink_to(tiny_model("sd15"))
     (path / "adapter.json").write_text(json.dumps({"base": "../base"}))
@@ -321,12 +323,13 @@ def test_diffusers_merges_the_same_file_to_the_same_weights(
         pipeline.load_lora_weights(str(path))
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
-    ours = load(path)
-    theirs = pipeline.unet.state_dict()
+    actual = load(path)
+    reference = pipeline.unet.state_dict()
     assert all(
-        torch.allclose(theirs[name], part.cpu(), atol=1e-6) for name, part in ours.unet.network.state_dict().items()
+        torch.allclose(reference[name], part.cpu(), atol=1e-6)
+        for name, part in actual.unet.network.state_dict().items()
     )
-    encoded = ours.text.encode("a cat", "", width_px=64, height_px=64).cond
+    encoded = actual.text.encode("a cat", "", width_px=64, height_px=64).cond
     ids = pipeline.tokenizer("a cat", padding="max_length", return_tensors="pt").input_ids
     with torch.inference_mode():
         assert torch.allclose(encoded.cpu(), pipeline.text_encoder(ids).last_hidden_state, atol=1e-4)
@@ -384,10 +387,10 @@ def test_dora_is_merged_as_peft_merges_it(make_adapter: MakeAdapter, tiny_model:
         )
         unet.fuse_lora()
         unet.unload_lora()
-    theirs, ours = unet.state_dict(), load(path).unet.network.state_dict()
-    assert all(torch.allclose(theirs[name], tensor.cpu(), atol=1e-5) for name, tensor in ours.items())
+    reference, actual = unet.state_dict(), load(path).unet.network.state_dict()
+    assert all(torch.allclose(reference[name], tensor.cpu(), atol=1e-5) for name, tensor in actual.items())
     for name in (f"{ATTENTION}.weight", f"{KERNEL}.weight"):
-        assert (theirs[name] - base[name]).abs().max() > 0.05
+        assert (reference[name] - base[name]).abs().max() > 0.05
 
 
 def test_scales_of_rslora_and_alpha_patterns_are_those_of_peft(
@@ -419,8 +422,8 @@ def test_scales_of_rslora_and_alpha_patterns_are_those_of_peft(
         )
         unet.fuse_lora()
         unet.unload_lora()
-    theirs, ours = unet.state_dict(), load(path).unet.network.state_dict()
-    assert all(torch.allclose(theirs[name], tensor.cpu(), atol=1e-6) for name, tensor in ours.items())
+    reference, actual = unet.state_dict(), load(path).unet.network.state_dict()
+    assert all(torch.allclose(reference[name], tensor.cpu(), atol=1e-6) for name, tensor in actual.items())
     scales = {1.5, 2.5, 3.5}  # alpha / sqrt(4)
     assert {
         (change.declared_alpha or 0.0) / 2 for change in LoRAFile.open([path / LORA]).layers["unet"].values()

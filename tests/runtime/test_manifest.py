@@ -65,7 +65,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         check_manifest(tmp_path)
 
 
-def test_what_is_told_of_the_weights_later_may_change(tmp_path: Path) -> None:
+def test_later_weight_entries_may_change(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a", encoding="utf-8")
     write_manifest(tmp_path)
     (tmp_path / "fewest_steps.json").write_text("{}", encoding="utf-8")

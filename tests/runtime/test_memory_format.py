@@ -24,14 +24,14 @@ from tests.runtime.conftest import LoadTiny
 
 
 def formats(network: nn.Module) -> set[str]:
-    """The memory formats of the 3x3 convolutions of ``network``."""
+    """Return the memory formats of the 3x3 convolutions of ``network``."""
     weights = [part.weight for part in network.modules() if isinstance(part, nn.Conv2d) and part.kernel_size == (3, 3)]
     names = (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last))
     return {name for weight in weights for name, layout in names if weight.is_contiguous(memory_format=layout)}
 
 
 def timer(network: nn.Module, seconds: dict[str, float]) -> Callable[[Callable[[], object]], float]:
-    """A timer that makes the call and returns the seconds of the network's present memory format."""
+    """Return a timer that makes the call and returns the seconds of the network's current memory format."""
 
     def measure(run: Callable[[], object]) -> float:
         run()
@@ -43,7 +43,7 @@ def timer(network: nn.Module, seconds: dict[str, float]) -> Callable[[Callable[[
 
 @pytest.fixture
 def model(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> DiffusionModel:
-    """A model on the CPU that is treated like one on CUDA."""
+    """Return a model on the CPU that is treated like one on CUDA."""
     monkeypatch.setattr(memory_format, "has_choice", lambda model: True)
     return load_model(tiny_model("sd15"), dtype="bfloat16", device="cpu")
 

@@ -97,16 +97,16 @@ def split(path: Path) -> None:
     names = sorted(tensors)
     file.unlink()
     weight_map: dict[str, str] = {}
-    for part, chosen in enumerate((names[::2], names[1::2])):
+    for part, part_names in enumerate((names[::2], names[1::2])):
         shard = f"{STEM}-{part + 1:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in chosen}, path / "unet" / shard)
-        weight_map |= dict.fromkeys(chosen, shard)
+        save_file({name: tensors[name] for name in part_names}, path / "unet" / shard)
+        weight_map |= dict.fromkeys(part_names, shard)
     (path / "unet" / f"{STEM}.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def assert_same_unet(path: Path, expected: torch.nn.Module) -> None:
-    found = load_model(path, dtype="float32", device=DEVICE).unet.network.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
+    actual = load_model(path, dtype="float32", device=DEVICE).unet.network.state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 def test_sharded_weights_are_read_by_their_index(tmp_path: Path, tiny: LoadTiny) -> None:
@@ -131,8 +131,8 @@ def test_old_text_encoder_names_with_their_prefix_and_position_buffer_are_read(t
     file = path / "text_encoder" / "model.safetensors"
     tensors = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in load_file(file).items()}
     save_file(tensors | {"text_model.embeddings.position_ids": torch.arange(77)[None]}, file)
-    found = load_model(path, dtype="float32", device=DEVICE).text.encode("a cat", "", width_px=64, height_px=64)
-    assert torch.equal(found.cond, tiny("sd15").text.encode("a cat", "", width_px=64, height_px=64).cond)
+    actual = load_model(path, dtype="float32", device=DEVICE).text.encode("a cat", "", width_px=64, height_px=64)
+    assert torch.equal(actual.cond, tiny("sd15").text.encode("a cat", "", width_px=64, height_px=64).cond)
 
 
 def test_a_loaded_model_no_longer_needs_its_files(tmp_path: Path, tiny: LoadTiny) -> None:

@@ -39,14 +39,16 @@ def test_unet_rows_equal_the_pipelines_unet(
 ) -> None:
     sample, timesteps = randn(2, tiny(kind).unet.latent_channels, 8, 8), torch.tensor([999, 1], device=DEVICE)
     rows = row_arguments(kind, 2, context)
-    found = tiny(kind).unet.predict(sample, timesteps, **rows)
+    actual = tiny(kind).unet.predict(sample, timesteps, **rows)
     added = {"text_embeds": rows["pooled"], "time_ids": rows["time_ids"]} if kind == "sdxl" else None
-    whole = torch.cat([sample, rows["extra"]], dim=1) if kind == "inpaint9" else sample
+    full_input = torch.cat([sample, rows["extra"]], dim=1) if kind == "inpaint9" else sample
     with torch.inference_mode():
         network = tiny_pipeline(kind).unet
-        expected = network(whole, timesteps, encoder_hidden_states=rows["contexts"], added_cond_kwargs=added).sample
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(5e-6))
-    assert found.dtype == torch.float32
+        expected = network(
+            full_input, timesteps, encoder_hidden_states=rows["contexts"], added_cond_kwargs=added
+        ).sample
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance(5e-6))
+    assert actual.dtype == torch.float32
 
 
 def test_each_row_has_its_own_timestep_and_text(tiny: LoadTiny) -> None:
@@ -58,9 +60,9 @@ def test_each_row_has_its_own_timestep_and_text(tiny: LoadTiny) -> None:
     )
     together = unet.predict(sample, timesteps, contexts)
     for row in range(4):
-        one = slice(row, row + 1)
-        alone = unet.predict(sample[one], timesteps[one], contexts[one])
-        torch.testing.assert_close(together[one], alone, rtol=0, atol=tolerance(1e-5))
+        row_slice = slice(row, row + 1)
+        alone = unet.predict(sample[row_slice], timesteps[row_slice], contexts[row_slice])
+        torch.testing.assert_close(together[row_slice], alone, rtol=0, atol=tolerance(1e-5))
 
 
 def test_a_unet_says_which_condition_it_is_missing(tiny: LoadTiny) -> None:
@@ -80,17 +82,17 @@ def test_decoded_pixels_equal_the_pipelines(tiny: LoadTiny, tiny_pipeline: TinyP
         decoded = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample
         images = pipeline.image_processor.postprocess(decoded, output_type="pil")
     expected = np.stack([np.asarray(image) for image in images])
-    found = tiny(kind).vae.decode(latents)
-    assert found.shape == (2, 64, 64, 3)
-    assert found.dtype == np.uint8
-    assert np.abs(found.astype(int) - expected).max() <= 1
+    actual = tiny(kind).vae.decode(latents)
+    assert actual.shape == (2, 64, 64, 3)
+    assert actual.dtype == np.uint8
+    assert np.abs(actual.astype(int) - expected).max() <= 1
 
 
 def test_encoding_draws_from_each_pictures_generator_as_diffusers_does(
     tiny: LoadTiny, tiny_pipeline: TinyPipeline
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
-    found = tiny("sd15").vae.encode(pixels, [torch.Generator().manual_seed(seed) for seed in (3, 4)])
+    actual = tiny("sd15").vae.encode(pixels, [torch.Generator().manual_seed(seed) for seed in (3, 4)])
     vae = tiny_pipeline("sd15").vae
     for index, seed in enumerate((3, 4)):
         image = (
@@ -100,7 +102,7 @@ def test_encoding_draws_from_each_pictures_generator_as_diffusers_does(
         )
         with torch.inference_mode():
             sampled = vae.encode(image).latent_dist.sample(torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(found[index], sampled[0] * vae.config.scaling_factor, rtol=0, atol=tolerance(1e-6))
+        torch.testing.assert_close(actual[index], sampled[0] * vae.config.scaling_factor, rtol=0, atol=tolerance(1e-6))
 
 
 def test_without_a_generator_the_mode_is_taken(tiny: LoadTiny) -> None:
@@ -146,7 +148,7 @@ def test_latents_that_are_not_finite_are_refused(tiny: LoadTiny) -> None:
 
 
 def overflowing_vae(scale: float) -> Any:
-    """A VAE whose decoder's first convolution answers beyond float16."""
+    """Return a VAE whose decoder's first convolution exceeds the range of float16."""
     torch.manual_seed(0)
     network = tiny_models.vae(force_upcast=False).to(DEVICE)
     with torch.no_grad():
@@ -167,14 +169,14 @@ def test_one_extreme_latent_is_decoded_alone_in_float32_and_the_next_in_float16_
     extreme = 20000.0 * calm
     first = runner.decode(calm)
     assert not caplog.records
-    found = runner.decode(torch.cat([calm, extreme, calm]))
+    actual = runner.decode(torch.cat([calm, extreme, calm]))
     assert "overflowed in float16" in caplog.text
-    assert np.abs(found[1].astype(int) - exact.decode(extreme)[0]).max() <= 3
+    assert np.abs(actual[1].astype(int) - exact.decode(extreme)[0]).max() <= 3
     assert runner.dtype == torch.float16
     assert all(torch.equal(tensor, before[name]) for name, tensor in runner.network.state_dict().items())
     caplog.clear()
     assert np.array_equal(runner.decode(calm), first)
-    assert np.abs(found[2].astype(int) - first[0]).max() <= 1
+    assert np.abs(actual[2].astype(int) - first[0]).max() <= 1
     assert not caplog.records
 
 

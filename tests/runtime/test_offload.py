@@ -37,7 +37,7 @@ def networks(model: DiffusionModel) -> dict[str, Any]:
 
 
 def held_bytes(network: Any) -> int:
-    """Of parameters that are not on the meta device."""
+    """Return the bytes of the parameters that are not on the meta device."""
     return sum(tensor.nbytes for tensor in network.parameters() if not tensor.is_meta)
 
 
@@ -46,13 +46,13 @@ def pictures(model: str | Path, mode: str) -> list[bytes]:
     engine = Engine.from_pretrained(
         model, device="cpu", dtype="float32", config=EngineConfig(offload=mode, cache_dir="", max_rows=2)
     )
-    asked = [("a red fox", "ddim", 1), ("two apples, a castle at night", "euler_a", 2)]
+    cases = [("a red fox", "ddim", 1), ("two apples, a castle at night", "euler_a", 2)]
     ways = [
-        DiffusionParams(sampler=sampler, num_steps=num_steps, guidance_scale=1.0) for _, sampler, num_steps in asked
+        DiffusionParams(sampler=sampler, num_steps=num_steps, guidance_scale=1.0) for _, sampler, num_steps in cases
     ]
     requests = [
         GenerationRequest(prompt=prompt, seed=seed, diffusion=how)
-        for seed, ((prompt, *_), how) in enumerate(zip(asked, ways, strict=True))
+        for seed, ((prompt, *_), how) in enumerate(zip(cases, ways, strict=True))
     ]
     return [result.image.tobytes() for result in engine.generate(requests)]
 
@@ -114,9 +114,9 @@ def test_on_disk_nothing_is_held_between_calls_and_one_layer_during_them() -> No
         use_all(model)
     parts = [part for network in networks(model).values() for part in network.modules()]
     largest = max(sum(tensor.nbytes for tensor in part.parameters(recurse=False)) for part in parts)
-    whole = sum(entry.weights_bytes for entry in model.memory_report())
+    total_bytes = sum(entry.weights_bytes for entry in model.memory_report())
     assert len(watch.held) > 100
-    assert 0 < min(watch.held) <= max(watch.held) <= largest < whole / 10
+    assert 0 < min(watch.held) <= max(watch.held) <= largest < total_bytes / 10
     assert sum(map(held_bytes, networks(model).values())) == 0
 
 
@@ -161,8 +161,8 @@ for mode in sys.argv[1:]:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much of a process is its own")
 def test_on_disk_the_process_needs_less_memory_by_much_of_the_weights() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PEAK, "disk", "none"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, cwd=ROOT).stdout
-    on_disk_kib, in_memory_kib = map(int, told.split())
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, cwd=ROOT).stdout
+    on_disk_kib, in_memory_kib = map(int, output.split())
     files = [
         file for part in ("unet", "vae", "text_encoder") for file in EMBEDDED_DIRECTORY.glob(f"{part}/*.safetensors")
     ]
@@ -174,11 +174,11 @@ def test_a_map_keeps_what_fits_and_leaves_the_rest_on_disk(monkeypatch: pytest.M
     room = 40_000_000
     small_machine(monkeypatch, num_bytes=room)
     model = load_model("embedded", device="cpu", dtype="float32", offload="auto")
-    whole = load_model("embedded", device="cpu", dtype="float32")
+    resident_model = load_model("embedded", device="cpu", dtype="float32")
     unet = held_bytes(model.unet.network)
-    assert 0 < unet <= room < held_bytes(whole.unet.network)
+    assert 0 < unet <= room < held_bytes(resident_model.unet.network)
     assert set(model.unet.network.hf_device_map.values()) == {"cpu", "disk"}
-    assert held_bytes(model.vae.network) == held_bytes(whole.vae.network)  # it fits, so no hook is in its way
+    assert held_bytes(model.vae.network) == held_bytes(resident_model.vae.network)  # it fits, so no hook is in its way
     assert not hasattr(model.vae.network, "hf_device_map")
 
 
@@ -192,7 +192,7 @@ def test_memory_that_weights_may_take_is_a_share_of_what_is_free() -> None:
 
 
 def test_hooks_bring_weights_from_main_memory(tiny_model: Callable[[str], Path]) -> None:
-    """On a CPU nothing has to move; the hooks that a GPU needs are put on by hand, as ``dispatch`` does there."""
+    """Add the hooks that ``dispatch`` adds on a GPU, since nothing moves on a CPU."""
     plain = load_model(tiny_model("sd15"), device="cpu", dtype="float32").unet.network
     resting = load_model(tiny_model("sd15"), device="cpu", dtype="float32").unet.network
     weights = {name: tensor.detach() for name, tensor in resting.named_parameters()}
@@ -240,7 +240,7 @@ def test_studio_s_language_models_rest_as_the_settings_say() -> None:
 
 
 @pytest.mark.parametrize("mode", OFFLOADS)
-def test_what_was_chosen_is_said(mode: str) -> None:
+def test_the_choice_is_reported(mode: str) -> None:
     assert choose_device("cpu", "float32", mode).reason.endswith(f"as asked; {RESTS[mode]}.")
     assert "rest" not in choose_device("cpu", "float32").reason
 

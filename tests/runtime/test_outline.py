@@ -31,10 +31,10 @@ def test_an_outline_has_the_shapes_of_the_network_in_the_memory_of_one_parameter
     choice = choose_for(path, "cpu", dtype, "none", None)
     outline = load_outline(path, choice, profile=model.profile, channels_last=True)
     network = outline.unet.network
-    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.unet.network.named_parameters()}
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in network.named_parameters()} == wanted
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.unet.network.named_parameters()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in network.named_parameters()} == expected
     assert len({tensor.untyped_storage().data_ptr() for tensor in network.parameters()}) == 1
-    assert len({tensor.data_ptr() for tensor in network.parameters()}) == len(wanted)
+    assert len({tensor.data_ptr() for tensor in network.parameters()}) == len(expected)
     num_bytes = network.conv_in.weight.untyped_storage().nbytes()
     assert num_bytes < sum(tensor.nbytes for tensor in network.parameters()) / 2
     assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
@@ -55,11 +55,11 @@ def test_a_package_compiled_without_weights_computes_with_those_of_the_network(
     outline = load_outline(path, choice, profile=model.profile, channels_last=channels_last)
     cache, config = DiskCache(tmp_path), EngineConfig(cache_dir="")
     with torch.no_grad():
-        made = Packages(outline, cache).compile(
+        package = Packages(outline, cache).compile(
             random_call(outline, SHAPE, 1, make_conditioner(outline, config, is_exact=True))
         )
         packages = Packages(model, cache)
         call = random_call(model, SHAPE, 1, make_conditioner(model, config, is_exact=True))
-        assert packages.path(call.kind, 1) == made, "an engine looks for the package elsewhere"
-        got = packages.load(made, 1)(call.tensors)
+        assert packages.path(call.kind, 1) == package, "an engine looks for the package elsewhere"
+        got = packages.load(package, 1)(call.tensors)
         assert torch.allclose(got, FlatUNet(model.unet.network, call)(*call.tensors), atol=1e-4)

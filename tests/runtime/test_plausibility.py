@@ -37,7 +37,7 @@ VELOCITY = "v_prediction"
 
 @pytest.fixture(scope="module")
 def embedded() -> DiffusionModel:
-    """The shipped model, a trained one of velocity."""
+    """Return the shipped model, which was trained for velocity."""
     return load_model("embedded", dtype="float32", device=DEVICE)
 
 
@@ -51,28 +51,30 @@ class Dressed:
         self.train_sigmas = model.schedule.finite_sigmas()
         self.inside = Formulation(Preconditioning(VELOCITY), self.train_sigmas)
 
-    def predict(self, shown: torch.Tensor, told: torch.Tensor, contexts: torch.Tensor, **added: Any) -> torch.Tensor:
-        sigma = self._sigma(told.double().numpy())
+    def predict(
+        self, shown: torch.Tensor, timesteps: torch.Tensor, contexts: torch.Tensor, **added: Any
+    ) -> torch.Tensor:
+        sigma = self._sigma(timesteps.double().numpy())
         x = shown / self.front.scale(torch.ones(3, 1, 1, 1), sigma)[0]
-        seen, timestep = self.inside.scale(x, sigma)
-        output = self.model.unet.predict(seen, torch.tensor(timestep), contexts, **added).cpu()
+        scaled_input, timestep = self.inside.scale(x, sigma)
+        output = self.model.unet.predict(scaled_input, torch.tensor(timestep), contexts, **added).cpu()
         denoised = self.inside.read(x, sigma, output)
         at_rest = self.front.read(x, sigma, torch.zeros_like(x))
         return (denoised - at_rest) / self.front.read(torch.zeros_like(x), sigma, torch.ones_like(x))
 
-    def _sigma(self, told: FloatArray) -> FloatArray:
-        """The noise level that it believes is meant."""
+    def _sigma(self, timesteps: FloatArray) -> FloatArray:
+        """Return the noise level that the wrapped network's reading assigns to the timesteps."""
         if self.front.preconditioning is None:
-            time = np.clip(told / 1000, 1e-3, 1 - 1e-3)
+            time = np.clip(timesteps / 1000, 1e-3, 1 - 1e-3)
             return np.asarray(time / (1 - time), dtype=np.float64)
         if self.front.preconditioning.is_continuous:
-            return np.asarray(np.exp(4 * np.clip(told, -2, 2)), dtype=np.float64)
-        logs = np.interp(told, np.arange(self.train_sigmas.size), np.log(self.train_sigmas))
+            return np.asarray(np.exp(4 * np.clip(timesteps, -2, 2)), dtype=np.float64)
+        logs = np.interp(timesteps, np.arange(self.train_sigmas.size), np.log(self.train_sigmas))
         return np.asarray(np.exp(logs), dtype=np.float64)
 
 
 def schedule_of(name: str) -> NoiseSchedule:
-    """The embedded model's betas, declared to be of the reading ``name``."""
+    """Return the embedded model's betas with the prediction type ``name``."""
     betas = json.loads((EMBEDDED_DIRECTORY / "scheduler/scheduler_config.json").read_text(encoding="utf-8"))
     if "CosXL" in name:
         cosxl = {"_class_name": "EDMEulerScheduler", "prediction_type": VELOCITY, "sigma_data": 1.0}
@@ -88,23 +90,23 @@ NAMES = tuple(readings(schedule_of(VELOCITY))[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", NAMES)
 def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
-    """Declared as it is, and as another one: every one is declared for another, but flow matching, which cannot be."""
+    """Declare the correct type and a wrong one, except flow matching, which cannot be declared."""
     network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])
     for declared in {truth, NAMES[NAMES.index(truth) - 1]} - {"flow matching"}:
         schedule = schedule_of(declared)
-        found = probe(network, embedded.vae, embedded.text, schedule, embedded.native_size)
-        assert found.declared == declared
-        assert found.best == truth
-        assert found.errors[truth] < 0.5
-        assert found.contradicts == (declared != truth)
+        plausibility = probe(network, embedded.vae, embedded.text, schedule, embedded.native_size)
+        assert plausibility.declared == declared
+        assert plausibility.best == truth
+        assert plausibility.errors[truth] < 0.5
+        assert plausibility.contradicts == (declared != truth)
 
 
 @pytest.mark.parametrize("model", ["embedded", "embedded-turbo"])
 def test_shipped_models_answer_as_their_files_say(model: str) -> None:
-    found = load_model(model, dtype="float32", device=DEVICE).plausibility
-    assert found is not None
-    assert found.best == found.declared == VELOCITY
-    assert found.is_plausible
+    plausibility = load_model(model, dtype="float32", device=DEVICE).plausibility
+    assert plausibility is not None
+    assert plausibility.best == plausibility.declared == VELOCITY
+    assert plausibility.is_plausible
 
 
 @pytest.mark.parametrize("declared", ["epsilon", "sample"])
@@ -126,10 +128,10 @@ def test_random_weights_load_with_a_warning(
     kind: str, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        found = load_model(tiny_model(kind), dtype="float32", device=DEVICE).plausibility
-    assert found is not None
-    assert not found.contradicts
-    assert not found.is_plausible
+        plausibility = load_model(tiny_model(kind), dtype="float32", device=DEVICE).plausibility
+    assert plausibility is not None
+    assert not plausibility.contradicts
+    assert not plausibility.is_plausible
     assert "random, damaged or distilled" in caplog.text
 
 

@@ -152,9 +152,9 @@ def predict(model: DiffusionModel) -> torch.Tensor:
 )
 def test_every_dtype_comes_near_float32(tiny_model: Callable[[str], Path], tiny: LoadTiny, dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
-    exact, found = predict(tiny("sd15")), predict(model)
-    assert found.dtype == torch.float32
-    assert float((found - exact).norm() / exact.norm()) <= UNET_TOLERANCE[dtype]
+    exact, actual = predict(tiny("sd15")), predict(model)
+    assert actual.dtype == torch.float32
+    assert float((actual - exact).norm() / exact.norm()) <= UNET_TOLERANCE[dtype]
     assert model.info.dtype == dtype
     assert model.vae.decode(torch.zeros(1, 4, 8, 8)).shape == (1, 64, 64, 3)
 
@@ -184,19 +184,19 @@ def test_quantizing_while_loading_never_holds_more_than_the_model_and_one_tensor
     path = tiny_model("sdxl") / "unet"
     checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
     network = build_unet(read_json(path / "config.json"), "unet", choose_device("cpu", "int8"))
-    held: list[int] = []
+    allocations: list[int] = []
     read = Checkpoint.read
 
     def watched(self: Checkpoint, key: str) -> torch.Tensor:
-        held.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
+        allocations.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
         return read(self, key)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
     load_component(network, checkpoint, choose_device("cpu", "int8"), quantize="int8")
     final = sum(tensor_bytes(part) for part in network.parameters())
     in_float32 = sum(4 * part.numel() for part in network.parameters())
-    assert max(held) <= final < INT8_SHARE * in_float32
-    assert len(held) == len(checkpoint.entries)
+    assert max(allocations) <= final < INT8_SHARE * in_float32
+    assert len(allocations) == len(checkpoint.entries)
 
 
 def test_a_profile_says_what_the_vae_computes_in(tiny_model: Callable[[str], Path], tiny: LoadTiny) -> None:
@@ -205,8 +205,8 @@ def test_a_profile_says_what_the_vae_computes_in(tiny_model: Callable[[str], Pat
     assert (model.vae.dtype, model.dtype) == (torch.bfloat16, torch.float16)
     half, full = choose_device("cpu", "float16"), choose_device("cpu", "bfloat16")
     for choice in (half, full):
-        asked = replace(choice, vae_dtype=torch.float32)
-        assert vae_precision(asked, {}, is_sdxl=False).compute_dtype == torch.float32
+        changed_choice = replace(choice, vae_dtype=torch.float32)
+        assert vae_precision(changed_choice, {}, is_sdxl=False).compute_dtype == torch.float32
 
 
 def test_only_sdxl_s_vae_is_kept_in_float32_by_a_float16_model() -> None:

@@ -46,7 +46,7 @@ def test_a_step_is_one_line_a_ramp_is_none_and_a_border_is_none(axis: int) -> No
 
 
 def test_what_is_weak_counts_where_it_leads_to_what_is_strong() -> None:
-    """Of a line of one contrast that fades away all is found that lies above the lower threshold; alone, nothing."""
+    """A fading line is detected down to the lower threshold; a weak line alone is not detected."""
     contrast = 255.0 * np.linspace(1.0, 0.0, 200)[None].repeat(40, 0)
     line = drawn(np.where(np.arange(40)[:, None] < 20, 0.0, contrast))
     gradient = 4.0 * contrast[0] * np.exp(-0.5 * (0.5 / SIGMA) ** 2) / (SIGMA * np.sqrt(2 * np.pi)) * 2.0
@@ -60,13 +60,13 @@ def test_what_is_weak_counts_where_it_leads_to_what_is_strong() -> None:
 def test_a_map_is_passed_through_and_an_unknown_preprocessor_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside the library without what it imports itself: torchvision, of which PyPI has no build for CPUs."""
+    """This also holds if the library's dependency torchvision is missing, which has no CPU build on PyPI."""
     picture = disk(64, 20.0, 200.0)
     assert preprocess(Control("edges", preprocessor=PASSED_THROUGH), picture) is picture
     assert np.array_equal(preprocess(Control("edges", preprocessor=CANNY), picture)[..., 2], canny(picture))
     for trouble in ("is not installed here", "cannot be imported here (No module named 'torchvision_for_cpus'"):
-        said = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
-        with pytest.raises(InvalidRequest, match=re.escape(said)):
+        message = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
             preprocess(Control("edges", preprocessor="hed"), picture)
         library = tmp_path / "controlnet_aux"
         library.mkdir(exist_ok=True)

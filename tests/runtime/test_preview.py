@@ -1,4 +1,4 @@
-"""Preview decoders: our own and diffusers' tiny autoencoder, in ``preview/`` beside the model, or none at all."""
+"""Preview decoders: the trained one and diffusers' tiny autoencoder in ``preview/``, or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CopyTiny = Callable[[str], Path]
 
 @pytest.fixture
 def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
-    """``copy_tiny(kind)``: a copy of the tiny model, to lay a preview decoder beside its parts."""
+    """Return ``copy_tiny(kind)``, which copies the tiny model so that a test can add a preview decoder."""
     return lambda kind: Path(shutil.copytree(tiny_model(kind), tmp_path / kind))
 
 
@@ -41,7 +41,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def own_decoder(**shape: Any) -> PreviewDecoder:
-    """A decoder with random weights whose numbers 16 bits can hold."""
+    """Return a decoder with random weights that 16 bits represent exactly."""
     torch.manual_seed(0)
     return PreviewDecoder(PreviewConfig.from_dict(SHAPE | shape)).half().float().eval()
 
@@ -68,14 +68,14 @@ def loaded(directory: Path) -> PreviewRunner:
     return runner
 
 
-def test_our_own_decoder_lies_beside_the_unet_and_changes_nothing_else(copy_tiny: CopyTiny, tiny: LoadTiny) -> None:
+def test_the_preview_decoder_is_next_to_the_unet_and_changes_nothing_else(copy_tiny: CopyTiny, tiny: LoadTiny) -> None:
     path, decoder, latents = copy_tiny("embedded"), own_decoder(), randn(3, 8, 8, 12)
     save_preview(decoder, path / "preview")
     model, without = load(path), tiny("embedded")
-    found = model.preview(latents)
-    assert found.shape == (3, 64, 96, 3)
-    assert found.dtype == np.uint8
-    assert np.abs(found - pixels_of(decoder(latents))).max() <= 0.51
+    actual = model.preview(latents)
+    assert actual.shape == (3, 64, 96, 3)
+    assert actual.dtype == np.uint8
+    assert np.abs(actual - pixels_of(decoder(latents))).max() <= 0.51
     assert model.digest == without.digest
     extra = {entry.component: entry.num_parameters for entry in model.memory_report()}.pop("preview")
     assert extra == sum(parameter.numel() for parameter in decoder.parameters())
@@ -107,14 +107,14 @@ def test_a_tiny_autoencoder_shows_what_diffusers_decodes(
 def test_only_the_decoder_of_a_tiny_autoencoder_is_held(tmp_path: Path) -> None:
     network = tiny_autoencoder()
     network.save_pretrained(tmp_path / "preview")
-    held = sum(parameter.numel() for parameter in loaded(tmp_path / "preview").network.parameters())
-    assert held == sum(parameter.numel() for parameter in network.decoder.parameters())
+    num_parameters = sum(parameter.numel() for parameter in loaded(tmp_path / "preview").network.parameters())
+    assert num_parameters == sum(parameter.numel() for parameter in network.decoder.parameters())
 
 
 def test_a_preview_in_company_is_the_preview_alone(tmp_path: Path) -> None:
     runner, latents = loaded(save_preview(own_decoder(), tmp_path / "preview")), randn(5, 8, 8, 8)
     together = runner.preview(latents)
-    alone = np.concatenate([runner.preview(one) for one in latents.split(1)])
+    alone = np.concatenate([runner.preview(row) for row in latents.split(1)])
     assert np.abs(together.astype(int) - alone).max() <= 1
     assert not np.array_equal(alone[0], alone[1])
 
@@ -134,9 +134,9 @@ def test_latents_that_are_no_numbers_are_shown_gray(tmp_path: Path) -> None:
 
 def test_one_width_alone_is_a_flat_decoder(tmp_path: Path) -> None:
     decoder, latents = own_decoder(widths=[8], num_blocks=[1], factor=3), randn(1, 8, 4, 4)
-    found = loaded(save_preview(decoder, tmp_path / "preview")).preview(latents)
-    assert found.shape == (1, 12, 12, 3)
-    assert np.abs(found - pixels_of(decoder(latents))).max() <= 0.51
+    actual = loaded(save_preview(decoder, tmp_path / "preview")).preview(latents)
+    assert actual.shape == (1, 12, 12, 3)
+    assert np.abs(actual - pixels_of(decoder(latents))).max() <= 0.51
 
 
 def test_a_single_file_finds_it_in_the_directory_of_its_name(tiny_pipeline: TinyPipeline, copy_tiny: CopyTiny) -> None:

@@ -17,9 +17,9 @@ UP, DOWN = 1.1, 1 / 1.1
 
 def assert_pieces(prompt: str, expected: list[tuple[str, float]]) -> None:
     """``prompt`` has no BREAK and is read as ``expected``."""
-    (found,) = parse_prompt(prompt)
-    assert [piece.text for piece in found] == [text for text, _ in expected]
-    assert [piece.weight for piece in found] == pytest.approx([weight for _, weight in expected])
+    (section,) = parse_prompt(prompt)
+    assert [piece.text for piece in section] == [text for text, _ in expected]
+    assert [piece.weight for piece in section] == pytest.approx([weight for _, weight in expected])
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_a_plain_prompt_weighs_breaks_and_names_nothing() -> None:
 @given(st.text(alphabet="ab ()[]:\\.1BREAK\n", max_size=60))
 def test_any_text_parses_and_only_syntax_is_lost(prompt: str) -> None:
     sections = parse_prompt(prompt)
-    kept = "".join(piece.text for section in sections for piece in section)
+    text = "".join(piece.text for section in sections for piece in section)
     assert sections
-    assert len(kept) <= len(prompt)
-    assert [letter for letter in kept if letter in "ab"] == [letter for letter in prompt if letter in "ab"]
+    assert len(text) <= len(prompt)
+    assert [letter for letter in text if letter in "ab"] == [letter for letter in prompt if letter in "ab"]
 
 
 @pytest.mark.parametrize("prompt", ["(a:" + "1" * 32_000, "a" + " " * 32_000 + "b", "(a:" + " " * 32_000])

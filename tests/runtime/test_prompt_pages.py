@@ -1,4 +1,4 @@
-"""Prompts as pages: what is shared, what is computed, who has to wait, and that nothing is left behind."""
+"""Prompts as pages: sharing, computation, waiting for room, and release of all pages."""
 
 from __future__ import annotations
 
@@ -23,43 +23,45 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest(tiny: L
         assert stats.asked_tokens - before[name].asked_tokens == 77
 
 
-def test_a_prompt_said_again_runs_no_encoder_and_takes_no_page(tiny: LoadTiny) -> None:
+def test_a_repeated_prompt_runs_no_encoder_and_takes_no_page(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sdxl"))
     first = condition(pages, "a red fox", "cat")
     opened = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs.encoders]
-    held = pages.pool.stats().held_pages
+    held_pages = pages.pool.stats().held_pages
     again = [condition(pages, "a red fox", "cat") for _ in range(8)]
     assert [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs.encoders] == opened
-    assert pages.pool.stats().held_pages == held
-    assert {one.cond[0].pages for one in again} == {first.cond[0].pages}
+    assert pages.pool.stats().held_pages == held_pages
+    assert {conditioning.cond[0].pages for conditioning in again} == {first.cond[0].pages}
     assert same_bytes(found_in(pages, again[-1]), found_in(pages, first))
 
 
 def test_the_negative_prompt_is_stored_once_for_thirty_two_prompts(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sd15"), num_windows=40)
-    told = [condition(pages, f"{number} cat", "red, the dog") for number in range(32)]
-    assert len({one.uncond[0].pages for one in told}) == 1
-    assert len({one.cond[0].pages for one in told}) == 32
+    conditionings = [condition(pages, f"{number} cat", "red, the dog") for number in range(32)]
+    assert len({conditioning.uncond[0].pages for conditioning in conditionings}) == 1
+    assert len({conditioning.cond[0].pages for conditioning in conditionings}) == 32
     assert pages.pool.stats().held_pages == 33 * pages.pool.num_pages_for(pages.specs.unet.tenant, 77)
 
 
-def test_the_empty_windows_beside_a_long_prompt_are_those_of_the_empty_prompt(tiny: LoadTiny) -> None:
+def test_the_padding_windows_of_a_long_prompt_are_those_of_the_empty_prompt(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sd15"))
-    told = condition(pages, "a cat BREAK a dog BREAK a cat", "")
+    conditioning = condition(pages, "a cat BREAK a dog BREAK a cat", "")
     empty = condition(pages, "", None)
-    assert told.num_tokens == 3 * 77
-    assert {table.pages for table in told.uncond} == {empty.cond[0].pages}
-    assert told.cond[0].pages == told.cond[2].pages != told.cond[1].pages
+    assert conditioning.num_tokens == 3 * 77
+    assert {table.pages for table in conditioning.uncond} == {empty.cond[0].pages}
+    assert conditioning.cond[0].pages == conditioning.cond[2].pages != conditioning.cond[1].pages
 
 
 def test_the_zeros_of_sdxl_are_stored_once_and_are_zeros(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sdxl"))
-    told = [condition(pages, prompt, "") for prompt in ("a cat", "a dog BREAK a fox")]
-    assert {table.pages for one in told for table in one.uncond} == {told[0].uncond[0].pages}
-    assert not any(tensor.any() for pair in pages.gather([told[1].uncond]).layers for tensor in pair)
-    assert told[0].pooled_uncond is not None
-    assert not told[0].pooled_uncond.any()
-    assert condition(pages, "", None).cond[0].pages != told[0].uncond[0].pages
+    conditionings = [condition(pages, prompt, "") for prompt in ("a cat", "a dog BREAK a fox")]
+    assert {table.pages for conditioning in conditionings for table in conditioning.uncond} == {
+        conditionings[0].uncond[0].pages
+    }
+    assert not any(tensor.any() for pair in pages.gather([conditionings[1].uncond]).layers for tensor in pair)
+    assert conditionings[0].pooled_uncond is not None
+    assert not conditionings[0].pooled_uncond.any()
+    assert condition(pages, "", None).cond[0].pages != conditionings[0].uncond[0].pages
 
 
 def test_weighted_prompts_share_whole_or_not_at_all(tiny: LoadTiny) -> None:
@@ -76,25 +78,28 @@ def test_weighted_prompts_share_whole_or_not_at_all(tiny: LoadTiny) -> None:
 def test_pooled_vectors_are_those_of_diffusers_and_found_again(tiny: LoadTiny, is_exact: bool) -> None:
     model = tiny("sdxl")
     pages, expected = pages_of(model, is_exact=is_exact), embed(model, "a red fox", "the cat")
-    told = condition(pages, "a red fox", "the cat")
-    for mine, other in ((told.pooled_cond, expected.pooled_cond), (told.pooled_uncond, expected.pooled_uncond)):
+    conditioning = condition(pages, "a red fox", "the cat")
+    for mine, other in (
+        (conditioning.pooled_cond, expected.pooled_cond),
+        (conditioning.pooled_uncond, expected.pooled_uncond),
+    ):
         assert mine is not None
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
     pages._pooled.clear()  # as when a thousand other prompts came between
     again = condition(pages, "a red fox", "the cat")
     assert again.pooled_cond is not None
-    torch.testing.assert_close(again.pooled_cond, told.pooled_cond, rtol=0, atol=0.0 if is_exact else 1e-6)
+    torch.testing.assert_close(again.pooled_cond, conditioning.pooled_cond, rtol=0, atol=0.0 if is_exact else 1e-6)
     assert again.time_ids is not None
     assert again.time_ids.tolist() == [64, 64, 0, 0, 64, 64]
 
 
-def test_who_finds_no_pages_is_told_to_wait_and_holds_none(tiny: LoadTiny) -> None:
+def test_a_request_without_pages_waits_and_holds_none(tiny: LoadTiny) -> None:
     pages = pages_of(tiny("sd15"), num_windows=3)
     first = condition(pages, "a cat", "red")
-    held = pages.pool.stats().held_pages
+    held_pages = pages.pool.stats().held_pages
     with pytest.raises(PoolBusy):
         condition(pages, "a dog BREAK a fox", None)
-    assert (pages.num_open, pages.pool.stats().held_pages) == (1, held)
+    assert (pages.num_open, pages.pool.stats().held_pages) == (1, held_pages)
     first.close()
     first.close()
     assert (pages.num_open, pages.pool.stats().held_pages) == (0, 0)
@@ -131,7 +136,7 @@ def test_a_failure_in_the_middle_gives_the_pages_back(fresh_tiny: LoadTiny) -> N
     handle.remove()
     assert pages.pool.stats().held_pages == 0
     pages.pool.check_integrity()
-    told, expected = condition(pages, "a cat"), embed(model, "a cat")
+    conditioning, expected = condition(pages, "a cat"), embed(model, "a cat")
     again = model.unet.cross_attention.keys_values(torch.stack([expected.cond, expected.uncond]))
-    ours = pages.gather([told.cond, told.uncond])
-    torch.testing.assert_close(ours.layers[2].values, again.layers[2].values, rtol=0, atol=1e-5)
+    actual = pages.gather([conditioning.cond, conditioning.uncond])
+    torch.testing.assert_close(actual.layers[2].values, again.layers[2].values, rtol=0, atol=1e-5)

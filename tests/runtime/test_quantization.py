@@ -71,29 +71,29 @@ def test_packed_and_offloaded_weights_are_not_given() -> None:
 
 def tokens(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(rows, 9, 64), of which some are small and some large, and one token is zero."""
-    found = torch.randn(rows, 9, 64, generator=torch.Generator().manual_seed(2))
-    found *= torch.logspace(-3, 2, rows)[:, None, None]
-    found[0, 3] = 0
-    return found.to(DEVICE, dtype)
+    activations = torch.randn(rows, 9, 64, generator=torch.Generator().manual_seed(2))
+    activations *= torch.logspace(-3, 2, rows)[:, None, None]
+    activations[0, 3] = 0
+    return activations.to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 def test_a_quantized_layer_comes_near_the_exact_one_for_every_token(scheme: str, dtype: torch.dtype) -> None:
-    given = tokens(5, dtype)
-    exact, found = linear(dtype=dtype)(given).float(), linear(scheme, dtype)(given)
-    assert found.dtype == dtype
-    assert found.isfinite().all()
-    error = (found.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    inputs = tokens(5, dtype)
+    exact, actual = linear(dtype=dtype)(inputs).float(), linear(scheme, dtype)(inputs)
+    assert actual.dtype == dtype
+    assert actual.isfinite().all()
+    error = (actual.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(error.max()) < TOLERANCE[scheme] + 2 * torch.finfo(dtype).eps
 
 
-def test_a_token_has_the_same_bytes_alone_and_beside_any_others() -> None:
-    layer, given = linear("int8_dynamic"), tokens(6)
-    together = layer(given)
-    assert torch.equal(torch.cat([layer(given[row : row + 1]) for row in range(6)]), together)
-    assert torch.equal(layer(given.flip(0)).flip(0), together)
-    assert torch.equal(layer(given[2, 4]), together[2, 4])
+def test_a_token_has_the_same_bytes_alone_and_in_any_batch() -> None:
+    layer, inputs = linear("int8_dynamic"), tokens(6)
+    together = layer(inputs)
+    assert torch.equal(torch.cat([layer(inputs[row : row + 1]) for row in range(6)]), together)
+    assert torch.equal(layer(inputs.flip(0)).flip(0), together)
+    assert torch.equal(layer(inputs[2, 4]), together[2, 4])
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -105,15 +105,15 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    """A layer, the same in int8, and activations as after SiLU, which lie on one side of 0."""
+    """Return a layer, its int8 version, and one-sided activations as after SiLU."""
     torch.manual_seed(3)
     layer = LAYERS[kind]().to(dtype).requires_grad_(False)
-    given = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
+    inputs = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
     narrow = copy.deepcopy(layer)
     quantize_layer(narrow, "int8_static")
-    assert (narrow(given).float() - layer(given).float()).norm() / layer(given).float().norm() < 0.02
-    become_static(narrow, InputRange(float(given.min()), float(given.max())))
-    return layer, narrow, given
+    assert (narrow(inputs).float() - layer(inputs).float()).norm() / layer(inputs).float().norm() < 0.02
+    become_static(narrow, InputRange(float(inputs.min()), float(inputs.max())))
+    return layer, narrow, inputs
 
 
 @needs_int8
@@ -122,22 +122,22 @@ def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
 def test_a_layer_of_measured_ranges_comes_near_the_exact_one_whoever_shares_the_call(
     kind: str, dtype: torch.dtype
 ) -> None:
-    layer, narrow, given = static(kind, dtype)
-    exact, found = layer(given).float(), narrow(given)
-    assert found.dtype == dtype
-    assert (found.float() - exact).norm() / exact.norm() < 0.02
+    layer, narrow, inputs = static(kind, dtype)
+    exact, actual = layer(inputs).float(), narrow(inputs)
+    assert actual.dtype == dtype
+    assert (actual.float() - exact).norm() / exact.norm() < 0.02
     with computing_on(1):  # oneDNN rounds differently on several threads of some CPUs, which an engine measures
-        assert torch.equal(torch.cat([narrow(given[row : row + 1]) for row in range(5)]), narrow(given))
+        assert torch.equal(torch.cat([narrow(inputs[row : row + 1]) for row in range(5)]), narrow(inputs))
 
 
 @needs_int8
 @pytest.mark.parametrize("kind", LAYERS)
 def test_zeros_stay_exact_and_what_is_out_of_range_is_cut_off(kind: str) -> None:
-    layer, narrow, given = static(kind)
-    zeros = torch.zeros_like(given)
+    layer, narrow, inputs = static(kind)
+    zeros = torch.zeros_like(inputs)
     torch.testing.assert_close(narrow(zeros), layer(zeros), atol=1e-5, rtol=0)
-    known = narrow.__dict__["range"]
-    torch.testing.assert_close(narrow(given * 100), narrow((given * 100).clamp(known.low, known.high)))
+    input_range = narrow.__dict__["range"]
+    torch.testing.assert_close(narrow(inputs * 100), narrow((inputs * 100).clamp(input_range.low, input_range.high)))
 
 
 @needs_int8
@@ -150,8 +150,8 @@ def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
     assert {kind for name, kind in kinds.items() if name.endswith(("conv1", "conv2"))} == {Int8StaticConv2d}
     assert (kinds["conv_in"], kinds["conv_out"]) == (nn.Conv2d, nn.Conv2d)
     ranges = [part.__dict__["range"] for part in network_of(first).modules() if "range" in part.__dict__]
-    assert all(known.low <= 0 <= known.high for known in ranges)
-    assert len({known.high for known in ranges}) > 1
+    assert all(input_range.low <= 0 <= input_range.high for input_range in ranges)
+    assert len({input_range.high for input_range in ranges}) > 1
 
     def measured_again(*_: object) -> None:
         raise AssertionError("ranges that are kept were measured again")
@@ -218,7 +218,9 @@ def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
     assert {name.split(".")[-1] for name in set(kinds) - dynamic} == {"linear_1", "linear_2", "time_emb_proj"}
     assert model.info.num_parameters == tiny("sdxl").info.num_parameters
     assert weights_bytes(network_of(model)) < 0.45 * weights_bytes(tiny("sdxl").unet.network)
-    assert not any(isinstance(part, Int8DynamicLinear) for one in model.text.encoders for part in one.network.modules())
+    assert not any(
+        isinstance(part, Int8DynamicLinear) for encoder in model.text.encoders for part in encoder.network.modules()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", MULTIPLIED[0]])
@@ -226,15 +228,19 @@ def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[s
     model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
     left = layers_left(network_of(model), dtype)
     convolutions = [part for part in network_of(model).modules() if isinstance(part, nn.Conv2d)]
-    named = [one for one in left if one.reason == f"{dtype} is for linear layers; convolutions stay"]
-    assert sum(one.num_layers for one in named) == len(convolutions)
-    assert sum(one.num_parameters for one in named) == sum(part.weight.numel() for part in convolutions)
-    others = [one for one in left if one not in named]
-    assert bool(others) == (dtype == "int8_dynamic")
-    assert all(one.holds == "int8" and "one vector for each row" in one.reason for one in others)
-    said = "\n".join(model.left_in_full())
-    assert "down_blocks.*.resnets.*.conv1" in said
-    assert "vae: every layer holds its float dtype" in said
+    convolution_entries = [
+        entry for entry in left if entry.reason == f"{dtype} is for linear layers; convolutions stay"
+    ]
+    assert sum(entry.num_layers for entry in convolution_entries) == len(convolutions)
+    assert sum(entry.num_parameters for entry in convolution_entries) == sum(
+        part.weight.numel() for part in convolutions
+    )
+    other_entries = [entry for entry in left if entry not in convolution_entries]
+    assert bool(other_entries) == (dtype == "int8_dynamic")
+    assert all(entry.holds == "int8" and "one vector for each row" in entry.reason for entry in other_entries)
+    message = "\n".join(model.left_in_full())
+    assert "down_blocks.*.resnets.*.conv1" in message
+    assert "vae: every layer holds its float dtype" in message
     assert load_model(tiny_model("sd15"), dtype="float32", device=DEVICE).left_in_full() == []
 
 
@@ -252,21 +258,23 @@ def test_quantizing_while_loading_never_holds_more_than_the_model_and_one_tensor
     path, choice = tiny_model("sdxl") / "unet", choose_device("cpu", dtype)
     checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
     network = build_unet(read_json(path / "config.json"), "unet", choice)
-    held: list[int] = []
+    allocations: list[int] = []
     read = Checkpoint.read
 
     def watched(self: Checkpoint, key: str) -> torch.Tensor:
-        held.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
+        allocations.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
         return read(self, key)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
     load_component(network, checkpoint, choice, quantize=choice.unet_scheme)
-    assert max(held) <= weights_bytes(network)
-    assert len(held) == len(checkpoint.entries)
+    assert max(allocations) <= weights_bytes(network)
+    assert len(allocations) == len(checkpoint.entries)
     ready = {"int8_dynamic": Int8DynamicLinear, "int8_static": Int8WeightLinear | Int8WeightConv2d}[dtype]
     narrow = {name for name, scheme in schemes(network, dtype).items() if scheme == dtype or dtype == "int8_static"}
     assert narrow == {name for name, part in network.named_modules() if isinstance(part, ready)}
-    assert dtype != "int8_static" or weights_bytes(network) < 1.2 * sum(one.numel() for one in network.parameters())
+    assert dtype != "int8_static" or weights_bytes(network) < 1.2 * sum(
+        parameter.numel() for parameter in network.parameters()
+    )
 
 
 @pytest.mark.slow
@@ -297,10 +305,10 @@ def test_a_tick_of_a_quantized_model_waits_for_no_device(tmp_path: Path, dtype: 
     launched = [kernel for kernel in counted.work.kernels if kernel.name == products[dtype]]
     if dtype == "int8_dynamic":
         layers = [part for part in network_of(engine.model).modules() if type(part) is Int8DynamicLinear]
-        told = [
+        messages = [
             name for name, _ in network_of(engine.model).named_modules() if name.endswith(("attn2.to_k", "attn2.to_v"))
         ]
-        assert len(launched) == len(layers) - len(told)  # keys and values of the text are made once, not in a tick
+        assert len(launched) == len(layers) - len(messages)  # keys and values of the text are made once, not in a tick
     assert launched
     assert all(kernel.flops > 0 for kernel in launched)
 

@@ -22,15 +22,15 @@ def test_a_picture_is_judged_as_diffusers_judges_it(tmp_path: Path) -> None:
 
     for threshold in (-2.0, 2.0):
         folder = save_safety_checker(tmp_path / str(threshold), threshold)
-        theirs = StableDiffusionSafetyChecker.from_pretrained(str(folder / "safety_checker"))
-        seen = CLIPImageProcessor.from_pretrained(str(folder / "feature_extractor"))(
+        reference_checker = StableDiffusionSafetyChecker.from_pretrained(str(folder / "safety_checker"))
+        inputs = CLIPImageProcessor.from_pretrained(str(folder / "feature_extractor"))(
             images=[PIXELS], return_tensors="pt"
         )
         with torch.inference_mode():
-            _, flags = theirs(images=np.zeros((1, 8, 8, 3)), clip_input=seen.pixel_values)
-        ours = SafetyChecker.load(str(folder)).blocks_picture(PIXELS)
-        assert ours is (threshold < 0)
-        assert flags == [ours]
+            _, flags = reference_checker(images=np.zeros((1, 8, 8, 3)), clip_input=inputs.pixel_values)
+        is_blocked = SafetyChecker.load(str(folder)).blocks_picture(PIXELS)
+        assert is_blocked is (threshold < 0)
+        assert flags == [is_blocked]
 
 
 def test_weights_in_pickle_and_models_without_a_checker_are_refused(tmp_path: Path) -> None:

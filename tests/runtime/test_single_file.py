@@ -32,7 +32,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture
 def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[str], Path]) -> Export:
-    """``export(kind, extra)``: a single file, its configurations in the directory of the same name beside it."""
+    """Return ``export(kind, extra)``, which writes a single file with its configurations in a directory next to it."""
 
     def write(kind: str, extra: dict[str, torch.Tensor] | None = None) -> Path:
         (tmp_path / kind).symlink_to(tiny_model(kind), target_is_directory=True)
@@ -43,17 +43,19 @@ def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[st
 
 @pytest.mark.parametrize("kind", [*KINDS, REFINER])
 def test_a_single_file_gives_the_networks_of_its_directory(export: Export, tiny: LoadTiny, kind: str) -> None:
-    found = load_model(export(kind), dtype="float32", device=DEVICE)
+    loaded_model = load_model(export(kind), dtype="float32", device=DEVICE)
     expected = tiny(kind)
-    pairs = [(found.unet.network, expected.unet.network), (found.vae.network, expected.vae.network)]
-    pairs += [(a.network, b.network) for a, b in zip(found.text.encoders, expected.text.encoders, strict=True)]
+    pairs = [(loaded_model.unet.network, expected.unet.network), (loaded_model.vae.network, expected.vae.network)]
+    pairs += [(a.network, b.network) for a, b in zip(loaded_model.text.encoders, expected.text.encoders, strict=True)]
     for mine, other in pairs:
-        theirs = other.state_dict()
-        assert mine.state_dict().keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.state_dict().items())
-    assert found.family == expected.family
-    assert found.schedule.prediction_type == expected.schedule.prediction_type
-    conditioning = [model.text.encode("a red fox", "dog", width_px=64, height_px=64) for model in (found, expected)]
+        reference = other.state_dict()
+        assert mine.state_dict().keys() == reference.keys()
+        assert all(torch.equal(tensor, reference[name]) for name, tensor in mine.state_dict().items())
+    assert loaded_model.family == expected.family
+    assert loaded_model.schedule.prediction_type == expected.schedule.prediction_type
+    conditioning = [
+        model.text.encode("a red fox", "dog", width_px=64, height_px=64) for model in (loaded_model, expected)
+    ]
     assert torch.equal(conditioning[0].cond, conditioning[1].cond)
 
 
@@ -63,10 +65,10 @@ def test_diffusers_own_converter_reads_the_same_layout(export: Export, tiny: Loa
     convert_vae = import_quietly("diffusers.loaders.single_file_utils", "convert_ldm_vae_checkpoint")
     tensors = load_file(export(kind))
     for network, convert in ((tiny(kind).unet.network, convert_unet), (tiny(kind).vae.network, convert_vae)):
-        theirs = convert(dict(tensors), dict(network.config))
-        ours = network.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor.cpu(), theirs[name]) for name, tensor in ours.items())
+        reference = convert(dict(tensors), dict(network.config))
+        actual = network.state_dict()
+        assert actual.keys() == reference.keys()
+        assert all(torch.equal(tensor.cpu(), reference[name]) for name, tensor in actual.items())
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -107,7 +109,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def headers_only(pairs: Any) -> Checkpoint:
-    """A checkpoint of shapes without data."""
+    """Return a checkpoint of shapes without data."""
     return Checkpoint(
         entries={key: TensorEntry(Path("model.safetensors"), tuple(tensor.shape)) for key, tensor in pairs}
     )
@@ -262,8 +264,8 @@ def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
     export: Export, tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(export("sd15", LUGGAGE), dtype="float32", device=DEVICE)
-    [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
-    assert said.endswith(
+    [message] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
+    assert message.endswith(
         f"3 tensors that generation does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
     )
     expected = tiny("sd15").vae.network.state_dict()
@@ -298,7 +300,7 @@ def test_a_tensor_of_the_wrong_shape_in_a_single_file_is_named(export: Export) -
         (["model.diffusion_model.input_blocks.0.0.weight"], "holds a UNet but no text encoder"),
     ],
 )
-def test_other_files_are_told_apart(tmp_path: Path, keys: list[str], problem: str) -> None:
+def test_other_files_are_distinguished(tmp_path: Path, keys: list[str], problem: str) -> None:
     save_file({key: torch.zeros(1) for key in keys}, tmp_path / "other.safetensors")
     with pytest.raises(ModelLoadError, match=problem):
         load_model(tmp_path / "other.safetensors")
@@ -331,7 +333,7 @@ def test_half_of_edm_s_marks_is_an_error(tmp_path: Path) -> None:
         edm_scheduler(save_file_and_open(tmp_path, {"edm_vpred.sigma_max": FOUR}))
 
 
-def test_marks_of_edm_and_another_scheduler_beside_the_file_are_an_error(export: Export) -> None:
+def test_edm_marks_with_a_conflicting_scheduler_config_are_an_error(export: Export) -> None:
     path = export("sdxl", {"edm_mean": FOUR, "edm_std": FOUR.abs()})
     with pytest.raises(ModelLoadError, match=r"a model of EDM's noise .* says DDIMScheduler"):
         load_model(path, dtype="float32", device=DEVICE)
@@ -402,11 +404,11 @@ def test_a_file_of_a_unet_alone_is_loaded_with_parts_of_another_model(
     save_file(unet_alone(tiny_pipeline, kind, naming), file)
     with pytest.raises(ModelLoadError, match="holds a UNet but no text encoder"):
         load_model(file, dtype="float32", device=DEVICE)
-    (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations beside the file
+    (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations next to the file
     profile = replace(tiny(kind).profile, vae=str(tiny_model(kind)), text_encoder=str(tiny_model(kind)))
-    found = load_model(file, dtype="float32", device=DEVICE, profile=profile)
+    loaded_model = load_model(file, dtype="float32", device=DEVICE, profile=profile)
     expected = tiny(kind).unet.network.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.unet.network.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded_model.unet.network.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
@@ -421,8 +423,8 @@ def test_a_file_with_the_averages_of_the_weights_alone_is_loaded(export: Export,
     }
     assert averages.keys() != tensors.keys()
     save_file(averages | {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(5)}, file)
-    found = load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tiny(kind).unet.network.state_dict().items())
+    actual = load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tiny(kind).unet.network.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])

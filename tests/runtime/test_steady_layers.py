@@ -1,4 +1,4 @@
-"""Layers that round alike in any company, and the sums by which it is noticed where one does not."""
+"""Layers that round the same in every batch, and the checksums that detect one that does not."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def test_a_rows_vector_becomes_the_same_bytes_alone_and_among_many(dtype: torch.
     layer = RowLinear(256, 320, dtype=dtype)
     vectors = torch.randn(3 * ROWS_TOGETHER - 5, 256, dtype=dtype)
     together = layer(vectors)
-    assert torch.equal(torch.cat([layer(one[None]) for one in vectors]), together)
+    assert torch.equal(torch.cat([layer(vector[None]) for vector in vectors]), together)
     assert torch.equal(layer(vectors[7:9]), together[7:9])
     torch.testing.assert_close(together, nn.functional.linear(vectors, layer.weight, layer.bias), rtol=0.02, atol=0.01)
 
 
-def test_it_takes_the_place_of_what_a_row_is_told_and_tokens_go_the_usual_way(tiny: LoadTiny) -> None:
-    found = {
+def test_it_replaces_the_row_output_and_tokens_take_the_usual_path(tiny: LoadTiny) -> None:
+    layers = {
         name: type(part) for name, part in tiny("sdxl").unet.network.named_modules() if isinstance(part, nn.Linear)
     }
-    told = {name for name in found if name.endswith("time_emb_proj") or "embedding" in name}
-    assert {name for name, kind in found.items() if kind is RowLinear} == told
-    assert {"time_embedding.linear_1", "add_embedding.linear_2"} < told
+    time_layers = {name for name in layers if name.endswith("time_emb_proj") or "embedding" in name}
+    assert {name for name, kind in layers.items() if kind is RowLinear} == time_layers
+    assert {"time_embedding.linear_1", "add_embedding.linear_2"} < time_layers
     layer = nn.Linear(4, 4)
     tokens = torch.randn(1, 3, 4)
     expected = layer(tokens)

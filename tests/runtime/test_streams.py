@@ -17,31 +17,31 @@ def test_shares_meet_side_by_side_and_come_back_in_order_each_on_threads_of_its_
     num_streams: int, num_threads: int
 ) -> None:
     together, before = Barrier(num_streams, timeout=30.0), torch.get_num_threads()
-    seen: list[int] = []
-    rows, others = torch.arange(8.0).view(8, 1), torch.arange(8.0).view(8, 1) * 10
+    values: list[int] = []
+    rows, other_rows = torch.arange(8.0).view(8, 1), torch.arange(8.0).view(8, 1) * 10
 
     def make(tensors: Sequence[Tensor]) -> Tensor:
-        together.wait()  # alone nobody would come past it
-        seen.append(torch.get_num_threads())
+        together.wait()  # without the other thread this would block
+        values.append(torch.get_num_threads())
         return tensors[0] + tensors[1]
 
     streams = Streams()
     torch.set_num_threads(num_threads)
     try:
         for _ in range(2):
-            assert torch.equal(streams.run(make, [rows, others], num_streams), rows + others)
+            assert torch.equal(streams.run(make, [rows, other_rows], num_streams), rows + other_rows)
         assert torch.get_num_threads() == num_threads
-        found: list[int] = []
-        newcomer = Thread(target=lambda: found.append(torch.get_num_threads()))
+        outputs: list[int] = []
+        newcomer = Thread(target=lambda: outputs.append(torch.get_num_threads()))
         newcomer.start()
         newcomer.join()
-        assert found == [num_threads], "what a stream's thread says holds for no other"
+        assert outputs == [num_threads], "what a stream's thread says holds for no other"
     finally:
         torch.set_num_threads(before)
-    assert seen == [num_threads // num_streams] * 2 * num_streams
+    assert values == [num_threads // num_streams] * 2 * num_streams
 
 
-def test_a_share_that_fails_is_told_when_all_are_done() -> None:
+def test_a_failed_share_is_raised_after_all_shares_end() -> None:
     done: list[float] = []
 
     def make(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ def encode(model: DiffusionModel, prompt: str, negative: str = "") -> Conditioni
     return model.text.encode(prompt, negative, width_px=64, height_px=64)
 
 
-def theirs(pipeline: Any, kind: str, prompt: str, negative: str | None) -> list[torch.Tensor]:
+def reference_encodings(pipeline: Any, kind: str, prompt: str, negative: str | None) -> list[torch.Tensor]:
     """Diffusers' cond, uncond and for SDXL the pooled pair, each of one prompt."""
     with torch.inference_mode():
         if kind == "sdxl":
@@ -31,9 +31,9 @@ def theirs(pipeline: Any, kind: str, prompt: str, negative: str | None) -> list[
     return [cond[0], uncond[0]]
 
 
-def ours(conditioning: Conditioning) -> list[torch.Tensor]:
-    found = [conditioning.cond, conditioning.uncond, conditioning.pooled_cond, conditioning.pooled_uncond]
-    return [tensor for tensor in found if tensor is not None]
+def encodings(conditioning: Conditioning) -> list[torch.Tensor]:
+    tensors = [conditioning.cond, conditioning.uncond, conditioning.pooled_cond, conditioning.pooled_uncond]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl", "embedded"])
@@ -42,10 +42,10 @@ def test_plain_prompts_give_diffusers_embeddings_exactly(
     tiny: LoadTiny, tiny_pipeline: TinyPipeline, kind: str, negative: str
 ) -> None:
     for prompt in PROMPTS:
-        expected = theirs(tiny_pipeline(kind), kind, prompt, negative or None)
-        found = ours(encode(tiny(kind), prompt, negative))
-        assert len(found) == len(expected)
-        for mine, other in zip(found, expected, strict=True):
+        expected = reference_encodings(tiny_pipeline(kind), kind, prompt, negative or None)
+        actual = encodings(encode(tiny(kind), prompt, negative))
+        assert len(actual) == len(expected)
+        for mine, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
@@ -57,19 +57,19 @@ def test_skipped_layers_are_those_of_diffusers_on_pages_too(
     if kind != "sdxl":
         monkeypatch.setitem(vars(pipeline.text_encoder), "text_model", pipeline.text_encoder)  # as it was once
     pages = pages_of(model)
-    told = []
+    texts = []
     for skip in (1, 2):
         with torch.inference_mode():
             positional = () if kind == "sdxl" else (DEVICE, 1, True)
             expected = pipeline.encode_prompt("a red fox", *positional, clip_skip=skip - 1 or None)[0][0]
-        found = model.text.encode("a red fox", width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
-        torch.testing.assert_close(found.cond, expected, rtol=0, atol=tolerance(1e-6))
+        actual = model.text.encode("a red fox", width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
+        torch.testing.assert_close(actual.cond, expected, rtol=0, atol=tolerance(1e-6))
         on_pages = pages.condition("a red fox", None, width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
         keys = pages.gather([on_pages.cond]).layers[0].keys
         plain = model.unet.cross_attention.keys_values(expected[None]).layers[0].keys
         torch.testing.assert_close(keys, plain, rtol=0, atol=tolerance(1e-4))
-        told.append(keys)
-    assert not torch.allclose(told[0], told[1], atol=1e-2)
+        texts.append(keys)
+    assert not torch.allclose(texts[0], texts[1], atol=1e-2)
 
 
 def test_an_empty_negative_prompt_of_sdxl_is_all_zeros(tiny: LoadTiny) -> None:
@@ -79,7 +79,7 @@ def test_an_empty_negative_prompt_of_sdxl_is_all_zeros(tiny: LoadTiny) -> None:
     assert not conditioning.pooled_uncond.any()
 
 
-def test_sdxl_is_told_the_size_height_first(tiny: LoadTiny) -> None:
+def test_sdxl_gets_the_size_height_first(tiny: LoadTiny) -> None:
     conditioning = tiny("sdxl").text.encode("a cat", "", width_px=96, height_px=64)
     assert conditioning.time_ids is not None
     assert conditioning.time_ids.tolist() == [64, 96, 0, 0, 64, 96]
@@ -142,11 +142,11 @@ def test_the_pooled_vector_is_that_of_the_first_chunk(tiny: LoadTiny) -> None:
 
 def test_a_shared_negative_prompt_is_encoded_once(fresh_tiny: LoadTiny) -> None:
     model = fresh_tiny("sd15")
-    seen: list[int] = []
-    model.text.encoders[0].network.register_forward_hook(lambda *_: seen.append(1))
+    lengths: list[int] = []
+    model.text.encoders[0].network.register_forward_hook(lambda *_: lengths.append(1))
     for prompt in ("a cat", "a dog", "a cat"):
         encode(model, prompt, "red")
-    assert len(seen) == 3
+    assert len(lengths) == 3
 
 
 def test_the_cache_forgets_the_oldest_text(fresh_tiny: LoadTiny) -> None:
@@ -154,9 +154,9 @@ def test_the_cache_forgets_the_oldest_text(fresh_tiny: LoadTiny) -> None:
     for index in range(CACHED_TEXTS + 5):
         encode(model, f"cat {index}", "red")
     assert len(model.text._cache) == CACHED_TEXTS
-    kept = {text for text, _ in model.text._cache}
-    assert "cat 0" not in kept
-    assert {"red", f"cat {CACHED_TEXTS + 4}"} <= kept
+    cached_texts = {text for text, _ in model.text._cache}
+    assert "cat 0" not in cached_texts
+    assert {"red", f"cat {CACHED_TEXTS + 4}"} <= cached_texts
 
 
 def test_keys_tell_conditionings_apart(tiny: LoadTiny) -> None:

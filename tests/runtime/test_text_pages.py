@@ -33,7 +33,7 @@ def ids_of(model: DiffusionModel, text: str, index: int = -1) -> tuple[int, ...]
     return model.text.windows(text)[0].chunks[index].ids
 
 
-def theirs(network: Any, ids: tuple[int, ...], *, is_pair: bool) -> torch.Tensor:
+def reference_hidden(network: Any, ids: tuple[int, ...], *, is_pair: bool) -> torch.Tensor:
     with torch.inference_mode():
         output = network(torch.tensor([ids], device=network.device), output_hidden_states=True)
     state: torch.Tensor = output.hidden_states[-2] if is_pair else output.last_hidden_state
@@ -45,12 +45,12 @@ def theirs(network: Any, ids: tuple[int, ...], *, is_pair: bool) -> torch.Tensor
 def test_hidden_states_are_those_of_transformers(tiny: LoadTiny, kind: str, is_exact: bool) -> None:
     model = tiny(kind)
     for index, encoder in enumerate(model.text.encoders):
-        ours = paged(model, index, is_exact=is_exact)
+        paged_encoder = paged(model, index, is_exact=is_exact)
         ids = ids_of(model, WORDS, index)
-        found = ours.encode(ids, first=0).hidden
-        expected = theirs(encoder.network, ids, is_pair=model.text.is_sdxl)
+        actual = paged_encoder.encode(ids, first=0).hidden
+        expected = reference_hidden(encoder.network, ids, is_pair=model.text.is_sdxl)
         largest = float(expected.abs().max())  # SDXL's states are not normalized
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(1e-5) * max(1.0, largest))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance(1e-5) * max(1.0, largest))
 
 
 @pytest.mark.parametrize("first", [0, 5, 16, 31, 32])
@@ -58,11 +58,13 @@ def test_hidden_states_are_those_of_transformers(tiny: LoadTiny, kind: str, is_e
 def test_the_rest_of_a_text_is_that_of_the_whole(tiny: LoadTiny, first: int, is_exact: bool) -> None:
     model = tiny("sd2")
     ids, other = ids_of(model, WORDS), ids_of(model, OTHER)
-    ours = paged(model, is_exact=is_exact)
-    ours.encode(other, first=0)
-    found = ours.encode(ids, first=first).hidden
-    assert ours.pool.stats().tenants["text"].found_tokens == first // 16 * 16
-    torch.testing.assert_close(found, theirs(ours.network, ids, is_pair=False)[first:], rtol=0, atol=tolerance(1e-5))
+    paged_encoder = paged(model, is_exact=is_exact)
+    paged_encoder.encode(other, first=0)
+    actual = paged_encoder.encode(ids, first=first).hidden
+    assert paged_encoder.pool.stats().tenants["text"].found_tokens == first // 16 * 16
+    torch.testing.assert_close(
+        actual, reference_hidden(paged_encoder.network, ids, is_pair=False)[first:], rtol=0, atol=tolerance(1e-5)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +74,10 @@ def test_exact_hidden_states_are_the_same_bytes_after_a_hit_as_after_a_miss(tiny
     cold = paged(model, is_exact=True).encode(ids, first=0)
     warm = paged(model, is_exact=True)
     warm.encode(other, first=0)
-    found = warm.encode(ids, first=16)
+    actual = warm.encode(ids, first=16)
     assert warm.pool.stats().tenants["text"].found_tokens == 16
-    assert torch.equal(found.hidden, cold.hidden[16:])
-    assert torch.equal(found.last, cold.last[16:])
+    assert torch.equal(actual.hidden, cold.hidden[16:])
+    assert torch.equal(actual.last, cold.last[16:])
 
 
 def test_segments_are_cut_by_place_and_not_by_what_is_missing() -> None:
@@ -97,8 +99,8 @@ def test_the_pooled_token_is_the_first_end_mark_and_in_old_configurations_the_la
             with torch.inference_mode():
                 expected = network(torch.tensor([ids], device=network.device)).text_embeds[0]
             place = encoder.place_of_end(ids)
-            found = encoder.pooled(encoder.encode(ids, first=place).last[0])
-            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(1e-5))
+            actual = encoder.pooled(encoder.encode(ids, first=place).last[0])
+            torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance(1e-5))
         network.config.eos_token_id = network.text_model.eos_token_id = ids[place]
 
 

@@ -31,14 +31,14 @@ def test_what_a_prompt_becomes_does_not_depend_on_its_company(tiny: LoadTiny, ki
         assert pages.batches.sizes[0] == 1
         pages.make_ready(texts)
         opened = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs]
-        told = [condition(pages, *text) for text in texts]
+        conditionings = [condition(pages, *text) for text in texts]
         pages.let_go()
-        assert all(map(same_bytes, (found_in(pages, one) for one in told), expected))
+        assert all(map(same_bytes, (found_in(pages, conditioning) for conditioning in conditionings), expected))
         again = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs]
         if has_calls_for_several := pages.batches.sizes[-1] > 1:
             assert again[1:] == opened[1:], "no encoder ran for any of them"
         assert has_calls_for_several or DEVICE != "cpu", "on a GPU bytes may depend on how many windows share a call"
-        for one in told:
-            one.close()
+        for conditioning in conditionings:
+            conditioning.close()
         pages.pool.check_integrity()
         assert pages.pool.stats().held_pages == 0

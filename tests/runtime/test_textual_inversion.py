@@ -22,7 +22,7 @@ from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.textual_inversion import read_words
 from tests.device import DEVICE, tolerance
-from tests.engine.pipelines import asked
+from tests.engine.pipelines import image_request
 from tests.runtime.conftest import PIPELINES, LoadTiny
 from tests.runtime.paged_prompts import pages_of
 
@@ -42,7 +42,7 @@ def save(path: Path, content: dict[str, Any]) -> Path:
 
 
 def knowing(model: DiffusionModel, directory: Path, folder: Path) -> DiffusionModel:
-    """``model`` of ``directory`` loaded anew with the learnt words in ``folder``."""
+    """Load ``model`` of ``directory`` again, with the learnt words in ``folder``."""
     profile = msgspec.structs.replace(model.profile, embeddings_dir=str(folder), probe=False)
     return load_model(directory, dtype="float32", device=DEVICE, profile=profile)
 
@@ -61,21 +61,32 @@ def test_words_are_read_as_by_diffusers(
     save(tmp_path / "sloth.safetensors", {"clip_l": first, "clip_g": second} if is_pair else {"emb_params": first})
     model = knowing(tiny(kind), tiny_model(kind), tmp_path)
     with hushed("transformers", "diffusers"):
-        theirs = import_quietly("diffusers", PIPELINES.get(kind, "StableDiffusionPipeline")).from_pretrained(
+        reference_pipeline = import_quietly(
+            "diffusers", PIPELINES.get(kind, "StableDiffusionPipeline")
+        ).from_pretrained(
             str(tiny_model(kind)), **({} if is_pair else {"safety_checker": None, "requires_safety_checker": False})
         )
         places = (("text_encoder", "tokenizer", first), ("text_encoder_2", "tokenizer_2", second))[: 1 + is_pair]
         for encoder, tokenizer, learnt in places:
-            where = {"text_encoder": getattr(theirs, encoder), "tokenizer": getattr(theirs, tokenizer)}
-            theirs.load_textual_inversion({"sloth": learnt if count > 1 else learnt[0]}, token="sloth", **where)
-        theirs.to(DEVICE)
+            where = {
+                "text_encoder": getattr(reference_pipeline, encoder),
+                "tokenizer": getattr(reference_pipeline, tokenizer),
+            }
+            reference_pipeline.load_textual_inversion(
+                {"sloth": learnt if count > 1 else learnt[0]}, token="sloth", **where
+            )
+        reference_pipeline.to(DEVICE)
     for prompt in PROMPTS:
         with torch.inference_mode():
-            expected = theirs.encode_prompt(prompt) if is_pair else theirs.encode_prompt(prompt, DEVICE, 1, True)
-        found = model.text.encode(prompt, width_px=64, height_px=64)
-        torch.testing.assert_close(found.cond, expected[0][0], rtol=0, atol=tolerance(1e-5))
+            expected = (
+                reference_pipeline.encode_prompt(prompt)
+                if is_pair
+                else reference_pipeline.encode_prompt(prompt, DEVICE, 1, True)
+            )
+        actual = model.text.encode(prompt, width_px=64, height_px=64)
+        torch.testing.assert_close(actual.cond, expected[0][0], rtol=0, atol=tolerance(1e-5))
         if is_pair:
-            torch.testing.assert_close(found.pooled_cond, expected[2][0], rtol=0, atol=tolerance(1e-5))
+            torch.testing.assert_close(actual.pooled_cond, expected[2][0], rtol=0, atol=tolerance(1e-5))
     assert torch.equal(encode(model, "a slothful cat"), encode(tiny(kind), "a slothful cat")), "a word is whole"
     assert model.info.learnt_words == ("sloth",)
 
@@ -95,13 +106,13 @@ def test_every_layout_is_the_same_word_and_pages_tell_it_from_letters(
     (tmp_path / "readme.txt").write_text("not a word")
     model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
     assert model.info.learnt_words == ("d", "c", "<c-toy>", "e", "f")
-    found = {name: encode(model, f"red {name} fox") for name in model.info.learnt_words}
-    assert all(torch.equal(one, found["d"]) for one in found.values())
-    assert not torch.equal(found["d"], encode(tiny("sd15"), "red d fox"))
+    encodings = {name: encode(model, f"red {name} fox") for name in model.info.learnt_words}
+    assert all(torch.equal(encoding, encodings["d"]) for encoding in encodings.values())
+    assert not torch.equal(encodings["d"], encode(tiny("sd15"), "red d fox"))
     pages = pages_of(model)
-    told = [pages.condition(f"red {name} fox", None, width_px=64, height_px=64) for name in ("d", "zz")]
-    keys = [pages.gather([one.cond]).layers[0].keys for one in told]
-    plain = model.unet.cross_attention.keys_values(found["d"][None]).layers[0].keys
+    conditionings = [pages.condition(f"red {name} fox", None, width_px=64, height_px=64) for name in ("d", "zz")]
+    keys = [pages.gather([conditioning.cond]).layers[0].keys for conditioning in conditionings]
+    plain = model.unet.cross_attention.keys_values(encodings["d"][None]).layers[0].keys
     torch.testing.assert_close(keys[0], plain, rtol=0, atol=tolerance(1e-5))
     assert not torch.allclose(keys[0], keys[1], atol=1e-3)
 
@@ -206,10 +217,12 @@ def test_a_picture_with_a_learnt_word_is_another(
 
     save(tmp_path / "sloth.safetensors", {"emb_params": vectors(1)})
     model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
-    request = asked("sd15", "ddim", prompt="a sloth", seed=1, num_steps=2)
-    (learnt,), (plain,) = (Engine(one, EngineConfig(max_rows=2)).generate([request]) for one in (model, tiny("sd15")))
+    request = image_request("sd15", "ddim", prompt="a sloth", seed=1, num_steps=2)
+    (learnt,), (plain,) = (
+        Engine(candidate, EngineConfig(max_rows=2)).generate([request]) for candidate in (model, tiny("sd15"))
+    )
     assert learnt.picture != plain.picture
     digest = hashlib.sha256((tmp_path / "sloth.safetensors").read_bytes()).hexdigest()
-    told = parse_infotext(write_infotext(learnt, width_px=64, height_px=64)).fields["TI hashes"]
-    assert told == f"sloth: {digest[:12]}"
+    hashes = parse_infotext(write_infotext(learnt, width_px=64, height_px=64)).fields["TI hashes"]
+    assert hashes == f"sloth: {digest[:12]}"
     assert not plain.word_digests

@@ -41,17 +41,17 @@ def test_a_thread_of_a_pool_computes_on_the_number_that_was_when_it_was_made() -
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a kernel that does not know of such threads")
 def test_patient_threads_are_those_that_begin_within_the_block_and_no_others() -> None:
-    found: list[int] = []
+    thread_counts: list[int] = []
 
     def look() -> None:
-        found.append(os.sched_getscheduler(0))
+        thread_counts.append(os.sched_getscheduler(0))
 
     for block in (patient_threads(), nullcontext(), computing_on(1)):
         with block:
             thread = Thread(target=look)
             thread.start()
             thread.join()
-    assert found == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
+    assert thread_counts == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 

@@ -15,7 +15,7 @@ from tests.runtime.conftest import LoadTiny
 
 
 def local(z: Tensor) -> Tensor:
-    """Looks at neighbours only, and makes two pixels of a cell."""
+    """Decode with a kernel of direct neighbors, two pixels for each cell."""
     blurred = F.avg_pool2d(F.pad(z, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     return F.interpolate(blurred, scale_factor=2.0, mode="nearest")
 
@@ -24,38 +24,38 @@ def local(z: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [(8, 8), (16, 24), (24, 17), (9, 64), (41, 40)])
 def test_tiles_cover_all_and_overlap(size: tuple[int, int], share: float) -> None:
     for num_cells in size:
-        found = spans(num_cells, share)
-        assert (found[0][0], found[-1][1]) == (0, num_cells)
-        assert len({stop - start for start, stop in found}) == 1
-        assert all(after < stop for (_, stop), (after, _) in itertools.pairwise(found))
+        actual = spans(num_cells, share)
+        assert (actual[0][0], actual[-1][1]) == (0, num_cells)
+        assert len({stop - start for start, stop in actual}) == 1
+        assert all(after < stop for (_, stop), (after, _) in itertools.pairwise(actual))
 
 
 @pytest.mark.parametrize("share", TILE_SHARES)
 def test_the_pieces_make_the_whole(share: float) -> None:
     z = torch.randn((1, 3, 64, 48), generator=torch.Generator().manual_seed(0))
-    whole, pieces = local(z), in_tiles(local, z, 2, share)
-    assert pieces.shape == whole.shape
-    assert torch.allclose(pieces, whole, atol=1e-5)
+    full_output, pieces = local(z), in_tiles(local, z, 2, share)
+    assert pieces.shape == full_output.shape
+    assert torch.allclose(pieces, full_output, atol=1e-5)
 
 
 def test_tiles_are_smaller_than_the_whole() -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def noted(z: Tensor) -> Tensor:
-        seen.append(z.shape[-1] * z.shape[-2])
+        sizes.append(z.shape[-1] * z.shape[-2])
         return local(z)
 
     for share, limit in zip(TILE_SHARES, (0.42, 0.15, 0.07), strict=True):
         in_tiles(noted, torch.zeros((1, 3, 64, 64)), 2, share)
-        assert max(seen) <= limit * 64 * 64
-        seen.clear()
+        assert max(sizes) <= limit * 64 * 64
+        sizes.clear()
 
 
 def test_a_large_picture_is_decoded_in_tiles_where_that_is_asked_for(tiny: LoadTiny) -> None:
     vae = tiny("sd15").vae
     z = torch.randn((2, vae.latent_channels, 16, 24), generator=torch.Generator().manual_seed(0))
     in_pieces, in_one = vae.decode_later(z, TILE_SHARES[0]), vae.decode_later(z)
-    for place, (one, tiled) in enumerate(zip(vae.decode(z), vae.decode_in_tiles(z), strict=True)):
-        assert (in_one.picture(place) == one).all()
+    for place, (image, tiled) in enumerate(zip(vae.decode(z), vae.decode_in_tiles(z), strict=True)):
+        assert (in_one.picture(place) == image).all()
         assert (in_pieces.picture(place) == tiled).all()
-        assert (one != tiled).any()
+        assert (image != tiled).any()

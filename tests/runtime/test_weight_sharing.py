@@ -28,6 +28,6 @@ def test_parts_that_are_the_same_to_the_last_bit_are_one_object(tiny_model: Call
         assert shared.text.encoders[0].tokenizer is model.text.encoders[0].tokenizer
         assert shared.unet is model.unet
         unet, encoder = image_specs(shared, is_exact=True)
-        theirs = image_specs(first, is_exact=True)
-        assert (encoder == theirs.encoders[0]) is has_encoder, "a tenant of the page pool"
-        assert (unet == theirs.unet) is (model is twin)
+        specs = image_specs(first, is_exact=True)
+        assert (encoder == specs.encoders[0]) is has_encoder, "a tenant of the page pool"
+        assert (unet == specs.unet) is (model is twin)

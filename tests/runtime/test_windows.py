@@ -21,13 +21,13 @@ def test_every_encoder_reads_its_own_ids_in_every_window(tiny: LoadTiny, kind: s
     assert first.num_tokens == 77
     assert (first.is_weighted, second.is_weighted) == (False, True)
     for index, encoder in enumerate(text.encoders):
-        assert [one.chunks[index] for one in (first, second)] == encoder.chunks("a cat BREAK (a dog:1.2)")
+        assert [prompt.chunks[index] for prompt in (first, second)] == encoder.chunks("a cat BREAK (a dog:1.2)")
     assert text.windows("a cat BREAK (a dog:1.2)") is text.windows("a cat BREAK (a dog:1.2)")
 
 
 def test_a_difference_in_either_encoder_makes_another_name() -> None:
-    one, other = Chunk((1, 2), (1.0, 1.0)), Chunk((1, 3), (1.0, 1.0))
-    names = {Window(chunks).token_ids for chunks in ((one, one), (one, other), (other, one), (other, other))}
+    chunk, other = Chunk((1, 2), (1.0, 1.0)), Chunk((1, 3), (1.0, 1.0))
+    names = {Window(chunks).token_ids for chunks in ((chunk, chunk), (chunk, other), (other, chunk), (other, other))}
     assert len(names) == 4
     assert all(name[0] == (1 << 31) + 1 for name in names)
 
@@ -45,7 +45,7 @@ def test_weighted_windows_share_no_page_with_others() -> None:
         window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.4)),
         window(1, 2, 3, 5, weights=(1.0, 1.0, 1.0, 1.5)),
     ]
-    names = [one.logical_page_names(2) for one in (plain, *weighted)]
+    names = [prompt.logical_page_names(2) for prompt in (plain, *weighted)]
     assert len(set().union(*names)) == 8
     assert window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.5)).logical_page_names(2) == names[1]
 

@@ -31,7 +31,7 @@ MakeStudio = Callable[..., CombinedEngine]
 
 @pytest.fixture(scope="session")
 def talker_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers "fox"."""
+    """Save a language model that always answers "fox"."""
     return save_talker(tmp_path_factory.mktemp("talker") / "talker", SAYS)
 
 
@@ -48,7 +48,7 @@ def painter(tiny_model: Callable[[str], Path]) -> DiffusionModel:
 @pytest.fixture
 def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[MakeStudio]:
     """``make_studio(has_texts=True, pool_bytes=..., time_share=..., clock=..., text={}, **engine)``."""
-    made: list[CombinedEngine] = []
+    studios: list[CombinedEngine] = []
 
     def make(
         *,
@@ -62,17 +62,19 @@ def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[Make
         config = EngineConfig(max_rows=8, **engine)
         timed = {} if clock is None else {"clock": clock}
         if not has_texts:
-            made.append(CombinedEngine(Engine(painter, config), time_share=time_share, **timed))
-            return made[-1]
+            studios.append(CombinedEngine(Engine(painter, config), time_share=time_share, **timed))
+            return studios[-1]
         specs = [*image_specs(painter, is_exact=is_deterministic(painter, config)), talker.spec("llm")]
         pool = PagePool.for_specs(pool_bytes, specs, device=DEVICE)
         texts = TextEngine(talker, pool, TextConfig(**{"num_draft_tokens": 0, **(text or {})}), **timed)
         rewriter = Rewriter(texts, style="tags", window=TextWindow.of(painter.text))
-        made.append(CombinedEngine(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed))
-        return made[-1]
+        studios.append(
+            CombinedEngine(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed)
+        )
+        return studios[-1]
 
     yield make
-    for studio in made:
+    for studio in studios:
         studio.check_integrity()
         assert not studio.num_live
         assert not studio.has_work

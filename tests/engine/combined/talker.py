@@ -24,7 +24,7 @@ CERTAIN: Final = 4.0
 
 
 def save_talker(directory: Path, says: str, *, is_instruct: bool = True) -> Path:
-    """A model directory whose model answers every conversation with ``says``."""
+    """Save a model directory whose model answers every conversation with ``says``."""
     if len(set(says)) != len(says) or "]" in says:
         raise ValueError(f"{says!r} says a character twice")
     network = tiny.make_network(
@@ -51,7 +51,7 @@ def save_talker(directory: Path, says: str, *, is_instruct: bool = True) -> Path
 
 
 def _empty(network: Any) -> None:
-    """What goes in comes out."""
+    """Return the input unchanged."""
     network.model.embed_tokens.weight.copy_(torch.eye(tiny.VOCAB_SIZE))
     for layer in network.model.layers:
         layer.self_attn.o_proj.weight.zero_()

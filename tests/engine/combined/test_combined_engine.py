@@ -1,4 +1,4 @@
-"""Pictures, texts and rewritten prompts out of one loop and one pool, each as it is alone."""
+"""Images, texts and rewritten prompts from one loop and one pool, each with the same result as alone."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def test_all_tenants_have_their_pages_in_one_pool(make_studio: MakeStudio) -> No
 def test_salts_keep_texts_apart_in_the_pool(make_studio: MakeStudio) -> None:
     studio = make_studio()
     long = "x" * 40
-    found = []
+    results = []
     for salt in (b"", b"one key", b"one key", b"another key"):
         studio.submit(TextRequest(prompt=long, params=GREEDY, cache_salt=salt))
-        found.append(of(list(studio.events()), TextFinished)[0].usage.cached_tokens)
-    assert found == [0, 0, 32, 0]
+        results.append(of(list(studio.events()), TextFinished)[0].usage.cached_tokens)
+    assert results == [0, 0, 32, 0]
 
 
-def test_cancelled_requests_of_every_kind_are_told_and_leave_nothing(make_studio: MakeStudio) -> None:
+def test_cancelled_requests_of_every_kind_are_reported_and_leave_nothing(make_studio: MakeStudio) -> None:
     studio = make_studio()
     requests = picture(num_steps=50), text(), RewriteRequest(wish="something cosy")
     studio.submit(requests[0])
@@ -156,8 +156,8 @@ def test_texts_without_a_language_model_are_refused_with_the_way_out(make_studio
 
 
 def test_wishes_for_a_model_that_only_continues_texts_are_refused_with_the_way_out(make_studio: MakeStudio) -> None:
-    whole = make_studio()
-    studio = CombinedEngine(whole.engine, whole.texts)
+    full_studio = make_studio()
+    studio = CombinedEngine(full_studio.engine, full_studio.texts)
     with pytest.raises(InvalidRequest, match="'talker' has no chat template"):
         studio.submit(RewriteRequest(wish="x"))
     studio.submit(text())

@@ -1,4 +1,4 @@
-"""Texts as vectors: what the encoder pools, the same bytes whoever else is there, and nobody is kept by anybody."""
+"""Text embeddings: pooled encoder output, the same bytes in any batch, without delaying other requests."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TEXTS = ("a red fox", "a red fox in the snow", "the (dog:1.3) [cat]", "a", "fox 
 
 
 def embedded(studio: CombinedEngine, *texts: str, model: str = "") -> NDArray[np.float32]:
-    """The vectors of ``texts``, a request for all of them."""
+    """Return the vectors of ``texts``, computed by one request."""
     request = EmbeddingRequest(texts=texts, model=model)
     studio.submit(request)
-    (found,) = of(list(studio.events()), Embedded, request.request_id)
-    return vectors_of(found)
+    (event,) = of(list(studio.events()), Embedded, request.request_id)
+    return vectors_of(event)
 
 
-def vectors_of(found: Embedded) -> NDArray[np.float32]:
-    return np.frombuffer(found.data, dtype="<f4").reshape(-1, found.dimensions)
+def vectors_of(event: Embedded) -> NDArray[np.float32]:
+    return np.frombuffer(event.data, dtype="<f4").reshape(-1, event.dimensions)
 
 
-def pooled(model: DiffusionModel, given: str) -> NDArray[np.float32]:
-    """As transformers pools it: windows of the tokenizer's tokens, each by their number."""
+def pooled(model: DiffusionModel, text: str) -> NDArray[np.float32]:
+    """Pool a text as transformers does: average the windows, weighted by their number of tokens."""
     encoder = model.text.encoders[-1]
-    ids = encoder.tokenizer(given, add_special_tokens=False).input_ids
-    room, whole = encoder.window_tokens - 2, torch.zeros((), device=DEVICE)
+    ids = encoder.tokenizer(text, add_special_tokens=False).input_ids
+    room, total = encoder.window_tokens - 2, torch.zeros((), device=DEVICE)
     for start in range(0, len(ids), room):
         body = ids[start : start + room]
         padding = [encoder.special.pad] * (room - len(body))
@@ -54,8 +54,8 @@ def pooled(model: DiffusionModel, given: str) -> NDArray[np.float32]:
         with torch.inference_mode():
             output = encoder.network(window)
         vector = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
-        whole = whole + len(body) * torch.nn.functional.normalize(vector[0], dim=0)
-    return np.asarray(torch.nn.functional.normalize(whole, dim=0).cpu().numpy())
+        total = total + len(body) * torch.nn.functional.normalize(vector[0], dim=0)
+    return np.asarray(torch.nn.functional.normalize(total, dim=0).cpu().numpy())
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sd15", "paged"), ("sd15", "plain"), ("sdxl", "paged")])
@@ -63,9 +63,9 @@ def test_a_vector_is_what_the_encoder_pools(tiny_model: Callable[[str], Path], k
     model = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
     studio = CombinedEngine(Engine(model, EngineConfig(cross_attention=way)))  # type: ignore[arg-type]
     words = ("a red fox", "the (dog:1.3) [cat]", "fox " * 120)
-    found = embedded(studio, *words)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
-    np.testing.assert_allclose(found, [pooled(model, one) for one in words], atol=tolerance(2e-6))
+    vectors = embedded(studio, *words)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(vectors, [pooled(model, word) for word in words], atol=tolerance(2e-6))
 
 
 @pytest.mark.slow
@@ -82,16 +82,16 @@ def test_a_vector_depends_on_no_neighbour(make_studio: MakeStudio) -> None:
     pictures = [picture(prompt, num_steps=4) for prompt in TEXTS[:3]]
     requests = [EmbeddingRequest(texts=TEXTS[index:]) for index in range(4)]
     together: list[AnyRequest] = [*pictures, text(), *requests]
-    for asked in together:
-        studio.submit(asked)
+    for embedding_request in together:
+        studio.submit(embedding_request)
     events = list(studio.events())
     for index, request in enumerate(requests):
-        (found,) = of(events, Embedded, request.request_id)
-        assert [vector.tobytes() for vector in vectors_of(found)] == [alone[words] for words in TEXTS[index:]]
-    for one in pictures:
-        studio.submit(again := picture(one.prompt, num_steps=4))
+        (event,) = of(events, Embedded, request.request_id)
+        assert [vector.tobytes() for vector in vectors_of(event)] == [alone[words] for words in TEXTS[index:]]
+    for image_request in pictures:
+        studio.submit(again := picture(image_request.prompt, num_steps=4))
         (painted,) = of(list(studio.events()), Painted, again.request_id)
-        assert painted.result.picture == of(events, Painted, one.request_id)[0].result.picture
+        assert painted.result.picture == of(events, Painted, image_request.request_id)[0].result.picture
 
 
 def test_token_ids_are_as_good_as_their_text(make_studio: MakeStudio) -> None:
@@ -99,9 +99,9 @@ def test_token_ids_are_as_good_as_their_text(make_studio: MakeStudio) -> None:
     encoder = studio.engine.model.text.encoders[-1]
     ids = tuple(encoder.tokenizer("a red fox", add_special_tokens=False).input_ids)
     studio.submit(EmbeddingRequest(token_ids=(ids, ids[:1])))
-    (found,) = of(list(studio.events()), Embedded)
-    assert found.num_tokens == len(ids) + 1
-    assert vectors_of(found)[0].tobytes() == embedded(studio, "a red fox")[0].tobytes()
+    (event,) = of(list(studio.events()), Embedded)
+    assert event.num_tokens == len(ids) + 1
+    assert vectors_of(event)[0].tobytes() == embedded(studio, "a red fox")[0].tobytes()
 
 
 def test_what_cannot_be_read_fails_alone_and_is_named(make_studio: MakeStudio) -> None:
@@ -136,8 +136,8 @@ def test_what_cannot_be_read_fails_alone_and_is_named(make_studio: MakeStudio) -
 def test_a_small_request_does_not_wait_for_a_large_one_nor_a_picture_for_either(make_studio: MakeStudio) -> None:
     studio = make_studio(has_texts=False)
     large, small = EmbeddingRequest(texts=tuple(f"fox {n}" for n in range(100))), EmbeddingRequest(texts=("a dog",))
-    others = [EmbeddingRequest(texts=("a cat", "a fox")) for _ in range(20)]
-    together: list[AnyRequest] = [large, *others, picture(num_steps=2), small]
+    background_requests = [EmbeddingRequest(texts=("a cat", "a fox")) for _ in range(20)]
+    together: list[AnyRequest] = [large, *background_requests, picture(num_steps=2), small]
     for request in together:
         studio.submit(request)
     ends = [event.request_id for event in studio.events() if isinstance(event, (Embedded, Painted))]
@@ -164,9 +164,9 @@ def test_a_model_that_is_not_loaded_is_loaded_for_it(
 ) -> None:
     studio = make_models("sd15", other=tiny_model("sd2"))
     assert len(studio.images.loaded) == 1
-    found = embedded(studio, *TEXTS, model="other")
+    vectors = embedded(studio, *TEXTS, model="other")
     assert len(studio.images.loaded) == 2
-    assert embedded(studio, *TEXTS[:2], model="other").tobytes() == found[:2].tobytes()
+    assert embedded(studio, *TEXTS[:2], model="other").tobytes() == vectors[:2].tobytes()
     assert embedded(studio, *TEXTS[:2]).shape[0] == 2
     with pytest.raises(ModelNotFound, match="nobody"):
         studio.submit(EmbeddingRequest(texts=TEXTS, model="nobody"))

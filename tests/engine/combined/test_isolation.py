@@ -34,11 +34,11 @@ def kinds(events: list[Any]) -> dict[str, str]:
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """The next call of ``owner.name`` raises."""
-    whole = getattr(owner, name)
+    """Make the next call of ``owner.name`` raise."""
+    original = getattr(owner, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(owner, name, whole)
+        monkeypatch.setattr(owner, name, original)
         raise ArithmeticError("a mistake of ours")
 
     monkeypatch.setattr(owner, name, broken)
@@ -89,18 +89,18 @@ def test_a_tick_of_the_images_that_raises_costs_the_images_only(
 def test_a_network_that_fails_costs_its_own_requests_only(
     make_studio: MakeStudio, painter: DiffusionModel, talker: LanguageModel
 ) -> None:
-    for network, lost in ((painter.unet.network, {"picture", "wish"}), (talker.network, {"text", "rewrite"})):
+    for network, lost_ids in ((painter.unet.network, {"picture", "wish"}), (talker.network, {"text", "rewrite"})):
         studio = start(make_studio)
         hook = network.register_forward_pre_hook(_fail)
         try:
             ended = kinds(list(studio.events()))
         finally:
             hook.remove()
-        assert {name for name, kind in ended.items() if kind == "Failed"} == lost
+        assert {name for name, kind in ended.items() if kind == "Failed"} == lost_ids
 
 
 def tight_bytes(studio: CombinedEngine, *, spare_pages: int) -> int:
-    """A pool that holds one guided image and ``spare_pages`` more."""
+    """Return the size of a pool that holds one guided image and ``spare_pages`` more."""
     pool, text = studio.pool, studio.engine.model.text
     assert pool is not None
     unet, encoder = sorted(pool.stats().tenants, reverse=True)[:2]

@@ -1,4 +1,4 @@
-"""From settings to a studio: what is loaded, onto which pool, and what is said of what is not there."""
+"""Loading a studio from settings: which parts are loaded, onto which pool, and the errors for missing parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Model = Callable[[str], Path]
 def load(
     tiny_model: Model, *, cross_attention: Literal["paged", "plain"] = "paged", **variables: Any
 ) -> CombinedEngine:
-    """The studio of the tiny image model, with settings as environment variables name them."""
+    """Load the studio of the tiny image model, with settings from environment variables."""
     env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_DTYPE": "float32", "DIFFSERVE_ENGINE_MAX_ROWS": "8"}
     env |= {f"DIFFSERVE_{name.upper()}": str(value) for name, value in variables.items()}
     settings = load_settings(model=str(tiny_model("sd15")), env=env)
@@ -84,7 +84,7 @@ def test_a_draft_model_is_a_tenant_of_the_same_pool(tiny_model: Model, talker_di
     assert {"llm", "llm_draft"} < set(studio.pool.stats().tenants)
 
 
-def test_a_rewriter_that_was_not_shipped_is_said_and_images_are_painted(
+def test_a_missing_rewriter_is_reported_and_images_are_generated(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(style, "DIRECTORY", tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Several models behind one loop: each paints as it does alone, comes when it is asked for, goes when it is idle."""
+"""Several models in one loop: the same images as alone, loading on request, unloading when idle."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MakeStudio = Callable[..., CombinedEngine]
 @pytest.fixture
 def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
     """``make_models(first, NAME=path, ...)``: a studio that has loaded ``first``, and may load the others."""
-    made: list[CombinedEngine] = []
+    studios: list[CombinedEngine] = []
 
     def make(
         first: str = "sd15",
         unload_after_s: float = 0.0,
         lora_dir: Path | str = "",
         controlnet_dir: Path | str = "",
-        **others: Path,
+        **other_models: Path,
     ) -> CombinedEngine:
         env = {
             "DIFFSERVE_ENGINE_CACHE_DIR": "",
@@ -55,12 +55,14 @@ def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
         }
         env |= {"DIFFSERVE_ENGINE_KV_POOL_BYTES": "auto", "DIFFSERVE_SERVE_UNLOAD_AFTER_S": str(unload_after_s)}
         env |= {"DIFFSERVE_MODEL_LORA_DIR": str(lora_dir), "DIFFSERVE_MODEL_CONTROLNET_DIR": str(controlnet_dir)}
-        asked = [f"{name}={path}" for name, path in others.items()]
-        made.append(CombinedEngine.from_settings(load_settings(model=str(tiny_model(first)), models=asked, env=env)))
-        return made[-1]
+        model_options = [f"{name}={path}" for name, path in other_models.items()]
+        studios.append(
+            CombinedEngine.from_settings(load_settings(model=str(tiny_model(first)), models=model_options, env=env))
+        )
+        return studios[-1]
 
     yield make
-    for studio in made:
+    for studio in studios:
         studio.check_integrity()
         assert not studio.num_live
         assert studio.pool is not None
@@ -91,7 +93,7 @@ def picture(
 
 
 def paint(studio: CombinedEngine, *requests: GenerationRequest) -> dict[str, bytes]:
-    """The pixels of each request's picture, all of them painted together."""
+    """Return the pixels of each request's image, all of them generated together."""
     for request in requests:
         studio.submit(request)
     painted = [event for event in studio.events() if isinstance(event, Painted)]
@@ -99,7 +101,7 @@ def paint(studio: CombinedEngine, *requests: GenerationRequest) -> dict[str, byt
 
 
 def loaded(studio: CombinedEngine) -> list[str]:
-    return [one.name for one in studio.images.served if one.is_loaded]
+    return [entry.name for entry in studio.images.served if entry.is_loaded]
 
 
 @pytest.mark.slow
@@ -107,17 +109,17 @@ def test_pictures_of_two_models_in_one_burst_are_those_of_each_alone(
     make_models: MakeStudio, tiny_model: Model
 ) -> None:
     studio = make_models(other=tiny_model("sdxl"))
-    asked = [picture(model, seed=seed) for seed in range(3) for model in ("", "other", "sd15")]
-    together = paint(studio, *asked)
+    requests = [picture(model, seed=seed) for seed in range(3) for model in ("", "other", "sd15")]
+    together = paint(studio, *requests)
     assert loaded(studio) == ["sd15", "other"]
     assert len(set(together.values())) == 6, "the first one goes by its name, too"
-    alone = {request.request_id: paint(studio, request)[request.request_id] for request in asked}
+    alone = {request.request_id: paint(studio, request)[request.request_id] for request in requests}
     assert together == alone
     assert studio.pool is not None
     kinds = sorted(name.partition(":")[0] for name in studio.pool.stats().tenants)
     assert kinds == ["text1", "text1", "text2", "unet", "unet"], "one pool for all"
     stats = studio.stats()
-    assert [(one.name, one.images.num_painted) for one in stats.models] == [("sd15", 12), ("other", 6)]
+    assert [(model.name, model.images.num_painted) for model in stats.models] == [("sd15", 12), ("other", 6)]
     assert stats.images.num_painted == 18
 
 
@@ -125,7 +127,7 @@ def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
     make_models: MakeStudio, tiny_model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     studio = make_models(unload_after_s=1000.0, other=tiny_model("sd15"))
-    first = paint(studio, one := picture("other"))[one.request_id]
+    first = paint(studio, request := picture("other"))[request.request_id]
     engine = weakref.ref(studio.images.loaded[1].model)
     studio.images._loading._unload_after_s = 1e-9
     with caplog.at_level(logging.INFO):
@@ -140,7 +142,7 @@ def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
     studio.images._loading._unload_after_s = 0.0
     again = paint(studio, two := picture("other"), three := picture())
     assert (again[two.request_id], again[three.request_id]) == (first, first), "the same weights under two names"
-    assert [one.images.num_painted for one in studio.stats().models] == [1, 2], "what is counted stays counted"
+    assert [model.images.num_painted for model in studio.stats().models] == [1, 2], "what is counted stays counted"
     mine, other = (engine.model for engine in studio.images.loaded)
     assert (mine.text.encoders[0].network is other.text.encoders[0].network, mine.vae is other.vae) == (True, True)
 
@@ -154,7 +156,7 @@ def test_nobody_waits_for_a_model_that_cannot_be_loaded_and_the_others_go_on(
     (unread := tmp_path / "unread").mkdir()
     studio = make_models(other=place, unread=unread)
     place.unlink()
-    assert [one.info is None for one in studio.images.served] == [False, False, True]
+    assert [entry.info is None for entry in studio.images.served] == [False, False, True]
     assert "unread has no model_index.json" in studio.images.served[2].problem
     waiting, cancelled, painted = picture("other"), picture("other"), picture()
     for request in (waiting, cancelled, painted):
@@ -199,7 +201,7 @@ def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_e
     folders = {"lora_dir": folder, "controlnet_dir": write_controlnets(tmp_path / "controlnets", model.unet.network)}
     studio = make_models(**folders, other=other)
     adapters = ((), ("queries",), ("everything",), ("kernels", "attention"))
-    asked = [
+    requests = [
         picture(
             name,
             seed=seed,
@@ -211,21 +213,23 @@ def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_e
         for name in ("", "other")
         for names in adapters
     ]
-    together = paint(studio, *asked)
-    assert len(set(together.values())) == len(asked) == 32
+    together = paint(studio, *requests)
+    assert len(set(together.values())) == len(requests) == 32
     first, second = (engine.model for engine in studio.images.loaded)
     assert first.text.encoders[0].network is second.text.encoders[0].network
     assert (first.vae is second.vae, first.unet is second.unet) == (True, False)
-    assert together == {request.request_id: paint(studio, request)[request.request_id] for request in reversed(asked)}
+    assert together == {
+        request.request_id: paint(studio, request)[request.request_id] for request in reversed(requests)
+    }
     fresh = make_models(**folders, other=other)
     assert studio.images._loading._unload(studio.images._entries["sd15"], "the other one has its parts, too")
-    for request in asked[4:8]:
+    for request in requests[4:8]:
         (alone,) = paint(fresh, request).values()
         assert {together[request.request_id]} == {alone, *paint(studio, request).values()}
 
 
 class HeapInfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` gives, of all arenas together."""
+    """The fields of glibc's ``mallinfo2``, summed over all arenas."""
 
     _fields_: ClassVar = [
         (name, ctypes.c_size_t)
@@ -245,35 +249,37 @@ class HeapInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Memory that is in use. The resident set is that and what lies free between: tens of MB, in other arenas each time
-    for the small blocks that threads read adapters into.
+    """Return the number of bytes of allocated memory.
+
+    The resident set also counts free blocks between allocations: tens of MB, which vary with the arenas of the threads
+    that read adapters.
     """
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = HeapInfo
-    told = tell()
-    return int(told.uordblks + told.hblkhd)
+    info = tell()
+    return int(info.uordblks + info.hblkhd)
 
 
 @pytest.mark.slow
 def test_memory_returns_when_a_model_goes(make_models: MakeStudio, tiny_model: Model, tmp_path: Path) -> None:
-    """With all that it has read: adapters of every kind of layer, and a ControlNet."""
+    """Unload a model that has read adapters for every kind of layer, and a ControlNet."""
     model = load_model(tiny_model("sd2"), dtype="float32", device=DEVICE)
     (folder := tmp_path / "adapters").mkdir()
     controlnets = write_controlnets(tmp_path / "controlnets", model.unet.network)
     studio = make_models(lora_dir=write_folder(folder, model), controlnet_dir=controlnets, other=tiny_model("sd2"))
     del model
-    asked = [
+    requests = [
         picture("other"),
         picture("other", loras=(Lora("everything"), Lora("kernels", 0.5)), seed=2),
         picture("other", loras=(Lora("attention"),), edges=True, seed=3),
     ]
     left = []
     for _ in range(8):
-        assert len(set(paint(studio, *asked).values())) == len(asked)
-        one = studio.images._entries["other"]
-        held = RESIDENT.memory_info().rss
-        assert studio.images._loading._unload(one, "to be loaded again")
-        assert RESIDENT.memory_info().rss < held
+        assert len(set(paint(studio, *requests).values())) == len(requests)
+        entry = studio.images._entries["other"]
+        rss_bytes = RESIDENT.memory_info().rss
+        assert studio.images._loading._unload(entry, "to be loaded again")
+        assert RESIDENT.memory_info().rss < rss_bytes
         left.append(allocated_bytes())
     assert (left[-1] - left[1]) / (len(left) - 2) < 1e6, "bytes that one coming and going loses"
 
@@ -327,10 +333,10 @@ def test_models_take_turns_and_what_goes_wrong_in_one_costs_the_others_nothing(
         num_ticks += 1
     assert ended == [newcomer.request_id]
     assert num_ticks <= 2 * (4 + 2), "every other tick is its, and two are for decoding"
-    studio.submit(lost := picture("other", num_steps=4))
+    studio.submit(cancelled_request := picture("other", num_steps=4))
     break_once(monkeypatch, studio.images.loaded[1].scheduler, "plan")
     ends = {event.request_id: type(event) for event in studio.events() if isinstance(event, (Finished, Failed))}
-    assert ends == {lost.request_id: Failed, **{request.request_id: Finished for request in crowd}}
+    assert ends == {cancelled_request.request_id: Failed, **{request.request_id: Finished for request in crowd}}
 
 
 @pytest.mark.slow
@@ -340,10 +346,10 @@ def test_what_a_model_reads_in_one_piece_is_known_before_it_is_loaded(
     studio = make_models("sd15", other=tiny_model("sdxl"))
     first = TextWindow.of(studio.images.first.model.text)
     nothing = TextWindow(0, first.count)
-    known = studio.images.window_of(picture("other"), nothing)
-    assert (known.num_tokens, known.count) == (first.num_tokens, first.count), "as long as its files say"
+    window = studio.images.window_of(picture("other"), nothing)
+    assert (window.num_tokens, window.count) == (first.num_tokens, first.count), "as long as its files say"
     studio.submit(picture("other"))
     list(studio.events())
     assert len(studio.images.loaded) == 2
     read = studio.images.window_of(picture("other"), nothing)
-    assert (read.num_tokens, read.count == first.count) == (known.num_tokens, False), "by its own tokenizers"
+    assert (read.num_tokens, read.count == first.count) == (window.num_tokens, False), "by its own tokenizers"

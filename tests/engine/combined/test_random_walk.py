@@ -98,7 +98,7 @@ class Walk:
         self.fails_next = False
 
     def break_a_tick(self) -> None:
-        """A scheduler that raises once, before it changes anything."""
+        """Make the scheduler raise once, before it changes anything."""
         assert self.studio.texts is not None
         scheduler: Any = self.dice.choice([self.studio.texts.scheduler, self.studio.engine.scheduler])
         scheduler.expire = self.maybe_fail

@@ -8,14 +8,14 @@ from diffserve.engine.time_share import TimeShare
 
 
 def texts_turn(share: TimeShare) -> bool:
-    """Asked anew each time, which a type checker does not believe of a property."""
+    """Read the property through a function, because a type checker assumes that it does not change."""
     return share.is_texts_turn
 
 
 def run(share: TimeShare, image_s: float, text_s: float, num_turns: int = 40_000) -> tuple[float, float, int]:
     """Seconds of both sides when both always have work, and the most calls between two steps."""
     spent = [0.0, 0.0]
-    calls = most = 0
+    calls = max_calls = 0
     for _ in range(num_turns):
         if share.is_texts_turn:
             share.wrote(text_s, has_moved=True)
@@ -24,8 +24,8 @@ def run(share: TimeShare, image_s: float, text_s: float, num_turns: int = 40_000
         else:
             share.painted(image_s, has_moved=True, is_shared=True)
             spent[0] += image_s
-            most, calls = max(most, calls), 0
-    return spent[0], spent[1], most
+            max_calls, calls = max(max_calls, calls), 0
+    return spent[0], spent[1], max_calls
 
 
 @pytest.mark.parametrize("image_s", [0.001, 0.1, 3.0])
@@ -43,13 +43,13 @@ def test_calls_come_in_bursts_of_what_two_steps_earn() -> None:
 
 
 def test_a_call_longer_than_a_burst_waits_for_many_steps() -> None:
-    images, texts, most = run(TimeShare(0.25), image_s=0.01, text_s=0.09)
-    assert most == 1
+    images, texts, max_calls = run(TimeShare(0.25), image_s=0.01, text_s=0.09)
+    assert max_calls == 1
     assert images / 0.01 == pytest.approx(27 * texts / 0.09, rel=0.1)
 
 
 def saved_up(part: float = 0.5, step_s: float = 0.1) -> TimeShare:
-    """After a hundred steps during which nobody wrote."""
+    """Return a time share after a hundred steps without text requests."""
     share = TimeShare(part)
     for _ in range(100):
         share.painted(step_s, has_moved=True, is_shared=False)

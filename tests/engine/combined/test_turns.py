@@ -64,7 +64,7 @@ def picture(num_steps: int) -> GenerationRequest:
 def start(
     make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_texts: int, **settings: Any
 ) -> CombinedEngine:
-    """A studio that knows its image group already, with so much to do."""
+    """Return a studio with this much work, whose image group is measured already."""
     studio = make_studio(clock=time, **settings)
     studio.engine.generate(picture(1))
     time.turns.clear()
@@ -103,9 +103,7 @@ def test_calls_come_in_bursts_of_what_two_steps_earn(make_studio: MakeStudio, ti
     finish(studio)
 
 
-def test_a_tick_is_one_turn_so_that_news_is_told_and_newcomers_are_heard_between_all_of_them(
-    make_studio: MakeStudio, time: NetworkTime
-) -> None:
+def test_events_are_sent_and_requests_are_accepted_between_ticks(make_studio: MakeStudio, time: NetworkTime) -> None:
     studio = start(make_studio, time, num_steps=5, num_texts=2)
     while studio.has_work and len(time.turns) < 60:
         before = len(time.turns)

@@ -1,4 +1,4 @@
-"""Rewriting before painting: what is painted is told truthfully, and no trouble of the rewriter loses an image."""
+"""Rewriting before generation: the reported prompt is the one used, and a rewriter failure loses no image."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def results(studio: CombinedEngine, *requests: GenerationRequest) -> list[ImageR
     return [event.result for event in studio.events() if isinstance(event, Painted)]
 
 
-def test_a_wish_is_painted_as_its_rewritten_prompt_and_both_are_told(make_studio: MakeStudio) -> None:
+def test_a_wish_is_generated_as_its_rewritten_prompt_and_both_are_reported(make_studio: MakeStudio) -> None:
     studio = make_studio()
     (rewritten,) = results(studio, wish())
     (direct,) = results(studio, wish(SAYS, rewriting=None))
@@ -53,9 +53,9 @@ def test_a_wish_for_a_model_of_another_family_is_written_in_the_style_that_it_re
     assert studio.texts is not None
     assert studio.rewriter is not None
     follows = Rewriter(studio.texts, style="tags", window=studio.rewriter.window, follows=True)
-    own = RewriteOptions(style="prose", seed=4)
+    options = RewriteOptions(style="prose", seed=4)
     assert follows.options_for(RewriteOptions(seed=4), "embedded") == RewriteOptions(seed=4, style="embedded")
-    assert follows.options_for(own, "embedded") == own
+    assert follows.options_for(options, "embedded") == options
     assert studio.rewriter.options_for(RewriteOptions(), "embedded").style is None, "it was given one for all"
 
 
@@ -64,11 +64,11 @@ def test_a_rewritten_prompt_must_fit_the_model_that_paints_whatever_the_first_on
 ) -> None:
     studio = make_studio()
     assert studio.rewriter is not None
-    own = studio.rewriter.window
-    studio.rewriter.window = TextWindow(0, own.count)  # a first model that reads nothing
+    window = studio.rewriter.window
+    studio.rewriter.window = TextWindow(0, window.count)  # a first model that reads nothing
     (painted,) = results(studio, wish())
     assert (painted.prompt, painted.warnings) == (SAYS, ())
-    assert studio.images.window_of(wish(), studio.rewriter.window).num_tokens == own.num_tokens
+    assert studio.images.window_of(wish(), studio.rewriter.window).num_tokens == window.num_tokens
 
 
 def test_a_prompt_that_stays_as_it_is_has_no_original(make_studio: MakeStudio) -> None:
@@ -78,8 +78,8 @@ def test_a_prompt_that_stays_as_it_is_has_no_original(make_studio: MakeStudio) -
 
 def test_all_images_of_a_wish_come_from_one_rewritten_prompt(make_studio: MakeStudio) -> None:
     studio = make_studio()
-    found = results(studio, wish(num_images=3))
-    assert [(result.prompt, result.seed) for result in found] == [(SAYS, 3), (SAYS, 4), (SAYS, 5)]
+    wish_results = results(studio, wish(num_images=3))
+    assert [(result.prompt, result.seed) for result in wish_results] == [(SAYS, 3), (SAYS, 4), (SAYS, 5)]
     assert studio.texts is not None
     assert studio.texts.stats().output_tokens == len(SAYS) + 1
 
@@ -135,9 +135,9 @@ def test_a_wish_too_long_for_the_language_model_is_painted_as_it_is(make_studio:
 
 def test_a_busy_rewriter_costs_the_rewriting_and_not_the_image(make_studio: MakeStudio) -> None:
     studio = make_studio(text={"max_waiting": 1})
-    found = results(studio, wish(seed=1), wish(seed=2))
-    told = {result.seed: (result.prompt, result.warnings) for result in found}
-    assert told == {1: (SAYS, ()), 2: (WISH, (BUSY,))}
+    wish_results = results(studio, wish(seed=1), wish(seed=2))
+    prompts_by_seed = {result.seed: (result.prompt, result.warnings) for result in wish_results}
+    assert prompts_by_seed == {1: (SAYS, ()), 2: (WISH, (BUSY,))}
 
 
 def test_a_style_that_is_not_there_is_refused_at_once(make_studio: MakeStudio) -> None:

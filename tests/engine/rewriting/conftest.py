@@ -36,7 +36,7 @@ FORKS = {"either": 0.5, "unsure": 0.1}
 
 
 def count_words(prompt: str) -> int:
-    """The image model of these tests reads words and commas."""
+    """Count words and commas, as the image model of these tests reads them."""
     return len(prompt.replace(",", " , ").split())
 
 
@@ -50,16 +50,16 @@ def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture
 def make_rewriter(scripted_model: LanguageModel) -> Iterator[MakeRewriter]:
     """``make_rewriter(style="tags", max_entropy=None, **config)``: afterwards all pages must be back."""
-    made: list[Rewriter] = []
+    rewriters: list[Rewriter] = []
 
     def make(style: str = "tags", *, max_entropy: float | None = None, **config: Any) -> Rewriter:
         texts = TextEngine.from_model(scripted_model, TextConfig(**config), pool_bytes=8 << 20)
         window = TextWindow(WINDOW_TOKENS, count_words)
-        made.append(Rewriter(texts, style=style, window=window, max_entropy=max_entropy))
-        return made[-1]
+        rewriters.append(Rewriter(texts, style=style, window=window, max_entropy=max_entropy))
+        return rewriters[-1]
 
     yield make
-    for rewriter in made:
+    for rewriter in rewriters:
         rewriter.texts.check_integrity()
         if not rewriter.texts.has_work:
             assert rewriter.num_live == 0

@@ -115,7 +115,7 @@ def _pieces(answer: Sequence[str] | str) -> Sequence[str]:
 
 
 def _spelled(piece: str) -> str:
-    """A text as a byte-level tokenizer writes it."""
+    """Return a text as a byte-level tokenizer writes it."""
     [(spelled, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(piece)
     return str(spelled)
 

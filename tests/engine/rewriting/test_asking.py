@@ -1,4 +1,4 @@
-"""A wish in the words of a chat template, whatever that template knows, and without anybody writing its marks."""
+"""Rewrite requests in a chat template: any template works, and no prompt can contain its markers."""
 
 from __future__ import annotations
 
@@ -88,9 +88,13 @@ def test_the_first_prompt_is_asked_for_by_itself_and_seeds_count_up() -> None:
     assert first.request.params.is_greedy
     assert further.request.params.temperature == style.further.temperature
     for question in (first, further):
-        asked = question.request
-        assert (asked.cache_salt, asked.deadline_s, asked.add_special_tokens) == (b"x", 9.0, False)
-        assert asked.params.max_tokens == style.answer.max_tokens
+        inner_request = question.request
+        assert (inner_request.cache_salt, inner_request.deadline_s, inner_request.add_special_tokens) == (
+            b"x",
+            9.0,
+            False,
+        )
+        assert inner_request.params.max_tokens == style.answer.max_tokens
     assert first.request.prompt == further.request.prompt
 
 

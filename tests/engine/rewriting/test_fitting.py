@@ -25,7 +25,7 @@ def test_the_last_tags_go_first_and_those_that_must_stay_stay() -> None:
     assert fit(tags, "tags", window(1), ()) is None
 
 
-def test_tags_are_said_once() -> None:
+def test_repeated_tags_are_dropped() -> None:
     assert fit("a fox, snow, A Fox , , snow", "tags", window(20), ()) == "a fox, snow"
 
 
@@ -55,16 +55,16 @@ def test_a_caption_is_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("parts", ["tags", "sentences", "whole"])
 @settings(max_examples=150, deadline=None)
 @given(
-    text=st.text('ab ,.!?"“”(«»)', max_size=60), num_tokens=st.integers(1, 12), kept=st.sampled_from(["", "a", "ab"])
+    text=st.text('ab ,.!?"“”(«»)', max_size=60), num_tokens=st.integers(1, 12), phrase=st.sampled_from(["", "a", "ab"])
 )
 def test_what_comes_out_fits_and_has_lost_nothing_that_was_to_stay(
-    parts: Parts, text: str, num_tokens: int, kept: str
+    parts: Parts, text: str, num_tokens: int, phrase: str
 ) -> None:
-    wanted = [kept] if kept and not find_lost(text, (), [kept]) else []
-    found = fit(text, parts, window(num_tokens), wanted)
-    if found is None:
+    phrases = [phrase] if phrase and not find_lost(text, (), [phrase]) else []
+    fitted_text = fit(text, parts, window(num_tokens), phrases)
+    if fitted_text is None:
         assert not window(num_tokens).fits(text) or parts == "tags"
     else:
-        assert window(num_tokens).fits(found)
-        assert not find_lost(found, (), wanted)
-        assert set(found.casefold()) <= set(text.casefold()) | {",", " "}
+        assert window(num_tokens).fits(fitted_text)
+        assert not find_lost(fitted_text, (), phrases)
+        assert set(fitted_text.casefold()) <= set(text.casefold()) | {",", " "}

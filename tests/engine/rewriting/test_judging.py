@@ -40,8 +40,8 @@ def judged(
     ],
 )
 def test_an_answer_that_declines_is_a_refusal(style: str, answer: str) -> None:
-    found = judged("a cat", answer, style=style)
-    assert (found.prompt, found.fallback, found.answer) == ("a cat", "refused", answer)
+    verdict = judged("a cat", answer, style=style)
+    assert (verdict.prompt, verdict.fallback, verdict.answer) == ("a cat", "refused", answer)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_an_answer_with_such_words_inside_is_none(answer: str) -> None:
     assert judged("a dog", answer).prompt == answer
 
 
-def test_a_refusal_is_told_by_whole_words() -> None:
+def test_a_refusal_is_detected_by_full_words() -> None:
     assert refuses("Sorry.", ["sorry"])
     assert not refuses("sorrywater", ["sorry"])
     assert not refuses("", ["sorry"])
@@ -85,15 +85,15 @@ def test_entropy_counts_only_where_all_else_is_well() -> None:
 
 
 def test_warnings_name_at_most_three_of_the_lost() -> None:
-    found = judged("walk with Ada, Bob, Cleo and Dan", "Four friends walk.")
-    assert found.warning == 'the rewriter left out "Ada", "Bob", "Cleo", ...; the prompt was left as it is.'
+    verdict = judged("walk with Ada, Bob, Cleo and Dan", "Four friends walk.")
+    assert verdict.warning == 'the rewriter left out "Ada", "Bob", "Cleo", ...; the prompt was left as it is.'
 
 
 def test_the_embedded_style_says_that_its_language_lacks_a_quoted_text_and_reads_names_as_shouting() -> None:
-    found = judged('a Cat with a sign "Open"', "a cat on a red background", style="embedded")
-    assert found.prompt == 'a Cat with a sign "Open"'
-    assert found.warning is not None
-    assert found.warning.startswith('the image model\'s language has no words for "Open"; ')
+    verdict = judged('a Cat with a sign "Open"', "a cat on a red background", style="embedded")
+    assert verdict.prompt == 'a Cat with a sign "Open"'
+    assert verdict.warning is not None
+    assert verdict.warning.startswith('the image model\'s language has no words for "Open"; ')
     assert judged("a Kitty in Rome", "a cat in the city", style="embedded").prompt == "a cat in the city"
     assert judged('a "cat"', "a cat on a red background", style="embedded").fallback is None
 
@@ -104,7 +104,7 @@ def test_the_wish_itself_is_never_touched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "caption", "lost"),
+    ("wish", "caption", "missing_parts"),
     [
         ("I want five penguins", "three penguins in the snow", ("five",)),
         ("5 penguins", "a penguin", ("5",)),
@@ -115,5 +115,5 @@ def test_the_wish_itself_is_never_touched() -> None:
         ("a 4k photo of an owl, 2.5 metres high", "an owl", ()),
     ],
 )
-def test_how_many_were_wanted_is_not_changed(wish: str, caption: str, lost: tuple[str, ...]) -> None:
-    assert find_lost_numbers(wish, caption) == lost
+def test_how_many_were_wanted_is_not_changed(wish: str, caption: str, missing_parts: tuple[str, ...]) -> None:
+    assert find_lost_numbers(wish, caption) == missing_parts

@@ -1,4 +1,4 @@
-"""The embedded image model's language: every caption can be said, nothing else can."""
+"""The embedded image model's language: the constraint allows every caption and nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokenizer(request: pytest.FixtureRequest, image_tokenizer: Any) -> Any:
     return tiny.make_tokenizer() if request.param == "bytes" else image_tokenizer
 
 
-def test_every_caption_may_be_said_and_other_texts_may_not(tokenizer: Any) -> None:
+def test_the_constraint_allows_every_caption_and_no_other_text(tokenizer: Any) -> None:
     constraint = caption_constraint(tokenizer, [tokenizer.eos_token_id])
     for caption in CAPTIONS:
         state = end_state(constraint, tokenizer(caption, add_special_tokens=False).input_ids)
@@ -50,7 +50,7 @@ def test_every_caption_may_be_said_and_other_texts_may_not(tokenizer: Any) -> No
         assert state == DEAD or not constraint.may_end(state), text
 
 
-def test_whatever_is_said_at_random_is_a_caption(tokenizer: Any) -> None:
+def test_random_constrained_text_is_a_caption(tokenizer: Any) -> None:
     constraint, chance = caption_constraint(tokenizer, [tokenizer.eos_token_id]), random.Random(3)
     kinds = set()
     for _ in range(300):
@@ -58,10 +58,10 @@ def test_whatever_is_said_at_random_is_a_caption(tokenizer: Any) -> None:
         while tokenizer.eos_token_id not in ids:
             ids.append(chance.choice(sorted(constraint.moves(end_state(constraint, ids)))))
         text = tokenizer.decode(ids, skip_special_tokens=True).replace(" ,", ",").strip()
-        said = parse_sentence(text)
+        sentence = parse_sentence(text)
         twice = any(len(re.findall(rf"\b{noun(name)}\b", text)) > 1 for name in OBJECTS)
-        assert said is not None or twice, text  # "a cat above a cat" is said as "two cats" by those who can choose
-        kinds.add(None if said is None else (len(said.names), said.relation, len(set(said.names)) > 1))
+        assert sentence is not None or twice, text  # the caption writer prefers "two cats" to "a cat above a cat"
+        kinds.add(None if sentence is None else (len(sentence.names), sentence.relation, len(set(sentence.names)) > 1))
     assert {(1, None, False), (2, None, False), (3, None, False), (2, "above", True)} <= kinds
 
 

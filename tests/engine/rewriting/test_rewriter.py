@@ -23,11 +23,11 @@ BOATS = {"a boat", "a ship", "a raft"}
 
 def drive(rewriter: Rewriter) -> tuple[list[RewriteEvent], list[TextEvent]]:
     """Tick like a server until there is no work."""
-    told, others = rewriter.feed([])
+    events, text_events = rewriter.feed([])
     while rewriter.texts.has_work:
-        new, rest = rewriter.feed(rewriter.texts.tick())
-        told, others = told + new, others + rest
-    return told, others
+        new, other_events = rewriter.feed(rewriter.texts.tick())
+        events, text_events = events + new, text_events + other_events
+    return events, text_events
 
 
 def finished(events: list[RewriteEvent], request_id: str) -> RewriteFinished:
@@ -37,20 +37,20 @@ def finished(events: list[RewriteEvent], request_id: str) -> RewriteFinished:
 
 
 def test_a_wish_becomes_the_prompt_that_the_model_says(make_rewriter: MakeRewriter) -> None:
-    [one] = make_rewriter().rewrite("something for winter")
-    assert (one.prompt, one.answer, one.fallback, one.warning) == (FOX, FOX, None, None)
-    assert one.mean_entropy < 0.01
+    [rewrite] = make_rewriter().rewrite("something for winter")
+    assert (rewrite.prompt, rewrite.answer, rewrite.fallback, rewrite.warning) == (FOX, FOX, None, None)
+    assert rewrite.mean_entropy < 0.01
 
 
-def test_a_server_feeds_every_tick_and_is_told_the_end(make_rewriter: MakeRewriter) -> None:
+def test_a_server_feeds_every_tick_and_gets_the_final_event(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
     request = RewriteRequest(wish="something for winter", num_prompts=2)
     assert rewriter.submit(request) == request.request_id
     assert rewriter.num_live == 1
-    told, others = drive(rewriter)
-    end = finished(told, request.request_id)
-    assert (others, len(told), rewriter.num_live) == ([], 1, 0)
-    assert [one.prompt for one in end.rewrites] == [FOX, FOX]
+    events, text_events = drive(rewriter)
+    end = finished(events, request.request_id)
+    assert (text_events, len(events), rewriter.num_live) == ([], 1, 0)
+    assert [rewrite.prompt for rewrite in end.rewrites] == [FOX, FOX]
     assert (end.style, end.model) == ("tags", rewriter.texts.info.model_id)
     assert end.usage.output_tokens == 2 * 4
     assert end.usage.prompt_tokens > 2 * 200, "the system text is said in each"
@@ -62,25 +62,25 @@ def test_texts_of_other_people_pass_through_untouched(make_rewriter: MakeRewrite
     other = TextRequest(prompt="<say 0>", params=SamplingParams(temperature=0), add_special_tokens=False)
     rewriter.texts.submit(other)
     rewriter.submit(RewriteRequest(wish="something for winter"))
-    told, others = drive(rewriter)
-    assert len(told) == 1
-    assert {event.request_id for event in others} == {other.request_id}
-    assert isinstance(others[0], TextAccepted)
-    assert isinstance(others[-1], TextFinished)
-    assert others[-1].text == FOX
+    events, text_events = drive(rewriter)
+    assert len(events) == 1
+    assert {event.request_id for event in text_events} == {other.request_id}
+    assert isinstance(text_events[0], TextAccepted)
+    assert isinstance(text_events[-1], TextFinished)
+    assert text_events[-1].text == FOX
 
 
 def test_several_wishes_share_ticks_and_the_system_text(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
     answers = rewriter.answer([RewriteRequest(wish=f"winter number {number}") for number in range(6)])
-    assert [one.rewrites[0].prompt for one in answers] == [FOX] * 6
+    assert [answer.rewrites[0].prompt for answer in answers] == [FOX] * 6
     assert any(len(tick.rows) > 3 for tick in rewriter.texts.trace)
     assert answers[-1].usage.cached_tokens > 200
 
 
 def test_more_wishes_than_may_wait_are_answered_in_turn(make_rewriter: MakeRewriter) -> None:
     answers = make_rewriter(max_waiting=2).answer([RewriteRequest(wish="winter") for _ in range(7)])
-    assert [one.rewrites[0].prompt for one in answers] == [FOX] * 7
+    assert [answer.rewrites[0].prompt for answer in answers] == [FOX] * 7
 
 
 @pytest.mark.parametrize(
@@ -99,18 +99,18 @@ def test_more_wishes_than_may_wait_are_answered_in_turn(make_rewriter: MakeRewri
 def test_what_cannot_be_taken_leaves_the_wish_as_it_is_and_says_so(
     wish: str, reason: str, warning: str, make_rewriter: MakeRewriter
 ) -> None:
-    [one] = make_rewriter(max_entropy=0.9).rewrite(wish)
-    assert (one.prompt, one.fallback) == (wish, reason)
-    assert one.warning is not None
-    assert one.warning.startswith(warning)
-    assert one.warning.endswith("; the prompt was left as it is.")
+    [rewrite] = make_rewriter(max_entropy=0.9).rewrite(wish)
+    assert (rewrite.prompt, rewrite.fallback) == (wish, reason)
+    assert rewrite.warning is not None
+    assert rewrite.warning.startswith(warning)
+    assert rewrite.warning.endswith("; the prompt was left as it is.")
 
 
 def test_an_answer_that_does_not_end_is_not_taken(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter("embedded")  # which takes 32 tokens, and a random walk over words seldom ends
-    [one] = rewriter.rewrite("something for winter")
-    assert one.fallback == "runaway"
-    assert "did not finish within 32 tokens" in str(one.warning)
+    [rewrite] = rewriter.rewrite("something for winter")
+    assert rewrite.fallback == "runaway"
+    assert "did not finish within 32 tokens" in str(rewrite.warning)
 
 
 def test_the_embedded_style_says_only_captions_of_its_language(make_rewriter: MakeRewriter) -> None:
@@ -118,17 +118,17 @@ def test_the_embedded_style_says_only_captions_of_its_language(make_rewriter: Ma
     drawn = rewriter.rewrite("something for winter", 12)[1:]  # random letters, but for the language
     model = rewriter.texts.model
     constraint = caption_constraint(model.tokenizer, model.end_ids)
-    for one in drawn:
+    for rewrite in drawn:
         state = constraint.start
-        for token_id in model.tokenizer(one.answer).input_ids:
+        for token_id in model.tokenizer(rewrite.answer).input_ids:
             state = constraint.advance(state, token_id)
-        assert state != DEAD, one.answer
-    assert len({one.answer[:8] for one in drawn}) > 5
+        assert state != DEAD, rewrite.answer
+    assert len({rewrite.answer[:8] for rewrite in drawn}) > 5
 
 
 def test_words_of_the_wish_that_come_through_are_no_reason_to_fall_back(make_rewriter: MakeRewriter) -> None:
-    [one] = make_rewriter().rewrite('a sign that says "Open"')
-    assert (one.prompt, one.fallback) == ('a shop window, a sign that says "Open", night', None)
+    [rewrite] = make_rewriter().rewrite('a sign that says "Open"')
+    assert (rewrite.prompt, rewrite.fallback) == ('a shop window, a sign that says "Open", night', None)
 
 
 def test_an_unsure_answer_is_taken_when_that_is_asked_for_and_a_refusal_never(make_rewriter: MakeRewriter) -> None:
@@ -140,27 +140,27 @@ def test_an_unsure_answer_is_taken_when_that_is_asked_for_and_a_refusal_never(ma
 
 
 def test_thoughts_and_introductions_are_no_part_of_the_prompt(make_rewriter: MakeRewriter) -> None:
-    [one] = make_rewriter().rewrite("thoughts")
-    assert one.prompt == "a cat, moonlight"
-    assert one.answer.startswith("<think>")
+    [rewrite] = make_rewriter().rewrite("thoughts")
+    assert rewrite.prompt == "a cat, moonlight"
+    assert rewrite.answer.startswith("<think>")
 
 
 def test_too_long_an_answer_loses_its_last_tags(make_rewriter: MakeRewriter) -> None:
-    [one] = make_rewriter().rewrite("a long list")
-    assert one.prompt == "an oak, an elm, a yew, a fir, a pine, an ash, a lime tree, a beech, a larch, an alder"
-    assert one.fallback is None
+    [rewrite] = make_rewriter().rewrite("a long list")
+    assert rewrite.prompt == "an oak, an elm, a yew, a fir, a pine, an ash, a lime tree, a beech, a larch, an alder"
+    assert rewrite.fallback is None
 
 
 def test_the_first_prompt_is_the_likeliest_and_the_others_differ_by_seed(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
-    prompts = [one.prompt for one in rewriter.rewrite("either", 12)]
+    prompts = [rewrite.prompt for rewrite in rewriter.rewrite("either", 12)]
     assert prompts[0] == "a boat"
     assert set(prompts) == BOATS
     longer = rewriter.rewrite("either", 14, RewriteOptions(seed=0))
-    assert [one.prompt for one in longer[:12]] == prompts
-    others = [one.prompt for one in rewriter.rewrite("either", 12, RewriteOptions(seed=5))]
-    assert others[0] == "a boat"
-    assert others[1:8] == [one.prompt for one in longer[6:13]], "prompt i is drawn with seed + i"
+    assert [rewrite.prompt for rewrite in longer[:12]] == prompts
+    other_prompts = [rewrite.prompt for rewrite in rewriter.rewrite("either", 12, RewriteOptions(seed=5))]
+    assert other_prompts[0] == "a boat"
+    assert other_prompts[1:8] == [rewrite.prompt for rewrite in longer[6:13]], "prompt i is drawn with seed + i"
 
 
 def test_the_same_wish_seed_and_options_give_the_same_whoever_else_is_there(make_rewriter: MakeRewriter) -> None:
@@ -168,7 +168,7 @@ def test_the_same_wish_seed_and_options_give_the_same_whoever_else_is_there(make
     crowd = [RewriteRequest(wish=wish) for wish in ("winter", "a long list", "thoughts")]
     mine = RewriteRequest(wish="either", num_prompts=5, options=RewriteOptions(seed=9))
     together = make_rewriter().answer([*crowd, mine])[-1]
-    assert [one.prompt for one in together.rewrites] == [one.prompt for one in alone]
+    assert [rewrite.prompt for rewrite in together.rewrites] == [rewrite.prompt for rewrite in alone]
 
 
 def test_a_style_and_a_system_text_can_be_chosen_for_one_wish(make_rewriter: MakeRewriter) -> None:
@@ -179,7 +179,7 @@ def test_a_style_and_a_system_text_can_be_chosen_for_one_wish(make_rewriter: Mak
     assert end.usage.prompt_tokens != plain.usage.prompt_tokens
 
 
-def test_deltas_are_told_as_they_come_and_thoughts_are_not_shown(make_rewriter: MakeRewriter) -> None:
+def test_deltas_are_sent_as_they_come_without_thoughts(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter()
     events = list(rewriter.stream(RewriteRequest(wish="something for winter", deltas=True)))
     assert [event.text for event in events[:-1] if isinstance(event, RewriteDelta)] == [
@@ -197,18 +197,18 @@ def test_deltas_are_told_as_they_come_and_thoughts_are_not_shown(make_rewriter: 
 def test_deltas_name_the_prompt_they_belong_to(make_rewriter: MakeRewriter) -> None:
     *deltas, end = make_rewriter().stream(RewriteRequest(wish="either", num_prompts=4, deltas=True))
     assert isinstance(end, RewriteFinished)
-    said = {delta.index: delta.text for delta in deltas if isinstance(delta, RewriteDelta)}
-    assert said == {index: one.answer for index, one in enumerate(end.rewrites)}
+    text_by_index = {delta.index: delta.text for delta in deltas if isinstance(delta, RewriteDelta)}
+    assert text_by_index == {index: rewrite.answer for index, rewrite in enumerate(end.rewrites)}
 
 
-def test_a_cancelled_rewrite_gives_its_pages_back_and_is_told_once(make_rewriter: MakeRewriter) -> None:
+def test_a_cancelled_rewrite_gives_its_pages_back_and_is_reported_once(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter(max_batch_tokens=64)
     request = RewriteRequest(wish="winter", num_prompts=3)
     rewriter.submit(request)
     rewriter.feed(rewriter.texts.tick())
     assert rewriter.cancel(request.request_id)
-    told, others = drive(rewriter)
-    assert (told, others) == ([Cancelled(request_id=request.request_id)], [])
+    events, text_events = drive(rewriter)
+    assert (events, text_events) == ([Cancelled(request_id=request.request_id)], [])
     assert not rewriter.cancel(request.request_id)
     assert not rewriter.cancel("nobody")
 
@@ -226,9 +226,9 @@ def test_a_deadline_fails_the_rewrite_once_though_both_of_its_texts_expire(make_
     rewriter = make_rewriter(max_batch_tokens=16)
     request = RewriteRequest(wish="winter", num_prompts=2, deadline_s=1e-9)
     rewriter.submit(request)
-    told, others = drive(rewriter)
-    assert [(type(event), event.request_id) for event in told] == [(Failed, request.request_id)]
-    assert others == []
+    events, text_events = drive(rewriter)
+    assert [(type(event), event.request_id) for event in events] == [(Failed, request.request_id)]
+    assert text_events == []
     with pytest.raises(DeadlineExceeded):
         rewriter.answer([RewriteRequest(wish="winter", deadline_s=1e-9)])
 

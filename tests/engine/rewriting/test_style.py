@@ -1,4 +1,4 @@
-"""Styles are literal files; what is wrong in one is said with its name, key and value."""
+"""Style files: an error names the file, the key and the value."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from tests.runtime.language import tiny
 
 
 def greedy(prompt_ids: Sequence[int], max_tokens: int = 24, **params: Any) -> TextRequest:
-    """A request for the most likely text. What is no sampling parameter is the request's."""
-    own = {name: params.pop(name) for name in list(params) if name in TextRequest.__struct_fields__}
+    """Return a greedy request; ``params`` are sampling parameters or fields of the request."""
+    request_fields = {name: params.pop(name) for name in list(params) if name in TextRequest.__struct_fields__}
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-    return TextRequest(token_ids=tuple(prompt_ids), params=settings, **own)
+    return TextRequest(token_ids=tuple(prompt_ids), params=settings, **request_fields)
 
 
-def said(answer: TextFinished, index: int = 0) -> list[int]:
-    """The tokens of one text of an answer."""
+def token_ids_of(answer: TextFinished, index: int = 0) -> list[int]:
+    """Return the tokens of one text of an answer."""
     return list(answer.results[index].token_ids)
 
 
@@ -36,15 +36,15 @@ def _expected(
 
 
 def expected(kind: str, prompt_ids: Sequence[int], max_tokens: int = 24, **settings: Any) -> list[int]:
-    """What transformers' ``generate`` says; remembered."""
+    """Return the output of transformers' ``generate`` (cached)."""
     return _expected(kind, tuple(prompt_ids), max_tokens, tuple(sorted(settings.items())))
 
 
 def of_type(events: Sequence[TextEvent], kind: type[Any]) -> list[Any]:
-    """The events of one type."""
+    """Return the events of one type."""
     return [event for event in events if isinstance(event, kind)]
 
 
 def text_of(events: Sequence[TextEvent], index: int = 0) -> str:
-    """What the deltas of one text add up to."""
+    """Return the concatenated deltas of one text."""
     return "".join(delta.text for delta in of_type(events, TextDelta) if delta.text_index == index)

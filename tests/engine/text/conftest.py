@@ -35,7 +35,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def pages_of(*models: LanguageModel, num_pages: int = 10, page_tokens: int = 4) -> PagePool:
-    """A pool of so many pages, each of which holds ``page_tokens`` tokens of every layer of the first model."""
+    """Return a pool of this many pages, each with ``page_tokens`` tokens of every layer of the first model."""
     specs = [
         model.spec(name, page_tokens=page_tokens) for model, name in zip(models, ("llm", "llm_draft"), strict=False)
     ]
@@ -51,7 +51,7 @@ def pages_of(*models: LanguageModel, num_pages: int = 10, page_tokens: int = 4) 
 @pytest.fixture
 def make_engine(language: Load) -> Iterator[MakeEngine]:
     """``make_engine(kind, num_pages=..., draft_seed=..., **config)``: afterwards all pages must be back."""
-    made: list[TextEngine] = []
+    engines: list[TextEngine] = []
 
     def make(
         kind: str = "llama",
@@ -68,11 +68,11 @@ def make_engine(language: Load) -> Iterator[MakeEngine]:
         extra = {} if clock is None else {"clock": clock}
         settings = TextConfig(**{"num_draft_tokens": 0, "page_tokens": 4, **config})
         engine = TextEngine(model, pool, settings, draft_model=draft, reads_late=reads_late, **extra)
-        made.append(engine)
-        return made[-1]
+        engines.append(engine)
+        return engines[-1]
 
     yield make
-    for engine in made:
+    for engine in engines:
         engine.check_integrity()
         if not engine.has_work:
             assert engine.pool.stats().held_pages == 0

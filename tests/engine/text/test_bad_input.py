@@ -1,4 +1,4 @@
-"""What is wrong is said, with the value and the way out, and the engine goes on answering."""
+"""Invalid text requests: the error names the value and the fix, and the engine continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diffserve.engine.text import TextEngine
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import load_language_model
 from tests.device import DEVICE
-from tests.engine.text.asking import expected, greedy, said
+from tests.engine.text.asking import expected, greedy, token_ids_of
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny
 
@@ -25,7 +25,7 @@ IDS = tiny.random_ids(6, seed=6)
 
 
 def assert_alive(engine: Any) -> None:
-    assert said(engine.generate(greedy(IDS, 4))[0]) == expected("llama", IDS, 4)
+    assert token_ids_of(engine.generate(greedy(IDS, 4))[0]) == expected("llama", IDS, 4)
 
 
 def test_a_schema_without_llguidance_is_refused_by_the_name_of_the_package(
@@ -114,7 +114,7 @@ def test_what_can_never_fit_the_pool_is_refused_with_both_numbers(
 def test_what_just_fits_the_pool_is_answered(make_engine: MakeEngine) -> None:
     engine = make_engine(num_pages=10)
     ids = tiny.random_ids(21, seed=0)
-    assert len(said(engine.generate(greedy(ids, 20))[0])) == 20  # 21 + 20 - 1 tokens on ten pages
+    assert len(token_ids_of(engine.generate(greedy(ids, 20))[0])) == 20  # 21 + 20 - 1 tokens on ten pages
     with pytest.raises(PoolTooSmall):
         engine.submit(greedy(ids, 21))
 
@@ -123,7 +123,7 @@ def test_beams_that_just_fit_the_pool_are_searched(make_engine: MakeEngine) -> N
     engine = make_engine(num_pages=10)
     ids = tiny.random_ids(17, seed=0)
     answer = engine.generate(greedy(ids, 8, num_beams=3))[0]  # 4 shared pages, 2 of each beam's own
-    assert said(answer) == expected("llama", ids, 8, num_beams=3)
+    assert token_ids_of(answer) == expected("llama", ids, 8, num_beams=3)
     with pytest.raises(PoolTooSmall):
         engine.submit(greedy(ids, 9, num_beams=3))
 

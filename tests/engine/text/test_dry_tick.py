@@ -19,24 +19,24 @@ from tests.runtime.language import tiny
 
 
 def open_engine(directory: Path, kind: str = "llama", *, num_draft_tokens: int = 0, **changes: Any) -> TextEngine:
-    """An engine on a tiny model's shapes."""
+    """Return an engine on a tiny model's shapes."""
     model = load_language_model(tiny.save(directory / kind, kind, **changes), dtype="float32", device="meta")
     return TextEngine.from_model(model, TextConfig(num_draft_tokens=num_draft_tokens), pool_bytes=1 << 20)
 
 
 def ticks(engine: TextEngine, count: int) -> list[Work]:
-    """The work of each of ``count`` ticks; a text that waited or mixed has failed."""
-    found = []
+    """Return the work of each of ``count`` ticks; fail if a text waits or two kinds are mixed."""
+    tick_work = []
     for _ in range(count):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
             events = engine.tick()
         assert not [event for event in events if type(event).__name__ == "Failed"]
-        found.append(counted.work)
-    return found
+        tick_work.append(counted.work)
+    return tick_work
 
 
 def drawn(prompt_ids: range, **params: Any) -> TextRequest:
-    """A text that is drawn at random."""
+    """Return a request with random sampling."""
     return TextRequest(token_ids=tuple(prompt_ids), params=SamplingParams(max_tokens=20, seed=1, **params))
 
 
@@ -66,9 +66,9 @@ def test_a_greedy_tick_is_three_transfers_whatever_the_number_of_layers(tmp_path
     assert copies == {(3, 1)}
 
 
-def test_drafts_beams_and_penalties_do_not_wait_either_but_for_what_they_are_told(tmp_path: Path) -> None:
+def test_drafts_beams_and_penalties_wait_only_for_their_inputs(tmp_path: Path) -> None:
     engine = open_engine(tmp_path, num_draft_tokens=3)
-    engine.submit(greedy([5, 6, 7] * 6))  # what is told on meta is always 1, so a draft is looked up soon
+    engine.submit(greedy([5, 6, 7] * 6))  # tokens on meta are always 1, so a draft is found soon
     ticks(engine, 4)
     (work,) = ticks(engine, 1)
     assert engine.last_tick is not None

@@ -30,19 +30,19 @@ def model() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What transformers says after every prompt, greedily, one at a time."""
+    """Return the greedy output of transformers for every prompt, computed one at a time."""
     network: Any = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(
         DIRECTORY, dtype=torch.float32
     )
     tokenizer: Any = import_quietly("transformers", "AutoTokenizer").from_pretrained(DIRECTORY)
-    said = []
+    outputs = []
     for words in PROMPTS:
         ids = tokenizer(words, return_tensors="pt").input_ids
         output = network.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
         )
-        said.append(output[0, ids.shape[1] :].tolist())
-    return said
+        outputs.append(output[0, ids.shape[1] :].tolist())
+    return outputs
 
 
 def engine_of(model: LanguageModel, *, num_pages: int = 400, **config: Any) -> TextEngine:
@@ -50,7 +50,7 @@ def engine_of(model: LanguageModel, *, num_pages: int = 400, **config: Any) -> T
     return TextEngine(model, pages_of(model, num_pages=num_pages, page_tokens=16), TextConfig(**config))
 
 
-def said(engine: TextEngine, prompts: list[str] = PROMPTS) -> list[list[int]]:
+def generate_ids(engine: TextEngine, prompts: list[str] = PROMPTS) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS)
     answers = engine.generate([TextRequest(prompt=words, params=params, deltas=False) for words in prompts])
     engine.check_integrity()
@@ -59,30 +59,30 @@ def said(engine: TextEngine, prompts: list[str] = PROMPTS) -> list[list[int]]:
 
 def test_alone(model: LanguageModel, expected: list[list[int]]) -> None:
     for words, answer in zip(PROMPTS[:3], expected, strict=False):
-        assert said(engine_of(model), [words]) == [answer]
+        assert generate_ids(engine_of(model), [words]) == [answer]
 
 
 def test_in_a_mixed_batch_with_chunked_prompts(model: LanguageModel, expected: list[list[int]]) -> None:
     engine = engine_of(model, max_batch_tokens=48)
-    assert said(engine) == expected
+    assert generate_ids(engine) == expected
     assert any(len({row[2] for row in tick.rows}) > 1 for tick in engine.trace), "prompts and decoding never met"
 
 
 def test_with_prefix_hits(model: LanguageModel, expected: list[list[int]]) -> None:
     engine = engine_of(model)
-    assert said(engine) == expected
-    assert said(engine) == expected
+    assert generate_ids(engine) == expected
+    assert generate_ids(engine) == expected
     assert engine.stats().cached_tokens > 0
 
 
 def test_after_eviction_and_computing_again(model: LanguageModel, expected: list[list[int]]) -> None:
     engine = engine_of(model, num_pages=26)
-    assert said(engine) == expected
-    assert said(engine) == expected
+    assert generate_ids(engine) == expected
+    assert generate_ids(engine) == expected
     assert engine.pool.stats().tenants["llm"].evicted_pages > 0
 
 
 def test_with_drafts_looked_up_in_the_prompt(model: LanguageModel, expected: list[list[int]]) -> None:
     engine = engine_of(model, num_draft_tokens=5)
-    assert said(engine) == expected
+    assert generate_ids(engine) == expected
     assert engine.stats().accepted_tokens > 0

@@ -1,4 +1,4 @@
-"""What is told while texts are made: deltas, ends, usage, times."""
+"""Events during text generation: deltas, ends, usage and times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished
 from diffserve.api.types import Cancelled, Failed
 from diffserve.engine.text import TickBudget
 from diffserve.runtime.decoding import allowed_words
-from tests.engine.text.asking import expected, greedy, of_type, said, text_of
+from tests.engine.text.asking import expected, greedy, of_type, text_of, token_ids_of
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny
 
@@ -50,7 +50,7 @@ def test_deltas_add_up_to_the_text_and_the_last_one_says_why(make_engine: MakeEn
     assert len({event.request_id for event in events}) == 1
 
 
-def test_without_deltas_only_the_end_is_told(make_engine: MakeEngine) -> None:
+def test_without_deltas_only_the_final_event_is_sent(make_engine: MakeEngine) -> None:
     events = list(make_engine().stream(greedy(IDS, 5, deltas=False)))
     assert [type(event) for event in events] == [TextAccepted, TextFinished]
 
@@ -60,20 +60,20 @@ def test_a_stop_text_ends_the_output_and_is_never_shown(
     settings: dict[str, int], make_engine: MakeEngine, language: Load
 ) -> None:
     engine, constraint = make_engine(**settings), words(language)
-    whole = engine.generate(greedy(IDS, 30, min_tokens=30), constraint=constraint)[0].text
-    stop = whole[9:12]
+    full_text = engine.generate(greedy(IDS, 30, min_tokens=30), constraint=constraint)[0].text
+    stop = full_text[9:12]
     events = list(engine.stream(greedy(IDS, 30, min_tokens=30, stop=(stop, "never said")), constraint=constraint))
     end = events[-1]
     assert isinstance(end, TextFinished)
-    assert end.text == text_of(events) == whole[: whole.index(stop)]
+    assert end.text == text_of(events) == full_text[: full_text.index(stop)]
     assert (end.results[0].finish_reason, end.results[0].stop_text) == ("stop", stop)
-    assert len(end.results[0].token_ids) == whole.index(stop) + len(stop)
+    assert len(end.results[0].token_ids) == full_text.index(stop) + len(stop)
 
 
 def test_a_stop_text_ends_a_beam(make_engine: MakeEngine, language: Load) -> None:
     engine, constraint = make_engine(), words(language)
-    whole = engine.generate(greedy(IDS, 20, num_beams=2, min_tokens=20), constraint=constraint)[0].text
-    stop = whole[4:6]
+    full_text = engine.generate(greedy(IDS, 20, num_beams=2, min_tokens=20), constraint=constraint)[0].text
+    stop = full_text[4:6]
     result = engine.generate(greedy(IDS, 20, num_beams=2, min_tokens=20, stop=(stop,)), constraint=constraint)[
         0
     ].results[0]
@@ -98,7 +98,7 @@ def test_a_stop_token_of_the_request_ends_it_too(make_engine: MakeEngine) -> Non
     assert list(result.token_ids) == full[: full.index(full[4]) + 1]
 
 
-def test_the_best_beams_are_told_in_order(make_engine: MakeEngine) -> None:
+def test_the_best_beams_are_returned_in_order(make_engine: MakeEngine) -> None:
     events = list(make_engine().stream(greedy(IDS, 8, num_beams=4, num_texts=3)))
     end = events[-1]
     assert isinstance(end, TextFinished)
@@ -182,7 +182,7 @@ def test_a_cancelled_request_is_an_error_for_whoever_waits(make_engine: MakeEngi
 def test_a_list_may_be_longer_than_the_waiting_room(make_engine: MakeEngine) -> None:
     prompts = [tiny.random_ids(4, seed=seed) for seed in range(9)]
     answers = make_engine(max_waiting=2, max_sequences=2).generate([greedy(ids, 4) for ids in prompts])
-    assert [said(answer) for answer in answers] == [expected("llama", ids, 4) for ids in prompts]
+    assert [token_ids_of(answer) for answer in answers] == [expected("llama", ids, 4) for ids in prompts]
 
 
 def test_threads_that_ask_at_the_same_time_get_their_own_answers(make_engine: MakeEngine) -> None:
@@ -191,7 +191,7 @@ def test_threads_that_ask_at_the_same_time_get_their_own_answers(make_engine: Ma
     answers: dict[int, list[list[int]]] = {}
 
     def ask(index: int) -> None:
-        answers[index] = [said(engine.generate(greedy(prompts[index], 6))[0]) for _ in range(2)]
+        answers[index] = [token_ids_of(engine.generate(greedy(prompts[index], 6))[0]) for _ in range(2)]
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -217,7 +217,7 @@ def test_a_budget_smaller_than_the_crowd_gives_everybody_a_turn(make_engine: Mak
     while engine.has_work:
         for event in engine.tick(TickBudget(max_tokens=2)):
             if isinstance(event, TextFinished):
-                ends[event.request_id] = said(event)
+                ends[event.request_id] = token_ids_of(event)
     assert [ends[name] for name in names] == [expected("llama", ids, 6) for ids in prompts]
     assert max(tick.num_tokens for tick in engine.trace) == 2
 

@@ -15,7 +15,7 @@ from diffserve.api.json_schemas import ANY_OBJECT, check_schema, followed, max_t
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextAccepted, TextFinished, TextRequest, TextResult
 from diffserve.runtime.decoding import json_constraint
-from tests.engine.text.asking import greedy, said
+from tests.engine.text.asking import greedy, token_ids_of
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny
 
@@ -58,82 +58,92 @@ SCHEMAS: Final[list[dict[str, Any]]] = [
 ]
 
 
-def held(schema: dict[str, Any], seed: int, max_tokens: int = 120, **fields: Any) -> TextRequest:
-    own = {name: fields.pop(name) for name in list(fields) if name in TextRequest.__struct_fields__}
+def constrained_request(schema: dict[str, Any], seed: int, max_tokens: int = 120, **fields: Any) -> TextRequest:
+    request_fields = {name: fields.pop(name) for name in list(fields) if name in TextRequest.__struct_fields__}
     params = {"temperature": 1.5, "seed": seed, "max_tokens": max_tokens, **fields}
     settings = SamplingParams(json_schema=json.dumps(schema), **params)
-    return TextRequest(token_ids=tuple(IDS), params=settings, **own)
+    return TextRequest(token_ids=tuple(IDS), params=settings, **request_fields)
 
 
 def check_follows(result: TextResult, schema: dict[str, Any]) -> Any:
-    """What ``result`` says: valid, or the beginning of something that is not finished."""
+    """Validate the text of ``result`` and return its value, or ``...`` if the token limit cut it."""
     if result.finish_reason == "length":
         return ...
-    found = json.loads(result.text)
-    jsonschema.validate(found, schema, jsonschema.Draft202012Validator)
-    return found
+    value = json.loads(result.text)
+    jsonschema.validate(value, schema, jsonschema.Draft202012Validator)
+    return value
 
 
 def test_a_model_of_random_weights_says_what_every_schema_allows(make_engine: MakeEngine) -> None:
     engine = make_engine(max_sequences=64)
     free = TextRequest(token_ids=tuple(IDS), params=SamplingParams(seed=5, max_tokens=24))
-    asked = [(schema, held(schema, seed, 80)) for seed, schema in enumerate([PERSON, *SCHEMAS])]
-    *answers, beside = engine.generate([*(request for _, request in asked), free])
-    found = [check_follows(answer.results[0], schema) for (schema, _), answer in zip(asked, answers, strict=True)]
-    assert sum(one is not ... for one in found) > len(found) * 3 / 4
-    assert found[0] != found[1] or found[0] is ...  # the seeds differ
-    assert said(beside) == said(make_engine().generate(free)[0])  # nobody's neighbours matter to anybody
+    cases = [(schema, constrained_request(schema, seed, 80)) for seed, schema in enumerate([PERSON, *SCHEMAS])]
+    *answers, free_answer = engine.generate([*(request for _, request in cases), free])
+    values = [check_follows(answer.results[0], schema) for (schema, _), answer in zip(cases, answers, strict=True)]
+    assert sum(value is not ... for value in values) > len(values) * 3 / 4
+    assert values[0] != values[1] or values[0] is ...  # the seeds differ
+    assert token_ids_of(free_answer) == token_ids_of(
+        make_engine().generate(free)[0]
+    )  # other requests of the batch do not matter
     alone = make_engine()
-    assert [said(alone.generate(request)[0]) for _, request in asked[:2]] == [said(answer) for answer in answers[:2]]
+    assert [token_ids_of(alone.generate(request)[0]) for _, request in cases[:2]] == [
+        token_ids_of(answer) for answer in answers[:2]
+    ]
 
 
 @pytest.mark.parametrize("draft_seed", [None, 1])
-def test_drafts_do_not_change_what_is_said_and_keys_are_forced(draft_seed: int | None, make_engine: MakeEngine) -> None:
-    asked = [held(PERSON, 3, num_texts=2), held(PERSON, 3, temperature=0.0), held(TREE, 4)]
-    plain = make_engine().generate(asked)
+def test_drafts_do_not_change_the_output_and_keys_are_forced(draft_seed: int | None, make_engine: MakeEngine) -> None:
+    requests = [
+        constrained_request(PERSON, 3, num_texts=2),
+        constrained_request(PERSON, 3, temperature=0.0),
+        constrained_request(TREE, 4),
+    ]
+    plain = make_engine().generate(requests)
     engine = make_engine(num_draft_tokens=4, draft_seed=draft_seed)
-    drafted = engine.generate(asked)
-    for schema, request, one, other in zip((PERSON, PERSON, TREE), asked, plain, drafted, strict=True):
+    drafted = engine.generate(requests)
+    for schema, request, plain_answer, other in zip((PERSON, PERSON, TREE), requests, plain, drafted, strict=True):
         for result in other.results:
             check_follows(result, schema)
         if draft_seed is None or request.params.is_greedy:  # what a model proposes takes random numbers of its own
-            assert [result.text for result in one.results] == [result.text for result in other.results]
+            assert [result.text for result in plain_answer.results] == [result.text for result in other.results]
     assert engine.stats().accepted_tokens > 0
 
 
 def test_beams_follow_too_and_other_fields_mean_what_they_do(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    beams = engine.generate(held(PERSON, 1, temperature=0.0, num_beams=3, num_texts=2, logprobs=2))[0]
+    beams = engine.generate(constrained_request(PERSON, 1, temperature=0.0, num_beams=3, num_texts=2, logprobs=2))[0]
     assert all(check_follows(result, PERSON) is not ... for result in beams.results)
     assert len(beams.results[0].tokens) == len(beams.results[0].token_ids)
-    cut = engine.generate(held(PERSON, 1, max_tokens=5))[0].results[0]
+    cut = engine.generate(constrained_request(PERSON, 1, max_tokens=5))[0].results[0]
     assert (cut.finish_reason, cut.text) == ("length", '{"nam')
-    stopped = engine.generate(held(PERSON, 1, stop=("age",)))[0].results[0]
+    stopped = engine.generate(constrained_request(PERSON, 1, stop=("age",)))[0].results[0]
     assert (stopped.finish_reason, stopped.stop_text) == ("stop", "age")
-    longer = engine.generate(held({"type": "integer", "minimum": 1}, 1, min_tokens=9))[0].results[0]
+    longer = engine.generate(constrained_request({"type": "integer", "minimum": 1}, 1, min_tokens=9))[0].results[0]
     assert len(longer.token_ids) >= 9
     assert check_follows(longer, {"type": "integer"}) is not None
-    assert json.loads(engine.generate(held({"const": {"a": 1}}, 1, presence_penalty=2.0))[0].text) == {"a": 1}
+    assert json.loads(engine.generate(constrained_request({"const": {"a": 1}}, 1, presence_penalty=2.0))[0].text) == {
+        "a": 1
+    }
 
 
-def test_schemas_are_compiled_beside_the_ticks_and_few_are_kept(
+def test_schemas_are_compiled_in_the_background_and_few_are_cached(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_constraint, "KEPT_SCHEMAS", 3)
     engine = make_engine()
     assert engine._schemas is not None
     for number in range(9):
-        assert json.loads(engine.generate(held({"const": number}, 0))[0].text) == number
+        assert json.loads(engine.generate(constrained_request({"const": number}, 0))[0].text) == number
     assert len(engine._schemas) == 3
     gate = threading.Event()
     engine._schemas._thread.submit(gate.wait)
-    engine.submit(held({"const": 99}, 0, request_id="later"))
+    engine.submit(constrained_request({"const": 99}, 0, request_id="later"))
     first = engine.submit(greedy(IDS, 2))
-    told = set[str]()
+    texts = set[str]()
     for _ in range(9):
-        told |= {event.request_id for event in engine.tick() if not isinstance(event, TextAccepted)}
+        texts |= {event.request_id for event in engine.tick() if not isinstance(event, TextAccepted)}
     gate.set()
-    assert told == {first}, "somebody waits for a schema who did not ask for it"
+    assert texts == {first}, "somebody waits for a schema who did not ask for it"
     assert [event.text for event in engine.events() if isinstance(event, TextFinished)] == ["99"]
 
 
@@ -177,7 +187,7 @@ def test_texts_of_plain_schemas_end_as_valid_objects(
 ) -> None:
     schema = kind.model_json_schema()
     engine = make_engine(max_sequences=16, num_draft_tokens=num_draft_tokens)
-    requests = [held(schema, seed, 160, temperature=0.5 + seed) for seed in range(4)]
+    requests = [constrained_request(schema, seed, 160, temperature=0.5 + seed) for seed in range(4)]
     for answer in engine.generate(requests):
         [result] = answer.results
         assert result.finish_reason == "stop", result.text
@@ -198,7 +208,7 @@ def test_numbers_strings_and_lists_have_default_limits(make_engine: MakeEngine) 
         check_schema(text, "schema")
         assert max_tokens_of(text, 1024) <= max_chars + 12
         for seed in range(4):
-            [answer] = make_engine().generate([held(schema, seed, 60)])
+            [answer] = make_engine().generate([constrained_request(schema, seed, 60)])
             assert len(answer.text) <= max_chars, answer.text
             check_follows(answer.results[0], schema)
     assert max_tokens_of('{"type":"boolean"}', 1024) == 6
@@ -257,11 +267,14 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_its_place(schema: str,
 def test_the_engine_refuses_what_nobody_checked_before(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest, match="objekt"):
-        engine.generate(held({"type": "objekt"}, 0))
+        engine.generate(constrained_request({"type": "objekt"}, 0))
     assert engine.generate(greedy(IDS, 2))
     with pytest.raises(InvalidRequest, match="json_schema has 70"):
         SamplingParams(json_schema="x" * 70_000)
-    assert check_follows(engine.generate(held(json.loads(ANY_OBJECT), 1))[0].results[0], {"type": "object"}) is not None
+    assert (
+        check_follows(engine.generate(constrained_request(json.loads(ANY_OBJECT), 1))[0].results[0], {"type": "object"})
+        is not None
+    )
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
@@ -272,5 +285,5 @@ def test_a_schema_whose_texts_never_end_is_its_askers_mistake(num_draft_tokens: 
     for schema in ({**endless, "$defs": {"b": endless}}, {**later, "$defs": {"b": endless}}):
         check_schema(json.dumps(schema), "schema")
         with pytest.raises(InvalidRequest, match="cannot be followed any further"):
-            engine.generate(held(schema, 0))
-    assert check_follows(engine.generate(held(PERSON, 1))[0].results[0], PERSON)
+            engine.generate(constrained_request(schema, 0))
+    assert check_follows(engine.generate(constrained_request(PERSON, 1))[0].results[0], PERSON)

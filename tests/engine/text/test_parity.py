@@ -7,7 +7,7 @@ import pytest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.engine.text import TextEngine
-from tests.engine.text.asking import expected, greedy, said
+from tests.engine.text.asking import expected, greedy, token_ids_of
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny
 
@@ -17,7 +17,7 @@ PROMPTS = [tiny.random_ids(length, seed=length) for length in (1, 6, 17, 44, 70)
 
 def check(engine: TextEngine, kind: str, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24) -> None:
     answers = engine.generate([greedy(ids, max_tokens) for ids in prompts])
-    assert [said(answer) for answer in answers] == [expected(kind, ids, max_tokens) for ids in prompts]
+    assert [token_ids_of(answer) for answer in answers] == [expected(kind, ids, max_tokens) for ids in prompts]
 
 
 def test_the_models_say_different_things() -> None:
@@ -49,7 +49,7 @@ def test_with_prefix_hits(kind: str, make_engine: MakeEngine) -> None:
     check(engine, kind, [PROMPTS[3]])
     longer = [PROMPTS[3] + ids for ids in PROMPTS[:3]]
     answers = engine.generate([greedy(ids) for ids in [PROMPTS[3], *longer]])
-    assert [said(answer) for answer in answers] == [expected(kind, ids) for ids in [PROMPTS[3], *longer]]
+    assert [token_ids_of(answer) for answer in answers] == [expected(kind, ids) for ids in [PROMPTS[3], *longer]]
     assert [answer.usage.cached_tokens for answer in answers] == [40, 44, 44, 44]
 
 
@@ -107,43 +107,43 @@ def test_drafts_and_preemption_together(make_engine: MakeEngine) -> None:
 def test_beam_search(kind: str, num_beams: int, make_engine: MakeEngine) -> None:
     answers = make_engine(kind).generate([greedy(ids, 12, num_beams=num_beams) for ids in PROMPTS[1:4]])
     texts = [expected(kind, ids, 12, num_beams=num_beams) for ids in PROMPTS[1:4]]
-    assert [said(answer) for answer in answers] == texts
+    assert [token_ids_of(answer) for answer in answers] == texts
 
 
-def test_beam_search_beside_others_in_chunks_and_with_preemption(make_engine: MakeEngine) -> None:
+def test_beam_search_in_a_batch_in_chunks_and_with_preemption(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", num_pages=26, max_batch_tokens=14)
     beams = [greedy(ids, 12, num_beams=3) for ids in (PROMPTS[2], PROMPTS[1])]
     plain = [greedy(ids, 30) for ids in PROMPTS[:3]]
     answers = engine.generate([plain[0], beams[0], plain[1], beams[1], plain[2]])
-    assert [said(answers[place]) for place in (1, 3)] == [
+    assert [token_ids_of(answers[place]) for place in (1, 3)] == [
         expected("llama", ids, 12, num_beams=3) for ids in (PROMPTS[2], PROMPTS[1])
     ]
-    assert [said(answers[place]) for place in (0, 2, 4)] == [expected("llama", ids, 30) for ids in PROMPTS[:3]]
+    assert [token_ids_of(answers[place]) for place in (0, 2, 4)] == [expected("llama", ids, 30) for ids in PROMPTS[:3]]
     assert engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("settings", [{"length_penalty": 2.0}, {"early_stopping": True}, {"early_stopping": "never"}])
 def test_beam_search_takes_the_settings_of_transformers(settings: dict[str, object], make_engine: MakeEngine) -> None:
     answer = make_engine("qwen3").generate(greedy(PROMPTS[2], 16, num_beams=3, **settings))[0]
-    assert said(answer) == expected("qwen3", PROMPTS[2], 16, num_beams=3, **settings)
+    assert token_ids_of(answer) == expected("qwen3", PROMPTS[2], 16, num_beams=3, **settings)
 
 
 def test_several_greedy_texts_of_one_prompt_are_the_same_and_share_its_pages(make_engine: MakeEngine) -> None:
     engine = make_engine("llama")
     answer = engine.generate(greedy(PROMPTS[3], num_texts=4))[0]
-    assert [said(answer, index) for index in range(4)] == [expected("llama", PROMPTS[3])] * 4
+    assert [token_ids_of(answer, index) for index in range(4)] == [expected("llama", PROMPTS[3])] * 4
     assert engine.stats().computed_tokens == len(PROMPTS[3]) + 4 * 23
 
 
 def test_repetition_penalty_and_forced_length_follow_transformers(make_engine: MakeEngine) -> None:
     answer = make_engine("gpt2").generate(greedy(PROMPTS[2], 20, repetition_penalty=1.4, min_tokens=18))[0]
-    assert said(answer) == expected("gpt2", PROMPTS[2], 20, repetition_penalty=1.4, min_new_tokens=18)
+    assert token_ids_of(answer) == expected("gpt2", PROMPTS[2], 20, repetition_penalty=1.4, min_new_tokens=18)
 
 
 def test_a_text_ends_where_the_context_does(make_engine: MakeEngine) -> None:
     ids = tiny.random_ids(tiny.CONTEXT_TOKENS - 5, seed=3)
     answer = make_engine("llama").generate(greedy(ids, 100))[0]
-    assert said(answer) == expected("llama", ids, 5)
+    assert token_ids_of(answer) == expected("llama", ids, 5)
     assert answer.results[0].finish_reason == "length"
 
 
@@ -152,5 +152,5 @@ def test_a_prompt_given_as_text_is_tokenised(make_engine: MakeEngine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=10)
     answer = engine.generate(TextRequest(prompt="a fox, naïve", params=params))[0]
     ids = tiny.make_tokenizer()("a fox, naïve").input_ids
-    assert said(answer) == expected("llama", ids, 10)
+    assert token_ids_of(answer) == expected("llama", ids, 10)
     assert answer.usage.prompt_tokens == len(ids) == 13

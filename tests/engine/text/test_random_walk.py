@@ -17,7 +17,7 @@ from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.runtime.kv import PageTable, PoolBusy
 from diffserve.runtime.language import LanguageModel, load_language_model
 from tests.device import DEVICE
-from tests.engine.text.asking import greedy, said
+from tests.engine.text.asking import greedy, token_ids_of
 from tests.engine.text.conftest import pages_of
 from tests.runtime.language import tiny
 
@@ -124,12 +124,12 @@ class Walk:
         self.now_s += 3.0
 
     def check(self) -> None:
-        """The pool balances, and the engine's pages and the stranger's are all that is held."""
+        """Check the pool's totals: all held pages belong to the engine or to the other tenant."""
         stranger = {page for table in self.stranger for logical in table.pages for page in logical}
         self.engine.scheduler.check_integrity(other_pages=len(stranger))
 
     def finish(self) -> None:
-        """Everybody leaves, and every page comes back."""
+        """Finish all requests and check that every page is free."""
         while self.stranger:
             self.give()
         for _ in range(2000):
@@ -146,16 +146,18 @@ class Walk:
 def check_answers(walk: Walk, model: LanguageModel) -> int:
     """Greedy texts that were finished are those that a quiet engine gives; returns how many were compared."""
     quiet = TextEngine.from_model(model, TextConfig(num_draft_tokens=0), pool_bytes=1 << 20)
-    known: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
+    expected_by_request: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
     compared = 0
     for name, end in walk.ends.items():
         request = walk.requests[name]
         if isinstance(end, TextFinished) and request.params.is_greedy:
             key = (request.token_ids, request.params.max_tokens, request.params.num_beams)
-            if key not in known:
+            if key not in expected_by_request:
                 beams = {"num_beams": key[2]} if key[2] > 1 else {}
-                known[key] = said(quiet.generate(greedy(key[0], key[1], **beams))[0])
-            assert [said(end, index) for index in range(len(end.results))] == [known[key]] * len(end.results)
+                expected_by_request[key] = token_ids_of(quiet.generate(greedy(key[0], key[1], **beams))[0])
+            assert [token_ids_of(end, index) for index in range(len(end.results))] == [expected_by_request[key]] * len(
+                end.results
+            )
             compared += 1
     return compared
 

@@ -1,4 +1,4 @@
-"""Stories on a pool of ten pages of four tokens: who gets which page, who waits, who gives way."""
+"""Page allocation on a pool of ten pages of four tokens: which request gets pages, waits or is preempted."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import pytest
 from diffserve.api.text_types import TextFinished
 from diffserve.api.types import Cancelled
 from diffserve.engine.text import TextEngine
-from tests.engine.text.asking import expected, greedy, of_type, said
+from tests.engine.text.asking import expected, greedy, of_type, token_ids_of
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny
 
 
 def pages_of(engine: TextEngine, request_id: str) -> list[int]:
-    """The pages of a request's first sequence, in order."""
+    """Return the pages of a request's first sequence, in order."""
     table = engine.scheduler.live[request_id].tasks[0].sequences[0].table
     return [] if table is None else [page for logical in table.pages for page in logical]
 
 
 def ids_of(engine: TextEngine) -> list[set[str]]:
-    """Which requests shared each call."""
+    """Return the ids of the requests that shared each call."""
     return [{row[0] for row in tick.rows} for tick in engine.trace]
 
 
 def test_a_text_grows_page_by_page_and_gives_all_of_them_back(make_engine: MakeEngine) -> None:
     engine = make_engine(num_pages=10, reads_late=False)
     anna = engine.submit(greedy(tiny.random_ids(7, seed=0), 6))
-    seen: list[list[int] | None] = []
-    while engine.scheduler.live or not seen:
+    page_lists: list[list[int] | None] = []
+    while engine.scheduler.live or not page_lists:
         engine.tick()
-        seen.append(pages_of(engine, anna) if anna in engine.scheduler.live else None)
-    assert seen == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], None]
+        page_lists.append(pages_of(engine, anna) if anna in engine.scheduler.live else None)
+    assert page_lists == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], None]
     assert engine.pool.draw() == "o o o . . . . . . ."  # twelve tokens were computed: three full pages are kept
 
 
@@ -75,7 +75,7 @@ def test_a_common_beginning_is_computed_once_even_when_all_come_at_the_same_time
     system = tiny.random_ids(40, seed=0)
     prompts = [[*system, *tiny.random_ids(3, seed=seed)] for seed in range(1, 6)]
     answers = engine.generate([greedy(ids, 4) for ids in prompts])
-    assert [said(answer) for answer in answers] == [expected("llama", ids, 4) for ids in prompts]
+    assert [token_ids_of(answer) for answer in answers] == [expected("llama", ids, 4) for ids in prompts]
     assert [answer.usage.cached_tokens for answer in answers] == [0, 40, 40, 40, 40]
     assert engine.stats().computed_tokens == 43 + 4 * 3 + 5 * 3
 
@@ -135,7 +135,7 @@ def test_pages_of_another_tenant_make_texts_wait_and_not_fail(make_engine: MakeE
     assert len(engine.scheduler.live[anna].tasks[0].choices) == 2  # two pages: eight tokens
     pool.close(stranger)
     (answer,) = of_type(list(engine.events()), TextFinished)
-    assert said(answer) == expected("llama", ids, 12)
+    assert token_ids_of(answer) == expected("llama", ids, 12)
 
 
 def test_other_texts_of_a_request_start_from_the_pages_of_the_first(make_engine: MakeEngine) -> None:

@@ -1,4 +1,4 @@
-"""Several clients and two priorities at the text engine: who is let in, and that neither starves. No torch is run."""
+"""Several clients and two priorities at the text engine: the order of admission, without starvation. No torch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def live(client: str, priority: Priority = "interactive", *, tokens: int = 100, 
 def test_the_first_of_a_client_comes_before_the_second_of_another_however_many_that_has() -> None:
     turns = Turns()
     crowd = [live("crowd") for _ in range(50)]
-    for one in crowd:
-        turns.join(one)
-    for one in crowd[:3]:
-        turns.advance(one)
+    for entry in crowd:
+        turns.join(entry)
+    for entry in crowd[:3]:
+        turns.advance(entry)
     guest, again = live("guest"), live("guest")
     turns.join(guest)
     turns.join(again)
-    order = sorted([*crowd[3:], guest, again], key=lambda one: one.turn)
+    order = sorted([*crowd[3:], guest, again], key=lambda entry: entry.turn)
     assert order[:1] == [guest]
     assert order.index(again) <= 2
-    assert [one.turn for one in crowd] == sorted(one.turn for one in crowd)
+    assert [entry.turn for entry in crowd] == sorted(entry.turn for entry in crowd)
 
 
 def test_twice_the_share_is_half_the_way() -> None:
     turns = Turns()
     plain, twice = [live("a") for _ in range(9)], [live("b", share=2.0) for _ in range(9)]
-    for one in (*plain, *twice):
-        turns.join(one)
-    first = sorted((*plain, *twice), key=lambda one: one.turn)[:9]
-    assert sum(one.request.client == "b" for one in first) == 6
+    for entry in (*plain, *twice):
+        turns.join(entry)
+    first = sorted((*plain, *twice), key=lambda entry: entry.turn)[:9]
+    assert sum(entry.request.client == "b" for entry in first) == 6
 
 
 def test_batch_work_ages_and_is_passed_by_so_many_tokens_and_no_more() -> None:
@@ -47,10 +47,10 @@ def test_batch_work_ages_and_is_passed_by_so_many_tokens_and_no_more() -> None:
     turns.join(batch)
     passed = 0
     while True:
-        one = live("someone", tokens=1000)
-        turns.join(one)
-        if one.turn > batch.turn:
+        entry = live("someone", tokens=1000)
+        turns.join(entry)
+        if entry.turn > batch.turn:
             break
-        turns.advance(one)
+        turns.advance(entry)
         passed += 1
     assert passed == BATCH_LATER // 1000 + 1

@@ -32,10 +32,10 @@ def search(model: Any, prompt: list[int], params: SamplingParams, count: int = 1
     raise AssertionError("the search did not end at max_tokens")
 
 
-def theirs(
+def reference_beams(
     model: Any, prompt: list[int], params: SamplingParams, count: int, **extra: Any
 ) -> list[tuple[list[int], float]]:
-    found = model.generate(
+    output = model.generate(
         torch.tensor([prompt]),
         do_sample=False,
         num_beams=params.num_beams,
@@ -51,7 +51,7 @@ def theirs(
     )
     return [
         (_ended(ids[len(prompt) :]), score)
-        for ids, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True)
+        for ids, score in zip(output.sequences.tolist(), output.sequences_scores.tolist(), strict=True)
     ]
 
 
@@ -62,8 +62,8 @@ def _ended(ids: list[int]) -> list[int]:
 
 
 def assert_same(mine: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
-    assert [found.token_ids for found in mine] == [ids for ids, _ in expected]
-    assert [found.score for found in mine] == pytest.approx([score for _, score in expected], rel=1e-5)
+    assert [beam.token_ids for beam in mine] == [ids for ids, _ in expected]
+    assert [beam.score for beam in mine] == pytest.approx([score for _, score in expected], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,8 +77,8 @@ def test_tokens_and_scores_are_those_of_generate(kind: str, early_stopping: Any)
         )
         model = tiny_lm(kind, seed)
         mine = search(model, prompt, params, count=num_beams)
-        assert_same(mine, theirs(model, prompt, params, num_beams))
-        lengths |= {len(found.token_ids) for found in mine}
+        assert_same(mine, reference_beams(model, prompt, params, num_beams))
+        lengths |= {len(beam.token_ids) for beam in mine}
     assert len(lengths) > 3, "texts must end at different places for this to say much"
 
 
@@ -89,7 +89,7 @@ def test_length_penalties_are_those_of_generate(length_penalty: float, early_sto
         params = SamplingParams(
             temperature=0, num_beams=4, length_penalty=length_penalty, early_stopping=early_stopping, max_tokens=12
         )
-        assert_same(search(tiny_lm("llama"), prompt, params, 4), theirs(tiny_lm("llama"), prompt, params, 4))
+        assert_same(search(tiny_lm("llama"), prompt, params, 4), reference_beams(tiny_lm("llama"), prompt, params, 4))
 
 
 def test_never_waits_for_texts_that_length_could_still_make_better() -> None:
@@ -113,15 +113,15 @@ def test_never_waits_for_texts_that_length_could_still_make_better() -> None:
 def test_penalties_and_least_lengths_are_those_of_generate() -> None:
     for prompt in PROMPTS:
         params = SamplingParams(temperature=0, num_beams=3, repetition_penalty=1.6, min_tokens=6, max_tokens=14)
-        assert_same(search(tiny_lm("gpt2"), prompt, params, 3), theirs(tiny_lm("gpt2"), prompt, params, 3))
+        assert_same(search(tiny_lm("gpt2"), prompt, params, 3), reference_beams(tiny_lm("gpt2"), prompt, params, 3))
 
 
 def test_without_end_tokens_every_text_has_full_length() -> None:
     params = SamplingParams(temperature=0, num_beams=3, max_tokens=5)
     mine = search(tiny_lm("llama"), PROMPTS[0], params, 3, end_ids=[])
     model = tiny_lm("llama")
-    assert_same(mine, theirs(model, PROMPTS[0], params, 3, eos_token_id=[VOCAB + 1]))
-    assert [len(found.token_ids) for found in mine] == [5, 5, 5]
+    assert_same(mine, reference_beams(model, PROMPTS[0], params, 3, eos_token_id=[VOCAB + 1]))
+    assert [len(beam.token_ids) for beam in mine] == [5, 5, 5]
 
 
 def test_a_constraint_holds_in_every_beam_as_in_generate() -> None:
@@ -137,14 +137,14 @@ def test_a_constraint_holds_in_every_beam_as_in_generate() -> None:
     params = SamplingParams(temperature=0, num_beams=3, max_tokens=8)
     model = tiny_lm("gpt2")
     mine = search(model, PROMPTS[0], params, 3, constraint=constraint)
-    assert_same(mine, theirs(model, PROMPTS[0], params, 3, prefix_allowed_tokens_fn=allowed))
+    assert_same(mine, reference_beams(model, PROMPTS[0], params, 3, prefix_allowed_tokens_fn=allowed))
 
 
 def test_fewer_continuations_than_beams_do_no_harm() -> None:
     constraint = TokenConstraint([[5, 6], [7]], end_ids=[END])
     params = SamplingParams(temperature=0, num_beams=5, max_tokens=8)
-    found = search(tiny_lm("llama"), PROMPTS[0], params, 5, constraint=constraint, end_ids=[END])
-    assert sorted(text.token_ids for text in found[:2]) == [[5, 6, END], [7, END]]
+    beams = search(tiny_lm("llama"), PROMPTS[0], params, 5, constraint=constraint, end_ids=[END])
+    assert sorted(text.token_ids for text in beams[:2]) == [[5, 6, END], [7, END]]
 
 
 def test_a_text_may_end_for_another_reason_than_a_token() -> None:
@@ -153,15 +153,15 @@ def test_a_text_may_end_for_another_reason_than_a_token() -> None:
     def ends(ids: Any) -> bool:
         return len(ids) >= 3
 
-    found = search(tiny_lm("llama"), PROMPTS[0], params, 3, is_stopped=ends)
-    assert found
-    assert all(len(text.token_ids) <= 3 for text in found)
+    beams = search(tiny_lm("llama"), PROMPTS[0], params, 3, is_stopped=ends)
+    assert beams
+    assert all(len(text.token_ids) <= 3 for text in beams)
 
 
 def test_a_shorter_context_ends_the_search_earlier() -> None:
     params = SamplingParams(temperature=0, num_beams=2, max_tokens=50)
-    found = search(tiny_lm("llama"), PROMPTS[0], params, 1, max_tokens=4, end_ids=[])
-    assert len(found[0].token_ids) == 4
+    beams = search(tiny_lm("llama"), PROMPTS[0], params, 1, max_tokens=4, end_ids=[])
+    assert len(beams[0].token_ids) == 4
 
 
 def test_a_hypothesis_carries_logprobs_and_entropies_of_the_model() -> None:

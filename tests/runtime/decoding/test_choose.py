@@ -38,17 +38,17 @@ def numbers(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def chosen(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
+def choose_rows(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
     choices = choose(logits, rows)
     assert all(isinstance(choice, Choice) for choice in choices)
     return [choice for choice in choices if isinstance(choice, Choice)]
 
 
 def their_run(settings: dict[str, Any]) -> Any:
-    """Transformers' own sampling with these settings: tokens, logits and processed scores of each step."""
-    given = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in settings.items()}
-    if bias := given.pop("logit_bias", None):
-        given["sequence_bias"] = {(token_id,): value for token_id, value in bias if token_id < VOCAB}
+    """Run transformers' sampling with these settings; return tokens, logits and processed scores of each step."""
+    generate_kwargs = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in settings.items()}
+    if bias := generate_kwargs.pop("logit_bias", None):
+        generate_kwargs["sequence_bias"] = {(token_id,): value for token_id, value in bias if token_id < VOCAB}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return tiny_lm("llama").generate(
@@ -58,7 +58,7 @@ def their_run(settings: dict[str, Any]) -> Any:
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
-            **({"top_k": 0} | given),
+            **({"top_k": 0} | generate_kwargs),
         )
 
 
@@ -70,9 +70,9 @@ def test_scores_of_a_mixed_batch_are_transformers_row_by_row() -> None:
         alive = [index for index in alive if step < len(runs[index].scores)]
         batch = [rows[index] for index in alive]
         logits = torch.cat([runs[index].logits[step] for index in alive])
-        found = filtered(adjust(logits, batch), [row.params for row in batch])
+        actual = filtered(adjust(logits, batch), [row.params for row in batch])
         expected = torch.cat([runs[index].scores[step] for index in alive])
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         for index in alive:
             rows[index].append(int(runs[index].sequences[0, len(PROMPT) + step]))
     assert len(alive) >= 2
@@ -84,11 +84,11 @@ def test_top_p_after_top_k_keeps_what_transformers_keeps() -> None:
     params = [SamplingParams(top_k=3 + line % 20, top_p=0.05 + 0.9 * (line / 200)) for line in range(200)]
     logits = numbers(200, 64, seed=3)
     tied = (logits * 2).round() / 2  # many equal: which of them stay is chance in transformers, how many is not
-    found, found_tied = filtered(logits, params), filtered(tied, params)
-    for line, own in enumerate(params):
-        top_k, top_p = TopKLogitsWarper(own.top_k), TopPLogitsWarper(own.top_p)
-        expected, expected_tied = (top_p(None, top_k(None, given[line : line + 1])) for given in (logits, tied))
-        assert torch.equal(found[line], expected[0])
+    actual, found_tied = filtered(logits, params), filtered(tied, params)
+    for line, row_params in enumerate(params):
+        top_k, top_p = TopKLogitsWarper(row_params.top_k), TopPLogitsWarper(row_params.top_p)
+        expected, expected_tied = (top_p(None, top_k(None, tensor[line : line + 1])) for tensor in (logits, tied))
+        assert torch.equal(actual[line], expected[0])
         assert torch.equal(found_tied[line].sort().values, expected_tied[0].sort().values)
 
 
@@ -97,12 +97,12 @@ def test_top_p_of_a_large_vocabulary_keeps_what_transformers_keeps_without_sorti
 
     logits = numbers(24, 20_000, seed=4, scale=1.0)
     logits *= torch.linspace(0.5, 6, 24)[:, None]  # from spread over everything to a few tokens
-    params = [SamplingParams(top_p=own) for own in (0.3, 0.9, 0.99, 0.0) * 6]
-    found = filtered(logits, params)
-    for line, own in enumerate(params):
-        assert torch.equal(found[line], TopPLogitsWarper(own.top_p)(None, logits[line : line + 1])[0])
-        assert torch.equal(found[line], filtered(logits[line : line + 1], [own])[0])
-    _, enough = _nucleus(logits, 1 - torch.tensor([[own.top_p] for own in params]))
+    params = [SamplingParams(top_p=share) for share in (0.3, 0.9, 0.99, 0.0) * 6]
+    actual = filtered(logits, params)
+    for line, row_params in enumerate(params):
+        assert torch.equal(actual[line], TopPLogitsWarper(row_params.top_p)(None, logits[line : line + 1])[0])
+        assert torch.equal(actual[line], filtered(logits[line : line + 1], [row_params])[0])
+    _, enough = _nucleus(logits, 1 - torch.tensor([[row_params.top_p] for row_params in params]))
     assert 0 < int(enough.sum()) < len(params), "both ways must be walked"
 
 
@@ -112,17 +112,19 @@ def test_greedy_rows_say_what_generate_says(kind: str) -> None:
     prompts = [[1, 5, 6], [1, 40, 41, 42, 43], [7]]
     settings: list[dict[str, float]] = [{}, {"repetition_penalty": 1.4}, {"min_tokens": 16}]
     rows = [
-        SamplingState(SamplingParams(temperature=0, max_tokens=20, **own), ids, end_ids=[END])  # type: ignore[arg-type]
-        for ids, own in zip(prompts, settings, strict=True)
+        SamplingState(SamplingParams(temperature=0, max_tokens=20, **row_settings), ids, end_ids=[END])  # type: ignore[arg-type]
+        for ids, row_settings in zip(prompts, settings, strict=True)
     ]
     while alive := [row for row in rows if row.finish_reason is None]:
-        found = chosen(next_logits(model, [row.token_ids for row in alive]), alive)
-        for row, choice in zip(alive, found, strict=True):
+        choices = choose_rows(next_logits(model, [row.token_ids for row in alive]), alive)
+        for row, choice in zip(alive, choices, strict=True):
             row.append(choice.token_id)
-    for row, ids, own in zip(rows, prompts, settings, strict=True):
-        given = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in own.items()}
-        theirs = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, **given)
-        assert row.token_ids == theirs[0].tolist()
+    for row, ids, row_settings in zip(rows, prompts, settings, strict=True):
+        generate_kwargs = {
+            "min_new_tokens" if name == "min_tokens" else name: value for name, value in row_settings.items()
+        }
+        reference = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, **generate_kwargs)
+        assert row.token_ids == reference[0].tolist()
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
@@ -145,15 +147,15 @@ def test_logits_are_not_changed_by_choosing() -> None:
     logits = numbers(3, VOCAB)
     before = logits.clone()
     params = SamplingParams(repetition_penalty=1.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens=2, seed=1)
-    chosen(logits, [SamplingState(params, [1, 2], end_ids=[END])] * 3)
+    choose_rows(logits, [SamplingState(params, [1, 2], end_ids=[END])] * 3)
     assert torch.equal(logits, before)
 
 
 def draws(rows: list[SamplingState], steps: int = 40) -> list[list[int]]:
-    """What ``rows`` say when each row's logits depend on its own tokens alone."""
+    """Return the outputs of ``rows`` when each row's logits depend on its tokens alone."""
     for step in range(steps):
         logits = torch.stack([numbers(VOCAB, seed=1000 * row.token_ids[0] + step) for row in rows])
-        for row, choice in zip(rows, chosen(logits, rows), strict=True):
+        for row, choice in zip(rows, choose_rows(logits, rows), strict=True):
             row.append(choice.token_id)
     return [row.output_ids for row in rows]
 
@@ -167,7 +169,8 @@ def drawing_rows() -> list[SamplingState]:
         {},
     ]
     return [
-        SamplingState(SamplingParams(**own, seed=index, max_tokens=99), [index]) for index, own in enumerate(settings)
+        SamplingState(SamplingParams(**row_settings, seed=index, max_tokens=99), [index])
+        for index, row_settings in enumerate(settings)
     ]
 
 
@@ -191,16 +194,16 @@ def test_without_a_seed_two_rows_differ() -> None:
     assert draws([first]) != draws([second])
 
 
-@pytest.mark.parametrize("own", [{}, {"temperature": 0.6, "top_p": 0.85}, {"top_k": 3, "min_p": 0.2}])
-def test_draws_follow_the_distribution(own: dict[str, float]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_p": 0.85}, {"top_k": 3, "min_p": 0.2}])
+def test_draws_follow_the_distribution(settings: dict[str, float]) -> None:
     from scipy.stats import chisquare
 
-    params = SamplingParams(**own)  # type: ignore[arg-type]
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
     logits = numbers(1, 12, scale=1.5)
     rows = [SamplingState(params, [1], seed=seed) for seed in range(6000)]
-    found = chosen(logits.expand(6000, -1), rows)
+    choices = choose_rows(logits.expand(6000, -1), rows)
     probs = filtered(logits, [params]).softmax(-1)[0].double()
-    counts = torch.bincount(torch.tensor([choice.token_id for choice in found]), minlength=12)
+    counts = torch.bincount(torch.tensor([choice.token_id for choice in choices]), minlength=12)
     possible = probs > 0
     assert counts[~possible].sum() == 0
     assert chisquare(counts[possible], 6000 * probs[possible] / probs.sum()).pvalue > 1e-3
@@ -217,25 +220,25 @@ def test_a_token_of_weight_nought_is_never_drawn() -> None:
 def test_random_numbers_are_used_up_one_by_one_however_they_are_looked_at() -> None:
     looked_at, plain = Uniforms(3), Uniforms(3)
     expected = plain.take(100)
-    found = []
+    outputs = []
     for count in (1, 40, 0, 7, 52):
         ahead = looked_at.peek(count + 5)
-        found += looked_at.take(count)
-        assert found[len(found) - count :] == ahead[:count]
-    assert found == expected
+        outputs += looked_at.take(count)
+        assert outputs[len(outputs) - count :] == ahead[:count]
+    assert outputs == expected
     assert all(0 <= number < 1 for number in expected)
 
 
 def test_logprobs_and_entropy_are_those_of_the_models_own_distribution() -> None:
     logits = numbers(2, VOCAB).bfloat16()
     params = [SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3), SamplingParams(top_k=2, logprobs=0)]
-    rows = [SamplingState(own, list(range(VOCAB))) for own in params]
+    rows = [SamplingState(row_params, list(range(VOCAB))) for row_params in params]
     model = torch.distributions.Categorical(logits=logits.float())
-    for line, choice in enumerate(chosen(logits, rows)):
+    for line, choice in enumerate(choose_rows(logits, rows)):
         assert choice.logprob == pytest.approx(float(model.logits[line, choice.token_id]), abs=1e-5)
         assert choice.entropy == pytest.approx(float(model.entropy()[line]), abs=1e-5)
     best = model.logits[0].topk(3)
-    first, second = chosen(logits, rows)
+    first, second = choose_rows(logits, rows)
     assert [token_id for token_id, _ in first.top] == best.indices.tolist()
     assert [logprob for _, logprob in first.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert second.top == ()
@@ -245,8 +248,8 @@ def test_entropy_is_nought_when_certain_and_the_logarithm_when_clueless() -> Non
     certain = torch.full((1, 10), -math.inf)
     certain[0, 4] = 0.0
     row = SamplingState(SamplingParams(temperature=0), [1])
-    assert chosen(certain, [row])[0] == Choice(4, 0.0, 0.0)
-    assert chosen(torch.zeros(1, 10), [row])[0].entropy == pytest.approx(math.log(10))
+    assert choose_rows(certain, [row])[0] == Choice(4, 0.0, 0.0)
+    assert choose_rows(torch.zeros(1, 10), [row])[0].entropy == pytest.approx(math.log(10))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -254,7 +257,7 @@ def test_entropy_is_nought_when_certain_and_the_logarithm_when_clueless() -> Non
 def test_bad_logits_cost_one_row_only(bad: float, temperature: float) -> None:
     logits = numbers(3, VOCAB)
     params = SamplingParams(temperature=temperature, seed=0)
-    expected = chosen(logits, [SamplingState(params, [1]) for _ in range(3)])
+    expected = choose_rows(logits, [SamplingState(params, [1]) for _ in range(3)])
     logits[1, 5] = bad
     first, second, third = choose(logits, [SamplingState(params, [1]) for _ in range(3)])
     assert isinstance(second, NumericalError)
@@ -268,7 +271,8 @@ def test_a_row_that_may_say_nothing_is_an_error() -> None:
     constraint = TokenConstraint([[7]], end_ids=[END])
     for temperature in (0.0, 1.0):
         rows = [
-            SamplingState(SamplingParams(temperature=temperature), [1], constraint=own) for own in (constraint, None)
+            SamplingState(SamplingParams(temperature=temperature), [1], constraint=row_constraint)
+            for row_constraint in (constraint, None)
         ]
         stuck, free = choose(logits, rows)
         assert isinstance(stuck, NumericalError)
@@ -292,9 +296,9 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_a_row_says_why_it_is_finished() -> None:
     params = SamplingParams(max_tokens=3, stop_token_ids=(9,))
 
-    def after(*said: int) -> str | None:
+    def after(*token_ids: int) -> str | None:
         row = SamplingState(params, [9], end_ids=[END])
-        for token_id in said:
+        for token_id in token_ids:
             row.append(token_id)
         return row.finish_reason
 

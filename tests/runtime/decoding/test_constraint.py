@@ -44,7 +44,7 @@ def words_of(kind: str) -> TokenConstraint:
 
 
 def read(kind: str, text: str) -> list[str]:
-    """The words of ``text``; fails when it is anything but words with single spaces between them, and marks."""
+    """Return the words of ``text``; fail if it has anything but words, single spaces between them, and marks."""
     gap = " " if kind == "clip" else ""  # CLIP's decoder puts a space before everything
     word = f"(?:{'|'.join(map(re.escape, WORDS))})(?:{gap}(?:{'|'.join(map(re.escape, MARKS))}))*"
     word = word.replace("'s", "' ?s") if kind == "clip" else word
@@ -56,9 +56,9 @@ def test_the_mask_is_the_set_of_tokens_that_continue_some_text() -> None:
     words = [[1], [1, 2], [2, 1, 1], [3, 2]]  # [1] begins [1, 2], and [1][2, 1, 1] begins like [1, 2][1][1]
     constraint = TokenConstraint(words, words, end_ids=[END])
     texts = {
-        tuple(itertools.chain(*chosen, [END]))
+        tuple(itertools.chain(*combination, [END]))
         for count in range(1, 6)
-        for chosen in itertools.product(words, repeat=count)
+        for combination in itertools.product(words, repeat=count)
     }
     prefixes = {text[:length] for text in texts for length in range(5)}
     for prefix in prefixes:
@@ -92,9 +92,9 @@ def test_every_text_of_the_words_is_allowed_as_the_tokenizer_spells_it(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -> None:
+def test_constrained_text_is_made_of_the_words(kind: str) -> None:
     tokenizer, constraint = tiny_tokenizer(kind), words_of(kind)
-    vocab_size, seen = len(tokenizer), set()
+    vocab_size, token_ids = len(tokenizer), set()
     rows = [
         SamplingState(
             SamplingParams(temperature=temperature, seed=seed, max_tokens=30),
@@ -114,12 +114,12 @@ def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -
         if row.finish_reason == "stop":
             words = read(kind, say(tokenizer, row.output_ids))
             assert words
-            seen.update(words)
-    assert len(seen) > len(WORDS) // 2
+            token_ids.update(words)
+    assert len(token_ids) > len(WORDS) // 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_of_several_answers_is_said_in_full(kind: str) -> None:
+def test_one_of_several_answers_is_given_in_full(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     answers = ("the cat", "the dog sat", "a fox")
     constraint = one_of(tokenizer, answers, end_ids=[tokenizer.eos_token_id])
@@ -155,13 +155,13 @@ def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
 def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
     constraint = TokenConstraint([[1]], end_ids=[END])
     row = SamplingState(SamplingParams(temperature=0, min_tokens=5), [7], end_ids=[END], constraint=constraint)
-    said = []
+    outputs = []
     while row.finish_reason is None:
         (choice,) = choose(torch.zeros(1, 10), [row])
         assert isinstance(choice, Choice)
-        said.append(choice.token_id)
+        outputs.append(choice.token_id)
         row.append(choice.token_id)
-    assert said == [1, END]
+    assert outputs == [1, END]
 
 
 def test_the_least_length_holds_where_there_is_more_to_say() -> None:
@@ -189,7 +189,7 @@ def test_masks_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [((), "list of allowed words is empty"), (("cat", "  "), "cannot spell '  '"), (("cat", ""), "cannot spell ''")],
 )
-def test_words_that_cannot_be_said_are_refused(words: tuple[str, ...], message: str) -> None:
+def test_words_outside_the_language_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         allowed_words(tiny_tokenizer("byte_level"), words, end_ids=[0])
 

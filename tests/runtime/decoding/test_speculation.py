@@ -34,13 +34,13 @@ MODEL, DRAFTER = table(0), table(1)
 
 
 def accepted(logits: Tensor, rows: Sequence[SamplingState], *args: Any) -> list[list[Choice]]:
-    found = accept(logits, rows, *args)
-    assert not any(isinstance(said, NumericalError) for said in found)
-    return [said for said in found if isinstance(said, list)]
+    results = accept(logits, rows, *args)
+    assert not any(isinstance(result, NumericalError) for result in results)
+    return [result for result in results if isinstance(result, list)]
 
 
-def take(row: SamplingState, said: list[Choice]) -> None:
-    for choice in said:
+def take(row: SamplingState, choices: list[Choice]) -> None:
+    for choice in choices:
         if row.finish_reason is None:
             row.append(choice.token_id)
 
@@ -57,8 +57,8 @@ def model_lines(rows: Sequence[SamplingState], drafts: Sequence[Sequence[int]]) 
 def looked_up(rows: list[SamplingState]) -> None:
     """Drafts that have nothing to do with the model: always 1, 2."""
     drafts = [row.crop([1, 2]) for row in rows]
-    for row, said in zip(rows, accepted(model_lines(rows, drafts), rows, drafts), strict=True):
-        take(row, said)
+    for row, choices in zip(rows, accepted(model_lines(rows, drafts), rows, drafts), strict=True):
+        take(row, choices)
 
 
 def drafted(rows: list[SamplingState]) -> None:
@@ -75,8 +75,8 @@ def drafted(rows: list[SamplingState]) -> None:
     drafts = [row.crop(draft) for row, draft in zip(rows, drafts, strict=True)]
     stacked = torch.stack(probs, 1)  # (rows, 2, SIZE)
     cut = [stacked[index, : len(draft)] for index, draft in enumerate(drafts)]
-    for row, said in zip(rows, accepted(model_lines(rows, drafts), rows, drafts, cut), strict=True):
-        take(row, said)
+    for row, choices in zip(rows, accepted(model_lines(rows, drafts), rows, drafts, cut), strict=True):
+        take(row, choices)
 
 
 def plain(rows: list[SamplingState]) -> None:
@@ -90,30 +90,30 @@ def expected_share(params: SamplingParams) -> dict[tuple[int, ...], float]:
     step = distribution(MODEL, [params] * SIZE).double()
     step /= step.sum(-1, keepdim=True)
     shares: dict[tuple[int, ...], float] = {}
-    for first, *said in itertools.product(range(SIZE), repeat=TOKENS + 1):
+    for first, *tokens in itertools.product(range(SIZE), repeat=TOKENS + 1):
         share = 1 / SIZE
-        for last, token_id in itertools.pairwise([first, *said]):
+        for last, token_id in itertools.pairwise([first, *tokens]):
             share *= float(step[last, token_id])
-        shares[tuple(said)] = shares.get(tuple(said), 0.0) + share
+        shares[tuple(tokens)] = shares.get(tuple(tokens), 0.0) + share
     return shares
 
 
 @pytest.mark.parametrize("advance", [plain, looked_up, drafted])
-@pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}])
 def test_texts_are_distributed_as_the_model_says(
-    advance: Callable[[list[SamplingState]], None], own: dict[str, float]
+    advance: Callable[[list[SamplingState]], None], settings: dict[str, float]
 ) -> None:
-    params = SamplingParams(max_tokens=TOKENS, **own)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=TOKENS, **settings)  # type: ignore[arg-type]
     rows = new_rows(params, first_seed=10_000)
     while alive := [row for row in rows if row.finish_reason is None]:
         advance(alive)
-    found = Counter(tuple(row.output_ids) for row in rows)
+    text_counts = Counter(tuple(row.output_ids) for row in rows)
     shares = expected_share(params)
     likely = [text for text, share in shares.items() if share * TEXTS >= 5]
-    rest = 1 - sum(shares[text] for text in likely)
-    counts = [found[text] for text in likely] + [TEXTS - sum(found[text] for text in likely)]
-    expected = [shares[text] * TEXTS for text in likely] + [rest * TEXTS]
-    assert all(shares[text] > 0 for text in found)
+    remainder = 1 - sum(shares[text] for text in likely)
+    counts = [text_counts[text] for text in likely] + [TEXTS - sum(text_counts[text] for text in likely)]
+    expected = [shares[text] * TEXTS for text in likely] + [remainder * TEXTS]
+    assert all(shares[text] > 0 for text in text_counts)
     keep = [index for index, count in enumerate(expected) if count > 1e-3]
     assert chisquare([counts[i] for i in keep], [expected[i] for i in keep]).pvalue > 1e-3
 
@@ -123,9 +123,9 @@ def test_a_drafted_token_is_accepted_as_often_as_the_models_agree() -> None:
     rows = new_rows(params)
     tokens, probs = draft_next(DRAFTER[[row.token_ids[-1] for row in rows]], rows)
     drafts = [[token_id] for token_id in tokens]
-    said = accepted(model_lines(rows, drafts), rows, drafts, [line[None] for line in probs])
+    choices = accepted(model_lines(rows, drafts), rows, drafts, [line[None] for line in probs])
     overlap = torch.minimum(MODEL.softmax(-1), DRAFTER.softmax(-1)).sum(-1).mean()
-    assert sum(len(found) == 2 for found in said) / TEXTS == pytest.approx(float(overlap), abs=0.03)
+    assert sum(len(row_choices) == 2 for row_choices in choices) / TEXTS == pytest.approx(float(overlap), abs=0.03)
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -148,7 +148,7 @@ def finished_without_drafts(model: Any, rows: list[SamplingState]) -> list[list[
 def finished_with_drafts(
     model: Any, rows: list[SamplingState], propose: Callable[[SamplingState], list[int]]
 ) -> tuple[list[list[int]], int]:
-    """The outputs, and how many times the model was asked."""
+    """Return the outputs and the number of model calls."""
     num_calls = 0
     while alive := [row for row in rows if row.finish_reason is None]:
         drafts = [row.crop(propose(row)) for row in alive]
@@ -157,16 +157,18 @@ def finished_with_drafts(
             for row, draft in zip(alive, drafts, strict=True)
         ]
         num_calls += len(alive)
-        for row, said in zip(alive, accepted(torch.cat(lines), alive, drafts), strict=True):
-            for choice in said:
+        for row, choices in zip(alive, accepted(torch.cat(lines), alive, drafts), strict=True):
+            for choice in choices:
                 row.append(choice.token_id)
     return [row.output_ids for row in rows], num_calls
 
 
 def lm_rows(constraint: TokenConstraint | None = None) -> list[SamplingState]:
     return [
-        SamplingState(SamplingParams(max_tokens=24, **own), [1, 5 + index, 6], end_ids=[END], constraint=constraint)
-        for index, own in enumerate(SETTINGS)
+        SamplingState(
+            SamplingParams(max_tokens=24, **row_settings), [1, 5 + index, 6], end_ids=[END], constraint=constraint
+        )
+        for index, row_settings in enumerate(SETTINGS)
     ]
 
 
@@ -174,20 +176,20 @@ def lm_rows(constraint: TokenConstraint | None = None) -> list[SamplingState]:
 def test_a_looked_up_draft_changes_no_token_of_a_mixed_batch(kind: str) -> None:
     model = tiny_lm(kind)
     expected = finished_without_drafts(model, lm_rows())
-    right = {tuple(row.token_ids): said for row, said in zip(lm_rows(), expected, strict=True)}
+    right = {tuple(row.token_ids): tokens for row, tokens in zip(lm_rows(), expected, strict=True)}
 
     def half_right(row: SamplingState) -> list[int]:
-        said = right[tuple(row.token_ids[: row.num_prompt_tokens])]
-        ahead = said[row.num_output_tokens : row.num_output_tokens + 5]
+        tokens = right[tuple(row.token_ids[: row.num_prompt_tokens])]
+        ahead = tokens[row.num_output_tokens : row.num_output_tokens + 5]
         return [*ahead[:3], *((token_id + 1) % 40 for token_id in ahead[3:])]
 
-    found, num_calls = finished_with_drafts(model, lm_rows(), half_right)
-    assert found == expected
+    outputs, num_calls = finished_with_drafts(model, lm_rows(), half_right)
+    assert outputs == expected
     assert num_calls <= sum(map(len, expected)) / 2
 
     lookup = PromptLookup(num_draft_tokens=4)
-    found, num_calls = finished_with_drafts(model, lm_rows(), lambda row: lookup.propose(row.token_ids))
-    assert found == expected
+    outputs, num_calls = finished_with_drafts(model, lm_rows(), lambda row: lookup.propose(row.token_ids))
+    assert outputs == expected
     assert num_calls <= sum(map(len, expected))
 
 
@@ -196,11 +198,11 @@ def test_greedy_with_lookup_is_generate_and_takes_fewer_calls_where_text_repeats
     params = SamplingParams(temperature=0, max_tokens=60)
     rows = [SamplingState(params, [1, first, 6], end_ids=[END]) for first in (5, 9, 30)]
     lookup = PromptLookup()
-    found, num_calls = finished_with_drafts(model, rows, lambda row: lookup.propose(row.token_ids))
+    outputs, num_calls = finished_with_drafts(model, rows, lambda row: lookup.propose(row.token_ids))
     for row in rows:
         prompt = torch.tensor([row.token_ids[:3]])
         assert model.generate(prompt, do_sample=False, max_new_tokens=60)[0].tolist() == row.token_ids
-    assert num_calls < sum(map(len, found))
+    assert num_calls < sum(map(len, outputs))
 
 
 def test_a_constraint_and_its_forced_tokens_change_no_token() -> None:
@@ -208,33 +210,33 @@ def test_a_constraint_and_its_forced_tokens_change_no_token() -> None:
     constraint = TokenConstraint(words, words, end_ids=[END])
     model = tiny_lm("gpt2")
     expected = finished_without_drafts(model, lm_rows(constraint))
-    found, num_calls = finished_with_drafts(
+    outputs, num_calls = finished_with_drafts(
         model, lm_rows(constraint), lambda row: constraint.forced(row.state, 8) or [8, 40]
     )
-    assert found == expected
+    assert outputs == expected
     assert num_calls < sum(map(len, expected))
 
 
-def test_nothing_is_said_after_a_stop_token() -> None:
+def test_no_text_follows_a_stop_token() -> None:
     logits = torch.full((4, 8), -5.0)
     logits[:, 4] = 5.0
     for temperature in (0.0, 1.0):
         row = SamplingState(SamplingParams(temperature=temperature, seed=0), [1], end_ids=[4])
-        (said,) = accepted(logits, [row], [[4, 4, 4]])
-        assert [choice.token_id for choice in said] == [4]
+        (choices,) = accepted(logits, [row], [[4, 4, 4]])
+        assert [choice.token_id for choice in choices] == [4]
     q = torch.zeros(3, 8)
     q[:, 4] = 1.0
-    (said,) = accepted(logits, [SamplingState(SamplingParams(top_k=1), [1], end_ids=[4])], [[4, 4, 4]], [q])
-    assert [choice.token_id for choice in said] == [4]
+    (choices,) = accepted(logits, [SamplingState(SamplingParams(top_k=1), [1], end_ids=[4])], [[4, 4, 4]], [q])
+    assert [choice.token_id for choice in choices] == [4]
 
 
 def test_each_choice_of_a_draft_tells_of_its_own_line() -> None:
     logits = table(7)[:3]
     greedy = logits.argmax(-1).tolist()
     row = SamplingState(SamplingParams(temperature=0, logprobs=2), [1])
-    (said,) = accepted(logits, [row], [greedy[:2]])
-    assert [choice.token_id for choice in said] == greedy
-    for line, choice in enumerate(said):
+    (choices,) = accepted(logits, [row], [greedy[:2]])
+    assert [choice.token_id for choice in choices] == greedy
+    for line, choice in enumerate(choices):
         assert choice.logprob == pytest.approx(float(logits[line].log_softmax(-1).max()), abs=1e-5)
         assert choice.top[0] == (choice.token_id, choice.logprob)
     assert row.output_ids == []
@@ -245,8 +247,8 @@ def test_bad_logits_after_a_refused_token_do_no_harm() -> None:
     wrong = (int(logits[0].argmax()) + 1) % SIZE
     logits[1:] = float("nan")
     row = SamplingState(SamplingParams(temperature=0), [1])
-    (said,) = accepted(logits, [row], [[wrong, 0]])
-    assert len(said) == 1
+    (choices,) = accepted(logits, [row], [[wrong, 0]])
+    assert len(choices) == 1
     (spoilt,) = accept(logits, [row], [[int(logits[0].argmax()), 0]])
     assert isinstance(spoilt, NumericalError)
 
@@ -265,7 +267,7 @@ def test_a_greedy_drafter_puts_everything_on_one_token() -> None:
     torch.testing.assert_close(probs[1], DRAFTER[1].softmax(-1))
 
 
-def test_a_draft_is_no_longer_than_what_may_still_be_said() -> None:
+def test_a_draft_is_no_longer_than_the_remaining_token_limit() -> None:
     row = SamplingState(SamplingParams(max_tokens=4), [1], end_ids=[END])
     assert row.crop([5, 6, 7, 8, 9]) == [5, 6, 7]
     assert row.crop([5, END, 7]) == [5, END]
@@ -325,11 +327,11 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
     lookup = PromptLookup(num_draft_tokens=5, max_ngram=2)
     start = constraint.start
 
-    def drafted(prompt: list[int], said: list[int]) -> list[int]:
+    def drafted(prompt: list[int], output_ids: list[int]) -> list[int]:
         state = start
-        for token_id in said:
+        for token_id in output_ids:
             state = constraint.advance(state, token_id)
-        return lookup.propose_allowed([*prompt, *said], constraint, state)
+        return lookup.propose_allowed([*prompt, *output_ids], constraint, state)
 
     assert drafted([50, 3, 4, 5, 6, 51], [3]) == [4, 5, 6], "after 6 came 51, which may not be said"
     assert drafted([1, 50, 1, 50, 1, 2], [1]) == [2, 1, 2, 1, 2], "places that say what is not allowed have no vote"
@@ -344,7 +346,7 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=25), st.integers(0, 6), st.integers(1, 4))
-def test_whatever_is_drafted_under_a_constraint_may_be_said(prompt: list[int], count: int, longest: int) -> None:
+def test_drafts_under_a_constraint_are_allowed_by_it(prompt: list[int], count: int, longest: int) -> None:
     words = [[1, 2], [3], [4, 5, 6]]
     constraint = TokenConstraint(words, words, end_ids=[7])
     constraint.practise([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])

@@ -22,9 +22,9 @@ TEXTS = (
 
 
 def stream(tokenizer: Any, ids: list[int], **options: Any) -> tuple[TextStream, list[str]]:
-    """A stream that ``ids`` were pushed to, and the piece that each gave."""
-    made = TextStream(tokenizer, **options)
-    return made, [made.push(token_id) for token_id in ids]
+    """Return a stream after ``ids`` were pushed to it, and the piece that each push returned."""
+    text_stream = TextStream(tokenizer, **options)
+    return text_stream, [text_stream.push(token_id) for token_id in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,46 +32,46 @@ def stream(tokenizer: Any, ids: list[int], **options: Any) -> tuple[TextStream, 
 def test_pieces_add_up_to_what_decoding_at_once_gives(kind: str, text: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     ids = spell(tokenizer, text)
-    made, pieces = stream(tokenizer, ids)
+    text_stream, pieces = stream(tokenizer, ids)
     assert all(REPLACEMENT not in piece for piece in pieces)
-    assert "".join([*pieces, made.finish()]) == made.text == say(tokenizer, ids)
+    assert "".join([*pieces, text_stream.finish()]) == text_stream.text == say(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_shown_as_soon_as_it_is_certain(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     ids = spell(tokenizer, "a red cat é on")
-    made = TextStream(tokenizer)
+    text_stream = TextStream(tokenizer)
     for count, token_id in enumerate(ids, start=1):
-        made.push(token_id)
-        assert made.text == say(tokenizer, ids[:count]).rstrip(REPLACEMENT) or say(tokenizer, ids[:count]).endswith(
-            REPLACEMENT
-        )
+        text_stream.push(token_id)
+        assert text_stream.text == say(tokenizer, ids[:count]).rstrip(REPLACEMENT) or say(
+            tokenizer, ids[:count]
+        ).endswith(REPLACEMENT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_character_is_shown_before_its_last_byte(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     ids = spell(tokenizer, "a 😀")
-    made, pieces = stream(tokenizer, ids)
+    text_stream, pieces = stream(tokenizer, ids)
     assert [piece.strip() for piece in pieces[-4:]] == ["", "", "", "😀"]
-    assert made.finish() == ""
+    assert text_stream.finish() == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_character_cut_off_by_the_end_is_left_out(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
-    made, _ = stream(tokenizer, spell(tokenizer, "cat 😀")[:-1])
-    made.finish()
-    assert made.text.rstrip() == "cat"
+    text_stream, _ = stream(tokenizer, spell(tokenizer, "cat 😀")[:-1])
+    text_stream.finish()
+    assert text_stream.text.rstrip() == "cat"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 def test_a_continued_prompt_keeps_the_space_between(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     prompt, ids = spell(tokenizer, "the dog"), spell(tokenizer, "the dog sat on")
-    made, _ = stream(tokenizer, ids[len(prompt) :], context_ids=prompt)
-    assert made.text == " sat on"
+    text_stream, _ = stream(tokenizer, ids[len(prompt) :], context_ids=prompt)
+    assert text_stream.text == " sat on"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,22 +79,22 @@ def test_special_tokens_are_not_shown(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     ids = spell(tokenizer, "a cat sat")
     end = tokenizer.eos_token_id
-    made, _ = stream(tokenizer, [end, *ids[:1], *[end] * 40, *ids[1:], end])
-    made.finish()
-    assert made.text == say(tokenizer, ids)
+    text_stream, _ = stream(tokenizer, [end, *ids[:1], *[end] * 40, *ids[1:], end])
+    text_stream.finish()
+    assert text_stream.text == say(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_are_no_text_do_not_wait_for_ever(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     lone = spell(tokenizer, "😀")[-4]  # the first byte of a character, again and again
-    made, pieces = stream(tokenizer, [lone] * 200)
+    text_stream, pieces = stream(tokenizer, [lone] * 200)
     shown = "".join(pieces)
     assert set(shown) == {REPLACEMENT}
     assert len(shown) >= 200 - 2 * PATIENCE_TOKENS
-    made.push(spell(tokenizer, "cat")[-1])
-    assert made.finish() == "" or made.text
-    assert made.text.rstrip()[-1] == "t"
+    text_stream.push(spell(tokenizer, "cat")[-1])
+    assert text_stream.finish() == "" or text_stream.text
+    assert text_stream.text.rstrip()[-1] == "t"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,23 +111,23 @@ def test_bytes_that_are_no_text_do_not_wait_for_ever(kind: str) -> None:
 )
 def test_text_ends_before_a_stop_text_across_tokens(kind: str, stop: tuple[str, ...], expected: str) -> None:
     tokenizer = tiny_tokenizer(kind)
-    made, pieces = stream(tokenizer, spell(tokenizer, "a red cat on the mat"), stop=stop)
-    tail = made.finish()
-    assert "".join([*pieces, tail]) == made.text == expected
-    assert (made.stopped_by is not None) == (expected != "a red cat on the mat")
+    text_stream, pieces = stream(tokenizer, spell(tokenizer, "a red cat on the mat"), stop=stop)
+    tail = text_stream.finish()
+    assert "".join([*pieces, tail]) == text_stream.text == expected
+    assert (text_stream.stopped_by is not None) == (expected != "a red cat on the mat")
 
 
 def test_what_may_begin_a_stop_text_waits() -> None:
     tokenizer = tiny_tokenizer("byte_level")
-    made, pieces = stream(tokenizer, spell(tokenizer, "a red cat"), stop=(" red dog",))
+    text_stream, pieces = stream(tokenizer, spell(tokenizer, "a red cat"), stop=(" red dog",))
     assert pieces == ["a", "", " red cat"]
-    assert made.finish() == ""
+    assert text_stream.finish() == ""
 
 
 def test_nothing_is_shown_after_a_stop_text() -> None:
     tokenizer = tiny_tokenizer("byte_level")
-    made, _ = stream(tokenizer, spell(tokenizer, "a cat on the mat on the mat"), stop=("on",))
-    assert (made.text, made.stopped_by, made.finish()) == ("a cat ", "on", "")
+    text_stream, _ = stream(tokenizer, spell(tokenizer, "a cat on the mat on the mat"), stop=("on",))
+    assert (text_stream.text, text_stream.stopped_by, text_stream.finish()) == ("a cat ", "on", "")
 
 
 def test_a_stop_text_in_the_very_last_piece_is_found() -> None:
@@ -151,10 +151,10 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
 )
 def test_how_a_text_is_cut_into_pieces_does_not_matter(pieces: list[str], stops: list[str]) -> None:
-    found = StopStrings(stops)
-    shown = "".join(found.feed(piece) for piece in pieces)
+    stop_strings = StopStrings(stops)
+    shown = "".join(stop_strings.feed(piece) for piece in pieces)
     assert reference("".join(pieces), stops)[0].startswith(shown)
-    assert (shown + found.release(), found.found) == reference("".join(pieces), stops)
+    assert (shown + stop_strings.release(), stop_strings.found) == reference("".join(pieces), stops)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,6 +162,6 @@ def test_how_a_text_is_cut_into_pieces_does_not_matter(pieces: list[str], stops:
 def test_any_text_comes_back(kind: str, text: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     ids = spell(tokenizer, text)
-    made, pieces = stream(tokenizer, ids)
+    text_stream, pieces = stream(tokenizer, ids)
     expected = say(tokenizer, ids)
-    assert "".join([*pieces, made.finish()]) == expected or REPLACEMENT in expected
+    assert "".join([*pieces, text_stream.finish()]) == expected or REPLACEMENT in expected

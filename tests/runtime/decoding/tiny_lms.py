@@ -32,7 +32,7 @@ CONFIGS: Final[dict[str, tuple[str, str, dict[str, int]]]] = {
 
 @cache
 def tiny_lm(kind: str, seed: int = 0) -> Any:
-    """A ``transformers`` causal LM with ``VOCAB`` tokens, ``END`` among them; the same seed, the same weights."""
+    """Return a ``transformers`` causal LM with ``VOCAB`` tokens, including ``END``, with weights from the seed."""
     config_name, model_name, sizes = CONFIGS[kind]
     config = import_quietly("transformers", config_name)(
         vocab_size=VOCAB, bos_token_id=1, eos_token_id=END, pad_token_id=0, **sizes

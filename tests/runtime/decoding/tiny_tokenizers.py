@@ -52,7 +52,7 @@ def _metaspace() -> Tokenizer:
 
 @cache
 def tiny_tokenizer(kind: str) -> Any:
-    """A transformers tokenizer; ``END`` (CLIP: its own) is its end token."""
+    """Return a transformers tokenizer with the end token ``END`` (CLIP has a different one)."""
     if kind == "clip":
         return clip_tokenizer(Path(tempfile.mkdtemp()))
     unk = {"unk_token": "<unk>"} if kind == "metaspace" else {}
@@ -61,12 +61,12 @@ def tiny_tokenizer(kind: str) -> Any:
 
 
 def spell(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of ``text``, without marks around it."""
+    """Return the token ids of ``text``, without special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def say(tokenizer: Any, token_ids: list[int]) -> str:
-    """The text of ``token_ids``, decoded at once."""
+    """Return the text of ``token_ids``, decoded at once."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text

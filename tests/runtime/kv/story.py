@@ -18,7 +18,7 @@ UNET = KVSpec("unet", (LayerSpec(2, 4), LayerSpec(4, 2)), torch.float32, page_to
 
 
 def ten_pages(*specs: KVSpec) -> PagePool:
-    """A pool of ten pages with these tenants."""
+    """Return a pool of ten pages with these tenants."""
     pool = PagePool(NUM_PAGES, PAGE_BYTES, device=DEVICE)
     for spec in specs:
         pool.register(spec)
@@ -55,7 +55,7 @@ def gather(pool: PagePool, tables: Sequence[PageTable], layer: int, lengths: Seq
 
 
 def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], salt: bytes = b"") -> None:
-    """Every layer of ``table`` reads as ``write_tokens`` wrote it, whoever did."""
+    """Check that every layer of ``table`` reads as ``write_tokens`` writes these tokens."""
     numbers = torch.tensor(history_numbers(token_ids, salt), device=DEVICE)
     batch = pool.batch([table], lengths=[len(token_ids)])
     for index in range(len(table.plan.spec.layers)):
@@ -65,8 +65,8 @@ def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], sal
         assert torch.equal(values, -expected)
 
 
-def told(pool: PagePool, tenant: str, token_ids: Sequence[int], salt: bytes = b"") -> PageTable:
-    """A sequence opened, written and committed."""
+def write_sequence(pool: PagePool, tenant: str, token_ids: Sequence[int], salt: bytes = b"") -> PageTable:
+    """Open, write and commit a sequence."""
     table, num_cached = pool.open(tenant, token_ids, salt, reserve=len(token_ids))
     write_tokens(pool, table, token_ids, num_cached, salt)
     pool.commit(table, token_ids)

@@ -8,7 +8,7 @@ import pytest
 
 from diffserve.api.errors import ConfigError, InvalidRequest, QueueFull
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTableError, PoolBusy, PoolTooSmall
-from tests.runtime.kv.story import LLM, UNET, ten_pages, told
+from tests.runtime.kv.story import LLM, UNET, ten_pages, write_sequence
 
 
 def state_of(pool: PagePool) -> tuple[Any, ...]:
@@ -16,7 +16,7 @@ def state_of(pool: PagePool) -> tuple[Any, ...]:
     return pool.draw(), pool.stats(), [logical.pages for logical in pool._ledger.index.idle], list(pool._ledger.free)
 
 
-def test_busy_and_too_small_are_told_apart() -> None:
+def test_busy_and_too_small_are_distinct_errors() -> None:
     pool = ten_pages(LLM)
     pool.open("llm", reserve=12)
     assert [pool.can_hold(pages) for pages in (0, 4, 5, 10)] == [True, True, False, False]
@@ -37,16 +37,16 @@ def test_the_errors_are_those_of_the_tree() -> None:
 
 def test_idle_pages_count_as_available() -> None:
     pool = ten_pages(LLM)
-    pool.close(told(pool, "llm", range(20)))
+    pool.close(write_sequence(pool, "llm", range(20)))
     assert pool.draw() == "o o o o o o o o o o"
     assert (pool.num_available, pool.can_hold(10)) == (10, True)
 
 
 def test_a_refused_open_changes_nothing_not_even_what_goes_next() -> None:
     pool = ten_pages(LLM)
-    told(pool, "llm", [90, 91, 92, 93])
+    write_sequence(pool, "llm", [90, 91, 92, 93])
     for first in (10, 20):
-        pool.close(told(pool, "llm", range(first, first + 8)))
+        pool.close(write_sequence(pool, "llm", range(first, first + 8)))
     before = state_of(pool)
     with pytest.raises(PoolBusy, match="6 pages are needed and 4 of 10"):  # 4 idle ones would be found, not evicted
         pool.open("llm", range(10, 30), reserve=20)
@@ -57,7 +57,7 @@ def test_a_refused_open_changes_nothing_not_even_what_goes_next() -> None:
 
 def test_a_refused_reserve_changes_nothing() -> None:
     pool = ten_pages(LLM)
-    table = told(pool, "llm", range(10))
+    table = write_sequence(pool, "llm", range(10))
     fork = pool.fork(table)
     pool.open("llm", reserve=4)
     before, pages = state_of(pool), fork.pages
@@ -71,7 +71,7 @@ def test_a_refused_reserve_changes_nothing() -> None:
 def test_the_least_recently_used_goes_first_and_of_a_sequence_its_end() -> None:
     pool = ten_pages(UNET)
     for first in (0, 100, 200):
-        pool.close(told(pool, "unet", range(first, first + 12)))
+        pool.close(write_sequence(pool, "unet", range(first, first + 12)))
     pool.close(pool.open("unet", range(12))[0])  # used again
     assert pool.draw() == "o o o o o o o o o ."
     pool.open("unet", reserve=12)
@@ -82,16 +82,16 @@ def test_the_least_recently_used_goes_first_and_of_a_sequence_its_end() -> None:
 
 def test_what_is_held_is_never_evicted() -> None:
     pool = ten_pages(UNET)
-    held = told(pool, "unet", range(24))
+    table = write_sequence(pool, "unet", range(24))
     pool.open("unet", reserve=16)
     with pytest.raises(PoolBusy):
         pool.open("unet", reserve=1)
-    assert held.pages == ((0,), (1,), (2,), (3,), (4,), (5,))
+    assert table.pages == ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
 def test_one_tenant_may_evict_anothers_idle_pages() -> None:
     pool = ten_pages(LLM, UNET)
-    pool.close(told(pool, "unet", range(40)))
+    pool.close(write_sequence(pool, "unet", range(40)))
     pool.open("llm", reserve=4)
     assert pool.stats().tenants["unet"].idle_pages == 8
     pool.check_integrity()
@@ -99,7 +99,7 @@ def test_one_tenant_may_evict_anothers_idle_pages() -> None:
 
 def test_pages_are_counted_by_tenant_and_hits_by_token() -> None:
     pool = ten_pages(LLM, UNET)
-    pool.close(told(pool, "unet", range(10)))
+    pool.close(write_sequence(pool, "unet", range(10)))
     pool.open("unet", range(10))
     pool.open("llm", range(5), reserve=5)
     stats = pool.stats()
@@ -168,7 +168,7 @@ def test_a_tenant_is_registered_once_and_retired_when_idle() -> None:
     other = KVSpec("llm", (LayerSpec(1, 4),), LLM.dtype)
     with pytest.raises(ValueError, match="another spec: retire it first"):
         pool.register(other)
-    table = told(pool, "llm", range(8))
+    table = write_sequence(pool, "llm", range(8))
     with pytest.raises(PageTableError, match="1 open tables"):
         pool.retire("llm")
     pool.close(table)

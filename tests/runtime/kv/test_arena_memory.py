@@ -24,7 +24,7 @@ def test_pages_that_are_used_for_the_first_time_do_not_make_the_process_grow() -
 
 
 def resident_share(tensor: torch.Tensor) -> float:
-    """Of the kernel's pages that ``tensor`` lies on, those that are in memory (``mincore``)."""
+    """Return the share of the pages of ``tensor`` that are in memory (``mincore``)."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes = tensor.data_ptr() + tensor.nbytes - start
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()

@@ -7,7 +7,7 @@ import torch
 
 from diffserve.runtime.kv import Gathered, KVSpec, LayerSpec, PagePlan, PagePool, PageTable, PageTableError
 from tests.device import DEVICE
-from tests.runtime.kv.story import LLM, UNET, assert_holds, gather, ten_pages, told, write, write_tokens
+from tests.runtime.kv.story import LLM, UNET, assert_holds, gather, ten_pages, write, write_sequence, write_tokens
 
 WIDTHS = (LayerSpec(2, 8), LayerSpec(1, 24), LayerSpec(4, 16), LayerSpec(3, 5))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ def test_what_requires_gradients_leaves_none_in_the_pool() -> None:
 def test_a_pool_made_in_inference_mode_can_be_written_outside_it() -> None:
     with torch.inference_mode():
         pool = ten_pages(LLM)
-    told(pool, "llm", range(4))
+    write_sequence(pool, "llm", range(4))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_tensors_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...], d
 
 def test_shared_and_filed_pages_are_never_written() -> None:
     pool = ten_pages(LLM)
-    table = told(pool, "llm", range(6))
+    table = write_sequence(pool, "llm", range(6))
     with pytest.raises(PageTableError, match=r"token 1 .* reserve\(table, 6, start=1\)"):
         pool.batch([table], [1])
     fork = pool.fork(table)

@@ -8,7 +8,7 @@ import pytest
 
 from diffserve.runtime.kv import PageTable, PoolIntegrityError
 from diffserve.runtime.kv.ledger import PageLedger
-from tests.runtime.kv.story import LLM, ten_pages, told
+from tests.runtime.kv.story import LLM, ten_pages, write_sequence
 
 Damage = Callable[[PageLedger, PageTable], object]
 
@@ -32,8 +32,8 @@ DAMAGES: dict[str, Damage] = {
 @pytest.mark.parametrize("finding", DAMAGES)
 def test_damage_is_found(finding: str) -> None:
     pool = ten_pages(LLM)
-    pool.close(told(pool, "llm", [90, 91, 92, 93]))
-    table = told(pool, "llm", range(10))
+    pool.close(write_sequence(pool, "llm", [90, 91, 92, 93]))
+    table = write_sequence(pool, "llm", range(10))
     pool.check_integrity()
     DAMAGES[finding](pool._ledger, table)
     with pytest.raises(PoolIntegrityError, match=finding):

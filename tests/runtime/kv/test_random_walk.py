@@ -18,7 +18,7 @@ SALTS = (b"", b"", b"", b"another key")
 
 @dataclass(eq=False)
 class Sequence:
-    """What one table should hold: ``tokens`` written so far, opened with ``salt``."""
+    """The expected content of one table: ``tokens`` written so far, opened with ``salt``."""
 
     table: PageTable
     tokens: list[int]
@@ -32,7 +32,7 @@ class Walk:
     rng: random.Random
     pool: PagePool = field(default_factory=lambda: ten_pages(LLM, UNET))
     live: list[Sequence] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
+    event_counts: Counter[str] = field(default_factory=Counter)
 
     def step(self) -> None:
         """One operation of a kind that is possible now; a refusal must change nothing."""
@@ -43,9 +43,9 @@ class Walk:
         before = (self.pool.draw(), self.pool.num_available, [(s.table.pages, s.table.num_tokens) for s in self.live])
         try:
             getattr(self, kind)()
-            self.seen[kind] += 1
+            self.event_counts[kind] += 1
         except (PoolBusy, PoolTooSmall) as refusal:
-            self.seen[type(refusal).__name__] += 1
+            self.event_counts[type(refusal).__name__] += 1
             after = [(s.table.pages, s.table.num_tokens) for s in self.live]
             assert (self.pool.draw(), self.pool.num_available, after) == before
 
@@ -53,8 +53,8 @@ class Walk:
         tenant, salt = self.rng.choice(["llm", "unet", "unet"]), self.rng.choice(SALTS)
         prompt = self.words(self.rng.choice([0, 0, 0, 1]), self.rng.choice([3, 6, 6, 9, 13, 22]))
         table, num_cached = self.pool.open(tenant, prompt, salt, reserve=len(prompt))
-        self.seen["found"] += num_cached > 0
-        self.seen["found all"] += num_cached == len(prompt)
+        self.event_counts["found"] += num_cached > 0
+        self.event_counts["found all"] += num_cached == len(prompt)
         write_tokens(self.pool, table, prompt, num_cached, salt)
         self.live.append(Sequence(table, prompt, salt))
 
@@ -71,14 +71,14 @@ class Walk:
         other = [*sequence.tokens[:start], *self.words(7, len(sequence.tokens) - start)]
         pages = sequence.table.pages
         self.pool.reserve(sequence.table, len(other), start=start)
-        self.seen["copied"] += sequence.table.pages != pages
+        self.event_counts["copied"] += sequence.table.pages != pages
         write_tokens(self.pool, sequence.table, other, start, sequence.salt)
         sequence.tokens = other
 
     def commit(self) -> None:
         sequence = self.pick()
-        known = sequence.tokens[: self.rng.choice([len(sequence.tokens), self.rng.randint(0, len(sequence.tokens))])]
-        self.pool.commit(sequence.table, known)
+        prefix = sequence.tokens[: self.rng.choice([len(sequence.tokens), self.rng.randint(0, len(sequence.tokens))])]
+        self.pool.commit(sequence.table, prefix)
 
     def truncate(self) -> None:
         sequence = self.pick()
@@ -106,7 +106,7 @@ class Walk:
         return [(start * 5 + at // 3) % 11 for at in range(count)]
 
     def check(self) -> None:
-        """The books balance; a sequence, chosen at random, reads as it was written."""
+        """Check the pool's totals and the content of one random sequence."""
         self.pool.check_integrity()
         if self.live:
             sequence = self.pick()
@@ -131,10 +131,10 @@ def test_a_walk_of_5000_operations_over_ten_pages_leaks_nothing() -> None:
         walk.step()
         walk.check()
     tenants = walk.pool.stats().tenants
-    walk.seen["evicted"] = sum(tenant.evicted_pages for tenant in tenants.values())
-    walk.seen["merged"] = sum(tenant.merged_pages for tenant in tenants.values())
-    rare = [what for what in EVERYTHING if walk.seen[what] < EVERYTHING[what]]
-    assert not rare, f"the walk saw too little of {rare}: {walk.seen}"
+    walk.event_counts["evicted"] = sum(tenant.evicted_pages for tenant in tenants.values())
+    walk.event_counts["merged"] = sum(tenant.merged_pages for tenant in tenants.values())
+    rare = [what for what in EVERYTHING if walk.event_counts[what] < EVERYTHING[what]]
+    assert not rare, f"the walk saw too little of {rare}: {walk.event_counts}"
     walk.end()
 
 

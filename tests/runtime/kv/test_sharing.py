@@ -1,6 +1,4 @@
-"""Stories of sequences that share pages and come apart again, with exact page ids. Logical pages hold four tokens
-here.
-"""
+"""Sequences that share pages and diverge, with exact page ids. A logical page holds four tokens here."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ import torch
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool, PageTableError, salt_of
 from tests.device import DEVICE
-from tests.runtime.kv.story import LLM, UNET, assert_holds, ten_pages, told, write_tokens
+from tests.runtime.kv.story import LLM, UNET, assert_holds, ten_pages, write_sequence, write_tokens
 
 PROMPT = list(range(10))
 
 
 @pytest.fixture
 def pool() -> Iterator[PagePool]:
-    made = ten_pages(LLM, UNET)
-    yield made
-    made.check_integrity()
+    pool = ten_pages(LLM, UNET)
+    yield pool
+    pool.check_integrity()
 
 
 def test_two_prompts_with_a_common_prefix_of_16_tokens_share_those_pages_in_all_layers() -> None:
@@ -28,7 +26,7 @@ def test_two_prompts_with_a_common_prefix_of_16_tokens_share_those_pages_in_all_
     pool = PagePool(64, PagePlan.smallest_page_bytes([spec]), device=DEVICE)
     assert pool.register(spec).num_groups == 2  # 8 + 8 + 16 on one page, 32 on the other
     common = list(range(16))
-    fox = told(pool, "unet", [*common, *range(100, 161)])
+    fox = write_sequence(pool, "unet", [*common, *range(100, 161)])
     owl, num_cached = pool.open("unet", [*common, *range(200, 261)], reserve=77)
     assert num_cached == 16
     assert fox.pages == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
@@ -38,47 +36,47 @@ def test_two_prompts_with_a_common_prefix_of_16_tokens_share_those_pages_in_all_
 
 def test_a_whole_prompt_is_stored_once_for_32_requests() -> None:
     pool = ten_pages(UNET)
-    first = told(pool, "unet", PROMPT)
-    others = [pool.open("unet", PROMPT, reserve=10) for _ in range(31)]
-    assert {num_cached for _, num_cached in others} == {10}
-    assert {table.pages for table, _ in others} == {first.pages} == {((0,), (1,), (2,))}
+    first = write_sequence(pool, "unet", PROMPT)
+    sequences = [pool.open("unet", PROMPT, reserve=10) for _ in range(31)]
+    assert {num_cached for _, num_cached in sequences} == {10}
+    assert {table.pages for table, _ in sequences} == {first.pages} == {((0,), (1,), (2,))}
     assert pool.stats().held_pages == 3
     pool.check_integrity()
 
 
 def test_a_tenant_that_computes_its_last_token_never_finds_all_of_a_prompt(pool: PagePool) -> None:
-    told(pool, "llm", PROMPT[:8])
+    write_sequence(pool, "llm", PROMPT[:8])
     assert pool.num_cached("llm", PROMPT[:8]) == 4
     assert pool.num_cached("llm", PROMPT[:9]) == 8
     assert pool.num_cached("llm", []) == 0
 
 
 def test_the_partial_end_of_a_whole_sequence_is_found_by_that_sequence_only(pool: PagePool) -> None:
-    told(pool, "unet", PROMPT)
+    write_sequence(pool, "unet", PROMPT)
     assert pool.num_cached("unet", PROMPT) == 10
     assert pool.num_cached("unet", PROMPT[:9]) == 8
     assert pool.num_cached("unet", [*PROMPT, 10]) == 8
 
 
-@pytest.mark.parametrize(("most_cached", "found"), [(10, 10), (9, 8), (8, 8), (7, 4), (0, 0)])
-def test_most_cached_bounds_what_is_found(pool: PagePool, most_cached: int, found: int) -> None:
-    told(pool, "unet", PROMPT)
-    assert pool.open("unet", PROMPT, most_cached=most_cached)[1] == found
+@pytest.mark.parametrize(("most_cached", "num_tokens"), [(10, 10), (9, 8), (8, 8), (7, 4), (0, 0)])
+def test_most_cached_bounds_what_is_found(pool: PagePool, most_cached: int, num_tokens: int) -> None:
+    write_sequence(pool, "unet", PROMPT)
+    assert pool.open("unet", PROMPT, most_cached=most_cached)[1] == num_tokens
 
 
 def test_another_salt_finds_nothing(pool: PagePool) -> None:
     ann, ben = salt_of(b"key of Ann"), salt_of(b"key of Ben")
-    told(pool, "llm", PROMPT, ann)
+    write_sequence(pool, "llm", PROMPT, ann)
     assert [pool.num_cached("llm", PROMPT, salt) for salt in (ann, ben, b"")] == [8, 0, 0]
 
 
 def test_tenants_share_no_pages(pool: PagePool) -> None:
-    told(pool, "unet", PROMPT)
+    write_sequence(pool, "unet", PROMPT)
     assert pool.num_cached("llm", PROMPT) == 0
 
 
 def test_a_fork_shares_all_pages_and_the_first_to_write_copies_the_last(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT)
+    table = write_sequence(pool, "llm", PROMPT)
     beam = pool.fork(table)
     assert beam.pages == table.pages == ((0, 1), (2, 3), (4, 5))
     for each, token in ((beam, 60), (table, 70)):
@@ -91,14 +89,14 @@ def test_a_fork_shares_all_pages_and_the_first_to_write_copies_the_last(pool: Pa
 
 
 def test_a_fork_at_a_page_boundary_copies_nothing(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT[:8])
+    table = write_sequence(pool, "llm", PROMPT[:8])
     beam = pool.fork(table)
     pool.reserve(beam, 9)
     assert beam.pages == (*table.pages, (4, 5))
 
 
 def test_a_shorter_fork_may_rewrite_what_it_left_out(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT)
+    table = write_sequence(pool, "llm", PROMPT)
     beam = pool.fork(table, 6)
     pool.reserve(beam, 7)
     write_tokens(pool, beam, [*PROMPT[:6], 60], 6)
@@ -109,14 +107,14 @@ def test_a_shorter_fork_may_rewrite_what_it_left_out(pool: PagePool) -> None:
 
 
 def test_truncation_gives_back_pages_and_keeps_the_rest(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT)
+    table = write_sequence(pool, "llm", PROMPT)
     pool.truncate(table, 8)
     assert (table.pages, table.num_tokens) == (((0, 1), (2, 3)), 8)
     assert pool.draw() == "1 1 1 1 . . . . . ."
 
 
 def test_rejected_tokens_are_written_again_in_place(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT)
+    table = write_sequence(pool, "llm", PROMPT)
     pool.reserve(table, 12)  # two draft tokens, one of which is rejected
     write_tokens(pool, table, [*PROMPT, 10, 99], 10)
     pool.truncate(table, 11)
@@ -129,7 +127,7 @@ def test_rejected_tokens_are_written_again_in_place(pool: PagePool) -> None:
 
 
 def test_going_on_differently_from_a_filed_page_withdraws_it(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT)
+    table = write_sequence(pool, "llm", PROMPT)
     pool.truncate(table, 6)
     pool.reserve(table, 7)
     write_tokens(pool, table, [*PROMPT[:6], 60], 6)
@@ -138,7 +136,7 @@ def test_going_on_differently_from_a_filed_page_withdraws_it(pool: PagePool) -> 
 
 
 def test_going_on_differently_from_a_filed_page_that_others_hold_copies_it(pool: PagePool) -> None:
-    table = told(pool, "llm", PROMPT[:8])
+    table = write_sequence(pool, "llm", PROMPT[:8])
     other, _ = pool.open("llm", PROMPT[:9])
     pool.truncate(table, 6)
     pool.reserve(table, 7)
@@ -149,14 +147,14 @@ def test_going_on_differently_from_a_filed_page_that_others_hold_copies_it(pool:
 
 
 def test_a_table_that_fills_the_pool_can_still_rewrite_its_filed_end(pool: PagePool) -> None:
-    table = told(pool, "llm", list(range(20)))
+    table = write_sequence(pool, "llm", list(range(20)))
     pool.truncate(table, 18)
     pool.reserve(table, 20)
     assert pool.draw() == "1 1 1 1 1 1 1 1 1 1"
 
 
 def test_growing_a_whole_sequence_leaves_what_others_hold_alone(pool: PagePool) -> None:
-    told(pool, "unet", PROMPT)
+    write_sequence(pool, "unet", PROMPT)
     longer, num_cached = pool.open("unet", PROMPT, reserve=11)
     assert (num_cached, longer.pages) == (10, ((0,), (1,), (3,)))
     write_tokens(pool, longer, [*PROMPT, 10], 10)
@@ -193,12 +191,12 @@ def test_merging_wakes_an_idle_twin(pool: PagePool) -> None:
 
 def test_committing_chunk_by_chunk_files_what_is_full(pool: PagePool) -> None:
     table, _ = pool.open("llm", PROMPT)
-    for end, found in ((3, 0), (5, 4), (8, 8), (10, 8)):
+    for end, num_tokens in ((3, 0), (5, 4), (8, 8), (10, 8)):
         start = table.num_tokens
         pool.reserve(table, end)
         write_tokens(pool, table, PROMPT[:end], start)
         pool.commit(table, PROMPT[:end])
-        assert pool.num_cached("llm", PROMPT) == found
+        assert pool.num_cached("llm", PROMPT) == num_tokens
 
 
 def test_a_page_filed_as_other_tokens_cannot_be_filed_again(pool: PagePool) -> None:
@@ -220,15 +218,15 @@ def test_a_full_page_takes_the_place_of_its_own_beginning_in_the_index(pool: Pag
 
 
 def test_nothing_filed_is_found_after_forget(pool: PagePool) -> None:
-    idle, held = told(pool, "llm", [1] * 8), told(pool, "llm", PROMPT[:5])
+    idle, table = write_sequence(pool, "llm", [1] * 8), write_sequence(pool, "llm", PROMPT[:5])
     pool.close(idle)
     assert pool.forget("llm") == 4
     assert (pool.num_cached("llm", PROMPT), pool.draw()) == (0, ". . . . 1 1 1 1 . .")
-    assert_holds(pool, held, PROMPT[:5])
-    pool.reserve(held, 10)
-    write_tokens(pool, held, PROMPT, 5)
-    pool.commit(held, PROMPT)  # old weights: never found
+    assert_holds(pool, table, PROMPT[:5])
+    pool.reserve(table, 10)
+    write_tokens(pool, table, PROMPT, 5)
+    pool.commit(table, PROMPT)  # old weights: never found
     assert pool.num_cached("llm", PROMPT) == 0
-    fresh = told(pool, "unet", PROMPT)
+    fresh = write_sequence(pool, "unet", PROMPT)
     assert pool.num_cached("unet", PROMPT) == 10
     pool.close(fresh)

@@ -27,11 +27,11 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None,
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(length - num_new, length, device=query.device)[:, None]
-    others = torch.arange(length, device=query.device)
-    seen = others <= position
+    positions = torch.arange(length, device=query.device)
+    mask = positions <= position
     if window is not None:
-        seen &= others > position - window
-    return torch.einsum("hqt,thd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        mask &= positions > position - window
+    return torch.einsum("hqt,thd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), values)
 
 
 def randn(*shape: int) -> Tensor:
@@ -81,9 +81,9 @@ def test_new_keys_and_values_are_kept_in_their_own_layer() -> None:
     call = PagedCall(pool, [table], [Span(3, 3)], Workspace())
     keys, values = randn(3, KEY_HEADS, DIM), randn(3, KEY_HEADS, DIM)
     call(0, randn(3, HEADS, DIM), keys, values, Scoring())
-    found = gather(pool, [table], 0)
-    assert torch.equal(found.keys[0], keys)
-    assert torch.equal(found.values[0], values)
+    actual = gather(pool, [table], 0)
+    assert torch.equal(actual.keys[0], keys)
+    assert torch.equal(actual.values[0], values)
     assert bool(gather(pool, [table], 1).keys.isnan().all())
 
 

@@ -78,14 +78,18 @@ def test_where_nothing_fused_is_right_the_plain_arithmetic_says_the_same(
     context_chunks._is_right.cache_clear()
     plain = attend_weighed(query[:, :, :4], keys, values, mask, 0.4)
     context_chunks._is_right.cache_clear()
-    for one, other, expected in zip(fused, plain, written_out(query[:, :, :4], keys, values, mask, 0.4), strict=True):
+    for actual, other, expected in zip(
+        fused, plain, written_out(query[:, :, :4], keys, values, mask, 0.4), strict=True
+    ):
         assert torch.equal(other, expected)
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.02)
+        torch.testing.assert_close(actual, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.02)
 
 
 def work_of(length: int, num_rows: int, monkeypatch: pytest.MonkeyPatch, long: int) -> tuple[Work, int]:
-    """One layer's decode over ``num_rows`` contexts of about ``length`` tokens, on the meta device: its work, and the
-    most bytes it held beside the pool.
+    """Run one layer's decode over ``num_rows`` contexts of about ``length`` tokens on the meta device.
+
+    Returns:
+        Its work, and its peak number of bytes outside the pool.
     """
     monkeypatch.setitem(row_groups.LONG_CONTEXT, "meta", long)
     pool = PagePool.for_specs(num_rows * (length + 64) * KEY_HEADS * DIM * 8, [SPEC], device=torch.device("meta"))

@@ -22,7 +22,7 @@ def test_decode_rows_few_tokens_and_chunks_are_kept_apart() -> None:
     assert arrange(spans, CPU) == [[3, 0], [2, 4], [1], [5]]
 
 
-def test_a_long_row_is_not_put_beside_many_short_ones() -> None:
+def test_a_long_row_is_not_grouped_with_many_short_ones() -> None:
     spans = [Span(1, 2000), *[Span(1, 50)] * 8, Span(1, 1990)]
     assert arrange(spans, CPU) == [[0, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert arrange(spans, torch.device("cuda")) == [[0, 9, 1, 2, 3, 4, 5, 6, 7, 8]]

@@ -34,7 +34,7 @@ def test_prompts_of_all_lengths_in_chunks_give_the_plain_logits(kind: str, langu
     runner = make_runner(model)
     texts = [tiny.random_ids(length, seed=length) for length in (1, 5, 23, 40, 64)]
     tables = [opened(runner, len(text)) for text in texts]
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    outputs: list[list[torch.Tensor]] = [[] for _ in texts]
     at = [0] * len(texts)
     for step in range(40):
         live = [index for index, text in enumerate(texts) if at[index] < len(text)]
@@ -44,10 +44,10 @@ def test_prompts_of_all_lengths_in_chunks_give_the_plain_logits(kind: str, langu
         chunks = [TokenChunk(tables[n], at[n], texts[n][at[n] : ends[n]], num_logits=ends[n] - at[n]) for n in live]
         lines = runner.forward(chunks).split([ends[n] - at[n] for n in live])
         for index, line in zip(live, lines, strict=True):
-            found[index].append(line)
+            outputs[index].append(line)
             at[index] = ends[index]
     assert at == [len(text) for text in texts]
-    for text, pieces in zip(texts, found, strict=True):
+    for text, pieces in zip(texts, outputs, strict=True):
         torch.testing.assert_close(torch.cat(pieces), model.plain_logits(text), rtol=1e-4, atol=1e-4)
 
 
@@ -55,12 +55,12 @@ def test_logits_are_given_only_where_asked_in_the_order_of_the_chunks(language: 
     model = language("llama")
     runner = make_runner(model)
     texts = [tiny.random_ids(length, seed=length) for length in (20, 6, 1, 30)]
-    wanted = (0, 2, 1, 5)
-    chunks = [TokenChunk(opened(runner, len(ids)), 0, ids, num) for ids, num in zip(texts, wanted, strict=True)]
+    order = (0, 2, 1, 5)
+    chunks = [TokenChunk(opened(runner, len(ids)), 0, ids, num) for ids, num in zip(texts, order, strict=True)]
     logits = runner.forward(chunks)
-    assert logits.shape == (sum(wanted), tiny.VOCAB_SIZE)
-    ends = list(accumulate(wanted))
-    for ids, num, end in zip(texts, wanted, ends, strict=True):
+    assert logits.shape == (sum(order), tiny.VOCAB_SIZE)
+    ends = list(accumulate(order))
+    for ids, num, end in zip(texts, order, ends, strict=True):
         torch.testing.assert_close(
             logits[end - num : end], model.plain_logits(ids)[len(ids) - num :], rtol=1e-4, atol=1e-4
         )
@@ -138,12 +138,12 @@ def test_calls_of_all_lengths_reach_the_network_in_a_few_lengths_for_each_costs_
 ) -> None:
     model = language("llama")
     runner = make_runner(model)
-    seen: set[int] = set()
+    sizes: set[int] = set()
     inner = model.network.model.forward
 
-    def forward(*arguments: Any, **named: Any) -> Any:
-        seen.add(named["input_ids"].shape[1])
-        return inner(*arguments, **named)
+    def forward(*arguments: Any, **kwargs: Any) -> Any:
+        sizes.add(kwargs["input_ids"].shape[1])
+        return inner(*arguments, **kwargs)
 
     monkeypatch.setattr(model.network.model, "forward", forward)
     for length in range(1, 65):
@@ -152,8 +152,8 @@ def test_calls_of_all_lengths_reach_the_network_in_a_few_lengths_for_each_costs_
         logits = runner.forward([TokenChunk(table, 0, ids)])
         assert torch.isfinite(logits).all()
         runner.pool.close(table)
-    assert len(seen) <= 16 + 8 + 8, sorted(seen)
-    assert max(seen) == 64
+    assert len(sizes) <= 16 + 8 + 8, sorted(sizes)
+    assert max(sizes) == 64
 
 
 def test_no_call_grows_by_more_than_an_eighth() -> None:

@@ -51,7 +51,7 @@ def make_tokenizer() -> Any:
 
 
 def make_config(kind: str, **changes: Any) -> Any:
-    """The configuration of a tiny model of ``kind``."""
+    """Return the configuration of a tiny model of ``kind``."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "bos_token_id": None,
@@ -71,7 +71,7 @@ def make_config(kind: str, **changes: Any) -> Any:
         "max_position_embeddings": CONTEXT_TOKENS,
         "tie_word_embeddings": False,
     }
-    own: dict[str, dict[str, Any]] = {
+    kind_fields: dict[str, dict[str, Any]] = {
         "llama": {},
         "qwen2": {"max_window_layers": 2},
         "qwen3": {"head_dim": 16, "max_window_layers": 2},
@@ -81,11 +81,11 @@ def make_config(kind: str, **changes: Any) -> Any:
     }
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2"}
     cls = import_quietly("transformers", f"{names.get(kind, kind.capitalize())}Config")
-    return cls(**{**common, **settings, **own[kind], **changes})
+    return cls(**{**common, **settings, **kind_fields[kind], **changes})
 
 
 def make_network(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A tiny random model of ``kind`` in float32, ready to run."""
+    """Return a tiny random model of ``kind`` in float32, ready to run."""
     torch.manual_seed(seed)
     with hushed("transformers"):
         network = import_quietly("transformers", "AutoModelForCausalLM").from_config(
@@ -100,7 +100,7 @@ def make_network(kind: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def save(directory: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
-    """A model directory as transformers writes it, with tokenizer."""
+    """Save a model directory with tokenizer as transformers writes it."""
     network = make_network(kind, seed=seed, **changes)
     with hushed("transformers"):
         network.save_pretrained(directory, safe_serialization=True)
@@ -115,7 +115,7 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def generate(network: Any, prompt_ids: Sequence[int], max_tokens: int, **settings: Any) -> list[int]:
-    """What transformers' own ``generate`` says after ``prompt_ids``, greedily unless ``settings`` say otherwise."""
+    """Return the output of transformers' ``generate`` for ``prompt_ids``, greedy unless ``settings`` override it."""
     ids = torch.tensor([list(prompt_ids)])
     output = network.generate(
         ids,
@@ -125,5 +125,5 @@ def generate(network: Any, prompt_ids: Sequence[int], max_tokens: int, **setting
         pad_token_id=PAD_ID,
         **settings,
     )
-    said: list[int] = output[0, len(prompt_ids) :].tolist()
-    return said
+    output_ids: list[int] = output[0, len(prompt_ids) :].tolist()
+    return output_ids
