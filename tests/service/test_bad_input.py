@@ -136,7 +136,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         for value in (-1, 31, "NaN", 1e308, True)
     ),
     ("threshold-zero", {"similarity_threshold": 0}, "similarity_threshold", "invalid_value", "more than 0"),
-    ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "steps of 0.05"),
+    ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "multiple of 0.05"),
     ("interval-text", {"guidance_interval": "0,1"}, "guidance_interval", "invalid_value", "list"),
     ("sizes-none", {"micro_conditioning": {"crop": [0, 0]}}, "micro_conditioning", "invalid_value", "told no sizes"),
     ("sizes-odd", {"micro_conditioning": {"crop": [0, -1]}}, "micro_conditioning.crop[1]", "invalid_value", "-1"),

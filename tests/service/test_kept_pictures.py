@@ -241,8 +241,8 @@ def test_an_image_that_cannot_be_stored_is_delivered_with_a_warning(server: Runn
         answer = server.paint(response_format="url")
         [entry] = answer.json()["data"]
         assert (entry["url"], len(files_of(answer))) == (None, 1)
-        assert any("could not be kept" in warning for warning in answer.json()["warnings"])
-        assert "could not be kept" in server.paint(response_format="url", stream=True).text
+        assert any("could not be stored" in warning for warning in answer.json()["warnings"])
+        assert "could not be stored" in server.paint(response_format="url", stream=True).text
     finally:
         folder.unlink()
         if moved is not None:

@@ -195,10 +195,10 @@ def test_reading_an_image_leaves_no_file_and_no_log_line(page_server: RunningSer
 @pytest.mark.parametrize(
     ("samplers", "steps", "prompts", "message"),
     [
-        (["ddim"] * 100_000, "5", "a fox", "1 picture"),
+        (["ddim"] * 100_000, "5", "a fox", "1 image"),
         (["ddim"], "5," * 240_000 + "5", "a fox", "Steps has 480001 characters"),
         (["ddim"], "5", ",".join(["5"] * 200_000), "The prompts have 399999 characters"),
-        (["ddim"], "5", "a fox above " * 2600, "1 picture"),
+        (["ddim"], "5", "a fox above " * 2600, "1 image"),
         (["ddim"], "9" * 5000, "a fox", "of 5000 digits"),
         (["x" * 100_000], "5", "a fox", "choose from the list"),
     ],

@@ -133,6 +133,8 @@ RECIPES: Final[dict[str, Callable[[random.Random], Any]]] = {
     "noise_source": lambda dice: dice.choice(["cpu", "device"]),
     "spacing": lambda dice: dice.choice(sorted(SPACINGS)),
     "eta": lambda dice: round(dice.random(), 3),
+    "sigma_min": lambda dice: round(dice.uniform(0.02, 0.1), 3),
+    "sigma_max": lambda dice: round(dice.uniform(8.0, 14.0), 3),
 }
 """A random value of each field that the tiny model takes."""
 

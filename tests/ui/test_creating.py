@@ -239,7 +239,7 @@ def test_a_batch_shows_all_its_images_until_one_is_chosen(server: RunningServer)
         together = page.shown["batch"]
         assert together["visible"]
         assert [caption for _, caption in together["value"]] == ["seed 3", "seed 4", "seed 5"]
-        assert "3 pictures" in page.caption
+        assert "3 images" in page.caption
         assert "seeds 3 to 5" in page.caption
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
         await page.choose(1)

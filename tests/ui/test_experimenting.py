@@ -62,7 +62,7 @@ def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
     assert "2 combinations of sampler and steps, 1 image each, and 1 converged one: about" in estimate
     assert "only pictures of the embedded model" in estimate
     last = shown[-1]
-    assert "Painted 3 pictures" in last.status
+    assert "Generated 3 images" in last.status
     assert last.grid.count("<img") == 3
     assert "PSNR" in last.curves_over_steps
     assert "UNet evaluations times" in last.curves_over_seconds
@@ -101,7 +101,7 @@ def test_an_invalid_experiment_is_reported_in_its_tab(here: Server) -> None:
     assert "ddin" in estimate
     assert "error" in estimate
     assert len(shown) == 1
-    assert "1000 steps is the most" in shown[0].status
+    assert "1000 steps is the maximum" in shown[0].status
 
 
 def test_an_unreachable_server_is_a_message_with_the_fix() -> None:
@@ -136,7 +136,7 @@ def test_a_server_lost_midway_is_one_message_and_finished_images_stay(server: Ru
     assert 'role="alert"' not in "".join(update.status for update in before)
     assert last.status.count("<p>") == last.status.count('role="alert"') == 1
     assert "ended before the answer did" in last.status
-    assert "1 of 2 pictures are painted and kept" in last.status
+    assert "1 of 2 images are generated and kept" in last.status
     assert re.findall(r'<img src="[^"]+" alt="([^"]+)"', last.grid) == ["DDIM, 2 steps"]
     assert table.count("\n") == 2, "the names of the columns, and one square"
     assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, "hidden")
@@ -186,7 +186,7 @@ def test_an_estimate_waits_for_the_models_without_an_error_and_a_run_starts_with
     assert NOT_YET in estimate
     assert "error" not in estimate
     assert EARLY in shown[0].status
-    assert "Painted 1 pictures" in shown[-1].status
+    assert "Generated 1 images" in shown[-1].status
 
 
 def test_samplers_are_selected_by_their_labels() -> None:
@@ -198,4 +198,4 @@ def test_samplers_are_selected_by_their_labels() -> None:
         default_spacing="leading", train_timesteps=1000, max_images=1,
     )  # fmt: skip
     assert names_of(plan, image) == {"dpmpp_2m karras": "DPM++ 2M karras", "ddim": "DDIM"}
-    assert work_text(plan) == "2 combinations of sampler and steps, 2 pictures each, and 2 converged ones"
+    assert work_text(plan) == "2 combinations of sampler and steps, 2 images each, and 2 converged ones"

@@ -146,7 +146,7 @@ def order_of(
     """
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
-        raise InvalidRequest("The prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
+        raise InvalidRequest("The prompt is empty; describe an image.", param="prompt", code="empty_prompt")
     size = (form.size or "").strip() or "auto"
     width, height = parse_size(size) or size_of(form.aspect or "square", image)
     is_its_own = start is not None and size == "auto"

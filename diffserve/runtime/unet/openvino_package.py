@@ -85,7 +85,7 @@ class OpenVINOCompiler:
         tensors = with_embeddings(network, tensors)
         rows = torch.export.Dim("rows", min=EXAMPLE_ROWS, max=MOST_ROWS)
         sample, timesteps, *further = ({0: rows} for _ in tensors)
-        shapes = {"sample": sample, "timesteps": timesteps, "rest": tuple(further)}
+        shapes = {"sample": sample, "timesteps": timesteps, "tensors": tuple(further)}
         example = tuple(torch.cat([tensor] * EXAMPLE_ROWS)[:EXAMPLE_ROWS].contiguous() for tensor in tensors)
         with torch.no_grad(), exportable(network), warnings.catch_warnings(), hushed("root"):
             warnings.simplefilter("ignore")  # about deprecated names of torch
