@@ -43,10 +43,10 @@ from diffserve.settings.config import EngineConfig
 from schedulers import NoiseSchedule
 
 IDLE_S = 1e-3
-"""How soon a tick in which nobody would run is tried again, as in the engine."""
+"""Seconds after which an empty tick is tried again, as in the engine."""
 
 HALVINGS = 10
-"""Of the rates that are looked at for one at which an engine is busy so much of the time."""
+"""Relative tolerance of the search for the request rate that gives a busy share."""
 
 PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
 SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))

@@ -46,7 +46,7 @@ FLOORS = {
     "ui": 6,
 }
 FACADE = "diffserve"
-"""The package itself: its names are looked up on first use, so it may point anywhere, and everybody may import it."""
+"""The package itself: it looks its names up on first use, so it may import any package, and any package may import it."""
 
 OUTSIDE = ("benchmarks", "tests")
 HEAVY = ("diffserve.runtime", "diffserve.training", *OUTSIDE)
@@ -101,7 +101,7 @@ WITHOUT_ENGINE = tuple(
 """What a page needs of an experiment: it asks a server to paint."""
 
 SEEN_BY_UI = ("diffserve.client", "diffserve.experiments.plots", "diffserve.world", *WITHOUT_ENGINE)
-"""Beside the words that every floor speaks."""
+"""Allowed in addition to the shared packages."""
 
 NEVER = {
     "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.training"),

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from tests.readme import ROOT
+from tests.schedulers.diffusers_samplers import EXCLUDED, MENDED
 from tests.schedulers.test_config_fields import DIFFERENCES as BY_FIELD
-from tests.schedulers.theirs import EXCLUDED, MENDED
 
 PAGE = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
 TESTED, DIFFERENCES = PAGE.split("## Differences that are meant")

@@ -69,6 +69,7 @@ class FreshInfo:
         self._path = path
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Refresh the types before a request for the API description."""
         if scope["type"] == "http" and scope["path"].rstrip("/") == self._path:
             await self._types.refresh(self._gradio_app)
         await self._app(scope, receive, send)

@@ -77,7 +77,7 @@ MAX_EMPTY: Final = 100
 """Visitors without requests and images; a page whose visitor was removed gets a new one."""
 
 MAX_TOKENS: Final = 4000
-"""Of pages that nobody note_data had left."""
+"""Files of visitors that left no note."""
 
 TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 

@@ -110,21 +110,25 @@ def compare_calls(arms: Mapping[str, Predict], num_rows: int, *, repeats: int) -
 
 
 def recorder_of(bench: Bench) -> Recorder | None:
-    """Recordings of calls as CUDA graphs, each for its own number of rows; ``None`` on a CPU, which has none."""
+    """Return recordings of calls as CUDA graphs, each for its own number of rows; ``None`` on a CPU, which has none."""
     if not bench.on_gpu:
         return None
     return CallGraphs(CudaRecord(bench.device)).recorder("suite", is_padded=False)
 
 
 def recorded_calls(bench: Bench, model: DiffusionModel, num_rows: int) -> Predict:
-    """Calls of the network that are recorded once and replayed."""
+    """Return calls of the network that are recorded once and replayed."""
     bench.as_served(model)
     conditioner, recorder = conditioner_of(bench, model), recorder_of(bench)
     return random_rows(model, native_group(model).shape, num_rows, conditioner, recorder=recorder)
 
 
 def compiled_calls(bench: Bench, model: DiffusionModel, num_rows: int, *, is_recorded: bool) -> Predict:
-    """Calls by the package of ``num_rows`` rows, recorded or not. Raises NotMeasurableError where there is none."""
+    """Return calls by the package of ``num_rows`` rows, recorded or not.
+
+    Raises:
+        NotMeasurableError: There is no such package.
+    """
     bench.as_served(model)
     conditioner, group = conditioner_of(bench, model), native_group(model)
     packages = Packages(model, DiskCache(bench.work / "cache"))

@@ -41,7 +41,7 @@ class CompileJob:
         self.cache = DiskCache(self.work / "cache")
 
     def load(self) -> DiffusionModel:
-        """The model, its weights stored in the memory format of the run's engines."""
+        """Return the model, its weights stored in the memory format of the run's engines."""
         model = load_drawn(self.name, self.work, self.device, self.dtype)
         set_memory_format(model, MEMORY_FORMAT, self.cache)
         return model

@@ -34,7 +34,7 @@ EMBEDDING_STD = 0.02
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
-    """A float32 tensor for the parameter ``name`` of ``shape``, spread as by torch's own initialization."""
+    """Return a float32 tensor for the parameter ``name`` of ``shape``, spread as by torch's own initialization."""
     if len(shape) < 2:
         return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + seed)
@@ -61,7 +61,7 @@ def drawn_weights(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 
 def model_directory(name: str, folder: Path) -> Path:
-    """The directory of the model ``name`` (of ``random_models.NAMES``) below ``folder``, made now if it is missing.
+    """Return the directory of the model ``name`` (of ``random_models.NAMES``) below ``folder``; create it if missing.
 
     Several processes may ask at the same time: it appears as a whole.
     """
@@ -77,7 +77,7 @@ def model_directory(name: str, folder: Path) -> Path:
 
 
 def load_drawn(name: str, folder: Path, device: torch.device, dtype: str) -> DiffusionModel:
-    """The model ``name`` on ``device`` in ``dtype``, painted at its native size only."""
+    """Return the model ``name`` on ``device`` in ``dtype``, painted at its native size only."""
     path = model_directory(name, folder)
     settings = load_settings(model=str(path), env={}).model
     profile = msgspec.structs.replace(settings, probe=False, good_sizes=(), model_id=name)

@@ -89,12 +89,12 @@ class _Painted:
 
 
 def load(device: str, dtype: str, profile: ModelProfile) -> DiffusionModel:
-    """The embedded model."""
+    """Measure the embedded model."""
     return load_model("embedded", device=device, dtype=dtype, profile=profile)
 
 
 def _profile(bench: Bench) -> ModelProfile:
-    """The embedded model's, with itself as its refiner and a folder with a random ControlNet."""
+    """Return the embedded model's, with itself as its refiner and a folder with a random ControlNet."""
     folder = bench.work / "controlnets"
     settings = load_settings(model="embedded", env={}).model
     profile = msgspec.structs.replace(settings, controlnet_dir=str(folder), refiner=str(EMBEDDED_DIRECTORY))
@@ -105,7 +105,7 @@ def _profile(bench: Bench) -> ModelProfile:
 
 
 def save_controlnet(unet: Any, directory: Path) -> None:
-    """A ControlNet that fits ``unet``, with random numbers where a new one has zeros."""
+    """Return a ControlNet that fits ``unet``, with random numbers where a new one has zeros."""
     torch.manual_seed(1)
     network = import_quietly("diffusers", "ControlNetModel").from_unet(unet, load_weights_from_unet=False)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def _exactness(
 
 
 def compare(expected: dict[str, ImageResult], results: dict[str, ImageResult], dtype: str) -> dict[str, Any]:
-    """The error of latents and the signal-to-noise ratio of pixels, by kind of request."""
+    """Measure the error of latents and the signal-to-noise ratio of pixels, by kind of request."""
     figures: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "error": {}, "psnr_db": {}, "problems": []}
     for name, result in results.items():
         reference = expected[name]

@@ -37,7 +37,7 @@ def _count(bench: Bench, count: int) -> int:
 
 
 def _load(bench: Bench, name: str) -> DiffusionModel:
-    """The model, with a point that says what it is. Raises RuntimeError where it cannot be loaded."""
+    """Return the model, with a point that says what it is. Raises RuntimeError where it cannot be loaded."""
 
     def load() -> dict[str, Any]:
         model = bench.model(name)
@@ -49,7 +49,7 @@ def _load(bench: Bench, name: str) -> DiffusionModel:
 
 
 def _offline(bench: Bench, model: DiffusionModel, count: int, **config: Any) -> dict[str, Any]:
-    """The rate of a mixed batch on a new engine of ``config``."""
+    """Measure the rate of a mixed batch on a new engine of ``config``."""
     engine = bench.engine(model, **config)
     figures = offline_rate(engine, mixed_requests(engine, _count(bench, count), quick=bench.quick))
     engine.close()
@@ -90,7 +90,7 @@ def sdxl_compiled(bench: Bench) -> None:
 
 
 def sd15(bench: Bench) -> None:
-    """Calls of 16 rows, mixed batches compiled, recorded, eager and deterministic, the profile, and bytes."""
+    """Measure calls of 16 rows, mixed batches compiled, recorded, eager and deterministic, the profile, and bytes."""
     model = _load(bench, "sd15")
     num_rows = _rows(bench, 16)
     bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=3)
@@ -104,7 +104,7 @@ def sd15(bench: Bench) -> None:
 
 
 def sdxl_images(bench: Bench) -> None:
-    """A mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; and the VAE."""
+    """Measure a mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; and the VAE."""
     model = _load(bench, "sdxl")
     bench.point("graphs", lambda: _offline(bench, model, 16, cuda_graphs=True), needs_s=18)
     bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=15)

@@ -16,7 +16,7 @@ CRASH: Final = "Current thread 0x"
 
 
 def shorten_output(text: str, most_chars: int = MOST_ERROR_CHARS) -> str:
-    """The part of a process's output that says why it ended: the traceback of a crash, or else the last lines."""
+    """Return the part of a process's output that explains its end: the traceback of a crash, or the last lines."""
     crash = text.rfind(CRASH)
     return text[crash : crash + most_chars] if crash >= 0 else text[-most_chars:]
 
@@ -37,7 +37,7 @@ class Report:
         return time.monotonic() - self._started_s
 
     def begin_row(self, name: str) -> dict[str, Any]:
-        """The entry of the row ``name``, which starts now."""
+        """Return the entry of the row ``name``, which starts now."""
         row: dict[str, Any] = {"started_s": round(self.now_s, 1), "state": "running", "points": {}}
         self.document["rows"][name] = row
         self.write()

@@ -42,7 +42,7 @@ def say(text: str) -> None:
 
 
 def environment(options: dict[str, Any]) -> dict[str, str]:
-    """The environment of a worker or a compile job: this tree is importable, its caches lie in the run's folder."""
+    """Return the environment of a worker or compile job, with this tree importable and caches in the run's folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     additions = {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -91,11 +91,11 @@ class Worker:
             print(json.dumps({"place": row.place, "seconds": seconds}), file=self.process.stdin, flush=True)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; ``None`` when the process has ended. Raises ``queue.Empty`` after ``timeout_s``."""
+        """Return the next message; ``None`` when the process has ended. Raises ``queue.Empty`` after ``timeout_s``."""
         return self._messages.get(timeout=max(0.0, timeout_s))
 
     def last_words(self) -> str:
-        """Standard error of the ended process since its row began, shortened, and its exit code."""
+        """Return standard error of the ended process since its row began, shortened, and its exit code."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             text = file.read().decode("utf-8", errors="replace")

@@ -103,12 +103,12 @@ def planned_starts(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def seconds_of(rows: Sequence[Row]) -> float:
-    """The budgets of ``rows`` together."""
+    """Return the budgets of ``rows`` together."""
     return sum(row.seconds for row in rows)
 
 
 def choose_rows(names: str) -> tuple[Row, ...]:
-    """The rows called ``names``, with commas, and always the first one; all of them for "".
+    """Return the rows called ``names``, with commas, and always the first one; all of them for "".
 
     Raises ValueError for a name that is not a row.
     """
@@ -117,7 +117,11 @@ def choose_rows(names: str) -> tuple[Row, ...]:
 
 
 def choose_jobs(names: str) -> tuple[Job, ...]:
-    """The jobs called ``names``, with commas; all of them for "". Raises ValueError for a name that is not a job."""
+    """Return the jobs called ``names``, with commas; all of them for "".
+
+    Raises:
+        ValueError: A name is not that of a job.
+    """
     names_to_run = _names_among(names, [job.name for job in JOBS], "job")
     return tuple(job for job in JOBS if job.name in names_to_run)
 
@@ -130,7 +134,7 @@ def _names_among(names: str, choices: Sequence[str], what: str) -> Sequence[str]
 
 
 def next_row(pending: Sequence[Row], unfinished: set[str], *, is_patient: bool = True) -> Row | None:
-    """The first of ``pending`` that waits for none of the ``unfinished`` jobs, or ``None``.
+    """Return the first of ``pending`` that waits for none of the ``unfinished`` jobs, or ``None``.
 
     ``is_patient``: rows that need a quiet machine wait for all jobs, and not only for those that they need.
     """

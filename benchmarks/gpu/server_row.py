@@ -52,7 +52,7 @@ def _ready(server: Any, started_s: float) -> dict[str, Any]:
 
 
 def _many_clients(bench: Bench, url: str) -> dict[str, Any]:
-    """The rate and the latency of many clients that send the next request after each answer."""
+    """Measure the rate and the latency of many clients that send the next request after each answer."""
     clients, seconds, steps = (4, 2.0, 1) if bench.quick else (CLIENTS, SECONDS, 20)
 
     async def send(number: int) -> Answer:

@@ -60,7 +60,7 @@ def packages(device: torch.device) -> dict[str, Any]:
 
 
 def run_doctor(bench: Bench) -> dict[str, str]:
-    """The report of ``diffserve doctor`` on the device: its last lines; all of it goes to a file."""
+    """Return the report of ``diffserve doctor`` on the device: its last lines; all of it goes to a file."""
     output = io.StringIO()
     dtype = "float32" if bench.quick else "auto"
     env = {"DIFFSERVE_MODEL_DEVICE": str(bench.device), "DIFFSERVE_MODEL_DTYPE": dtype}
@@ -94,7 +94,7 @@ def small_image(bench: Bench) -> dict[str, Any]:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """The rates that other figures are shares of: matrix product, copy, launch of a kernel, and a launch-bound call."""
+    """Measure reference rates: matrix product, copy, launch of a kernel, and a launch-bound call."""
     dtypes = (torch.float32,) if bench.quick else (torch.bfloat16, torch.float16, torch.float32)
     figures: dict[str, Any] = {
         f"peak_tflops_{str(dtype).removeprefix('torch.')}": round(

@@ -32,7 +32,7 @@ class Goal(NamedTuple):
 
 
 def figure(document: Mapping[str, Any], *path: str) -> float | None:
-    """The number at ``path`` (row, point, then keys of the result); ``None`` where there is none."""
+    """Return the number at ``path`` (row, point, then keys of the result); ``None`` where there is none."""
     row, point, *keys = path
     value: Any = document["rows"].get(row, {}).get("points", {}).get(point, {}).get("result")
     for key in keys:

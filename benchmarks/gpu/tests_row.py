@@ -32,7 +32,7 @@ OUTCOMES: Final = (
 
 
 def commands(bench: Bench) -> dict[str, list[str]]:
-    """The pytest commands of the row, by the name of their point."""
+    """Return the pytest commands of the row, by the name of their point."""
     python = [sys.executable, "-m", "pytest", *OPTIONS]
     if bench.quick:
         return {"engine tests": [*python, "-n", "0", QUICK_FILE]}

@@ -43,7 +43,7 @@ class NotMeasurableError(Exception):
 
 
 def numbered_device(name: str) -> torch.device:
-    """The device called ``name``, with a number where it is not a CPU: some functions of torch ask for one."""
+    """Return the device called ``name``, with a number where it is not a CPU: some functions of torch ask for one."""
     device = torch.device(name)
     return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
 
@@ -131,7 +131,7 @@ class Bench:
         self._tell({"error": error})
 
     def model(self, name: str) -> DiffusionModel:
-        """The model ``name`` ("sdxl", "sd15") with drawn weights; loaded once."""
+        """Return the model ``name`` ("sdxl", "sd15") with drawn weights; loaded once."""
         if name not in self._models:
             names = QUICK_MODELS if self.quick else MODELS
             self._models[name] = load_drawn(names[name], self.work, self.device, self.dtype)
@@ -143,7 +143,7 @@ class Bench:
         set_memory_format(model, MEMORY_FORMAT, DiskCache(self.work / "cache"))
 
     def engine(self, model: DiffusionModel, **config: Any) -> Engine:
-        """A new engine on ``model`` which knows the costs of its calls; packages and costs are kept in ``work``."""
+        """Return a new engine on ``model`` with measured call costs; packages and costs are stored in ``work``."""
         settings: dict[str, Any] = {"compile": "off", "cuda_graphs": False, "deterministic": False}
         settings |= {"memory_format": MEMORY_FORMAT, **config}
         settings |= {"max_rows": QUICK_ROWS} if self.quick else {}

@@ -31,7 +31,7 @@ LONGEST_STEP: Final = 4.0
 LONGEST_CALL: Final = 32.0
 """Times the usual: a turn that took even longer (the machine was asleep) counts as no more. Prompts differ by much."""
 MOST_DEBT_S: Final = 5.0
-"""Nobody waits for a call that took extremely long to be paid back."""
+"""Largest debt of one call: an extremely long call does not block its side for as long."""
 
 
 class TimeShare:

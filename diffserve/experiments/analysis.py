@@ -44,10 +44,12 @@ class PictureSet:
 
     @cached_property
     def moments(self) -> Moments:
+        """Moments of the features, for Frechet distances."""
         return Moments.of(self.features, self.prompts, self.num_prompts)
 
     @cached_property
     def kernel(self) -> KernelSums:
+        """Kernel sums of the features, for the maximum mean discrepancy."""
         return KernelSums.of(self.features, self.prompts, self.num_prompts)
 
 

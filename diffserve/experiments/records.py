@@ -23,6 +23,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, verdict: Verdict) -> Parts:
+        """Take the parts of a checker's verdict."""
         return cls(**{name: getattr(verdict, name) for name in cls.__struct_fields__})
 
 

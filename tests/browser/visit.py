@@ -14,7 +14,7 @@ PATIENCE_S = 200.0
 """For what happens within seconds, unless the machine is busy."""
 
 TYPED = 3
-"""So many characters of a text are typed; more would prove no more, and each has the page do all its work anew."""
+"""Number of characters that are typed key by key; the rest is filled in at once, because each key costs a request."""
 
 WATCH = """
 window.seen = [];

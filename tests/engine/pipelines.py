@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from tests.device import DEVICE
-from tests.schedulers.theirs import ARGUMENTS, scheduler_class
+from tests.schedulers.diffusers_samplers import ARGUMENTS, scheduler_class
 
 SCHEDULERS = ("ddim", "ddpm", "dpmpp_2m", "euler")
 """Samplers that most tests compare."""

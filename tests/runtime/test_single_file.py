@@ -257,7 +257,7 @@ LUGGAGE = {
     "first_stage_model.decoder.mid.attn_1.to_q.weight": torch.zeros(32, 32),
     "model_ema.decay": torch.zeros(1),
 }
-"""What ComfyUI, trainers and converters leave in a file, beside all that is needed."""
+"""What ComfyUI, trainers and converters leave in a file in addition to the weights."""
 
 
 def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(

@@ -16,7 +16,7 @@ import pytest
 
 from schedulers import SAMPLERS, NoiseSchedule, TableOptions, UnsupportedOption
 from schedulers.formulations import DISCRETE_CLASSES
-from tests.schedulers.theirs import COMPARED, SD, scheduler_class
+from tests.schedulers.diffusers_samplers import COMPARED, SD, scheduler_class
 from tests.schedulers.trajectories import make_network, run_diffusers, run_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from schedulers import PREDICTION_TYPES, SAMPLERS, NoiseSchedule, TableOptions
-from tests.schedulers.theirs import (
+from tests.schedulers.diffusers_samplers import (
     COMPARED,
     COSINE,
     EXCLUDED,

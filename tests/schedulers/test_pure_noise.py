@@ -11,7 +11,7 @@ import pytest
 
 from schedulers import SAMPLERS, SPACINGS, NoiseSchedule, StepTable, compile_table
 from schedulers.grids import PURE_NOISE_SIGMA
-from tests.schedulers.theirs import COSINE, HO, SD
+from tests.schedulers.diffusers_samplers import COSINE, HO, SD
 
 ZERO_SNR = NoiseSchedule.from_config({**SD, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"})
 COSINE_SCHEDULE = NoiseSchedule.from_config(COSINE)

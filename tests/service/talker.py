@@ -17,7 +17,7 @@ SCRIPT: Script = {
     "sorry": "I'm sorry, but I can't help with that.",
     "umlaut": ("ein B", "är", " \N{FOX FACE}"),
 }
-"""A word of what is said last -> the answer, piece by piece, or for the two below the alternatives."""
+"""A word of the last message -> the pieces of the answer, or alternatives for the last two."""
 
 FORKS = {"either": 0.5, "unsure": 0.1}
 """By so many nats the first alternative is likelier than each other."""

@@ -136,7 +136,7 @@ def test_a_server_lost_midway_is_one_message_and_finished_images_stay(server: Ru
     assert 'role="alert"' not in "".join(update.status for update in before)
     assert last.status.count("<p>") == last.status.count('role="alert"') == 1
     assert "ended before the answer did" in last.status
-    assert "1 of 2 images are generated and kept" in last.status
+    assert "1 of 2 images are done and kept" in last.status
     assert re.findall(r'<img src="[^"]+" alt="([^"]+)"', last.grid) == ["DDIM, 2 steps"]
     assert table.count("\n") == 2, "the names of the columns, and one square"
     assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, "hidden")

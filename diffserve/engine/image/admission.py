@@ -44,7 +44,7 @@ from schedulers import (
 )
 
 DISTINCT_SEEDS = 2**32
-"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
+"""Bits of a seed that torch's CPU generator uses; the CUDA generator gets the same bits."""
 
 STABLE_DIFFUSION = ("sd1", "sd2")
 """Families of diffusers' StableDiffusionPipeline, which sets ``clip_sample`` to False and ``steps_offset`` to 1."""

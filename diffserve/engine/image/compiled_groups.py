@@ -27,7 +27,7 @@ CLOSE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 PAIRS: Final = 3
 MOST_PAIRS: Final = 9
-"""Of calls, the network's and a compiled one, for each size: more are made while it is not clear who is faster."""
+"""Pairs of plain and compiled calls that are timed for each size; more follow while the faster one is not clear."""
 REPEATS: Final = 3
 """Of a pair's compiled call, where there are sizes to choose from."""
 

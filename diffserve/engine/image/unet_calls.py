@@ -82,7 +82,7 @@ class UNetCaller:
 
     Args:
         clock: Returns seconds.
-        beside: Another caller on the same device, whose caches ``ease`` frees as well.
+        beside: A second caller on the same device, whose caches ``ease`` frees as well.
 
     Attributes:
         stopwatch: Times calls on the device; a reading may become available some calls later.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT_SCHEMAS: Final = 32
-"""Compiled ones that an engine keeps: each may come to hold tens of megabytes, and whoever asks chooses which."""
+"""Compiled grammars kept by an engine. Each may hold tens of megabytes, and requests choose them."""
 
 PARAM: Final = "response_format"
 SAMPLE: Final = '{"name": ["a", -2.5e3, true, null], "b c": "caf\u00e9 \N{FOX FACE}"}'
@@ -39,7 +39,7 @@ NEEDED: Final = frozenset(bytes([byte]) for byte in (*range(0x20, 0x7F), *range(
 """What a vocabulary must be able to say byte by byte, so that no text ends up where nothing can follow."""
 
 BEGINNING: Final = "{"
-"""What is before a text of which the spelling is asked: many tokenizers put a space before the first word."""
+"""Prefix of a text when its tokens are looked up, because many tokenizers put a space before the first word."""
 
 CLOSERS: Final = b'}]",:nt0f[{'
 """Bytes that end a text soonest, the best first: what is open is closed, and what is missing is short."""

@@ -31,7 +31,7 @@ class PageTable:
         self.keys: list[bytes] = []
         """Hash chain of the leading full logical pages whose tokens are known (committed or found)."""
         self.version = 0
-        """Rises whenever ``logical_pages`` changes, so that a stale ``PagedBatch`` can be told."""
+        """Rises whenever ``logical_pages`` changes, so that a stale ``PagedBatch`` is detected."""
         self._page_ids: tuple[int, torch.Tensor] | None = None
 
     @property

@@ -15,7 +15,7 @@ class TenantStats:
     held_pages: int
     """In the tables that are open; a shared page counts once."""
     idle_pages: int
-    """Kept for whoever says the same again, evicted when wanted."""
+    """Pages kept for a later sequence with the same tokens; evicted when memory is needed."""
     evicted_pages: int
     opened: int
     """Sequences opened."""

@@ -36,7 +36,7 @@ LONG_CONTEXT: Final = {"cpu": 1 << 30}
 whole contexts were faster up to 8192 tokens there (benchmarks/LOG.md)."""
 
 LONG_ELSEWHERE: Final = 4096
-"""Reckoned, not measured: eight more launches a layer, against a head's context read by one block of the GPU."""
+"""Estimated, not measured: eight more launches a layer, against a head's context read by one block of the GPU."""
 
 
 class Span(NamedTuple):

@@ -23,7 +23,7 @@ from diffserve.runtime.threads import pool_of_threads
 
 CODE: Final = "*.wrapper.so"
 NODES: Final = "*.wrapper.json"
-"""Present beside the code if some operations have no C function; then torch's own loader is needed."""
+"""Present next to the code if some operations have no C function; then torch's own loader is needed."""
 
 Pointer = ctypes.c_void_p
 

@@ -19,7 +19,7 @@ from diffserve.api.bounds import Between, check_bounds
 from diffserve.api.errors import ConfigError
 
 PRUNED_FILE: Final = "pruned.json"
-"""Stored beside a UNet's config.json, in which diffusers has no widths of single layers; contains ``Widths``."""
+"""Stored next to a UNet's config.json, in which diffusers has no widths of single layers; contains ``Widths``."""
 
 FORMAT: Final = 1
 GROUP: Final = 8

@@ -41,7 +41,7 @@ END_OF_JOB = (*FINAL_EVENTS, DiffserveError)
 """Types after which a job is fed nothing more."""
 
 PROGRESS_EVENTS = (Progress, Queued)
-"""Types of events that a caller who waits for the complete result does not read."""
+"""Types of events that are not read by callers that wait for the complete result."""
 
 E = TypeVar("E")
 Watch = Callable[[object], None]
