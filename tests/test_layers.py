@@ -46,7 +46,7 @@ FLOORS = {
     "ui": 6,
 }
 FACADE = "diffserve"
-"""The package itself: it looks its names up on first use, so it may import any package, and any package may import it."""
+"""The package itself: it looks names up on first use, so it may import any package, and any package may import it."""
 
 OUTSIDE = ("benchmarks", "tests")
 HEAVY = ("diffserve.runtime", "diffserve.training", *OUTSIDE)
