@@ -43,6 +43,6 @@ def test_differences_of_the_samplers_are_on_the_page() -> None:
 def test_every_difference_from_diffusers_is_known_to_a_test() -> None:
     """A row that no test names could be wrong for years. A1111 itself cannot be run here."""
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    tests += (ROOT / "tests" / "schedulers" / "theirs.py").read_text(encoding="utf-8")
+    tests += (ROOT / "tests" / "schedulers" / "diffusers_samplers.py").read_text(encoding="utf-8")
     unknown = [key for key in KEYS if not key.startswith("a1111-") and f'"{key}"' not in tests]
     assert not unknown
