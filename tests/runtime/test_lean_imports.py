@@ -55,11 +55,11 @@ from transformers import CLIPTextModel, LlamaForCausalLM, T5EncoderModel
 """
 WHOLE = """
 from diffserve.runtime.loading import library_imports
-wanted = library_imports.WANTED
-library_imports.WANTED = (*wanted[:1], ("transformers", "NoSuchModel"))
+wanted = library_imports.IMPORTED_CLASSES
+library_imports.IMPORTED_CLASSES = (*wanted[:1], ("transformers", "NoSuchModel"))
 assert not library_imports.import_lean()
 assert not [name for name in sys.modules if name.partition(".")[0] in library_imports.LIBRARIES]
-library_imports.WANTED = wanted
+library_imports.IMPORTED_CLASSES = wanted
 is_own = False
 paint(sys.argv[1])
 import torch
