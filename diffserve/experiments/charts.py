@@ -1,6 +1,6 @@
 """Chart data of an experiment: lines, Pareto front, knee point, and the layout of image grids.
 
-:mod:`diffserve.experiments.svg` renders charts as SVG and ``plots`` renders them as PNG.
+:mod:`diffserve.experiments.plots` renders charts as PNG and as SVG.
 """
 
 from __future__ import annotations
@@ -21,6 +21,18 @@ NO_NAMES: Names = MappingProxyType({})
 
 NEAR: Final = 0.01
 """Dots within this distance hide each other: a share of the chart's height, and a log ratio of seconds or steps."""
+
+STYLE: Final = """
+.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; list-style: none;
+  font-size: var(--text-sm); }
+.legend li { margin: 0; }
+.charts { display: flex; flex-wrap: wrap; gap: 12px 24px; }
+.charts figure { flex: 1 1 300px; max-width: 460px; min-width: 0; margin: 0; }
+.charts figcaption { font-size: var(--text-sm); font-weight: 500; margin-bottom: 2px; }
+.charts figcaption small { font-weight: 400; color: var(--body-text-color-subdued); }
+.charts svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; }
+"""
+"""CSS of charts in an HTML page."""
 
 CellLine = tuple[str, float]
 """(sampler, guidance): one line of a chart, or one row of an image grid."""

@@ -41,7 +41,7 @@ def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterato
     """Yield the sections of the HTML report that hold figures."""
     yield Section(
         "Over steps",
-        ("Steps are on a logarithmic axis. Upright lines: 95 % intervals. Dotted: the converged pictures themselves.",),
+        ("Steps are on a logarithmic axis. Bands: 95 % intervals. Dotted: the converged pictures themselves.",),
         charts=over_steps(summaries, common_measures(summaries)),
     )
     charts = over_seconds(summaries, time_measures(summaries))

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from diffserve.experiments.charts import Chart, StripGrid, common_measures
+from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
 from diffserve.experiments.summary import CellSummary
-from diffserve.experiments.svg import STYLE, figure
 
 COLUMNS = (
     Measure.EXACT,
@@ -240,9 +239,11 @@ def _escape_evidence(line: str) -> str:
 
 
 def _section(section: Section) -> Iterator[str]:
+    from diffserve.experiments.plots import figure_html
+
     yield f"<h2>{escape(section.heading)}</h2>"
     yield from (f'<p class="note">{_escape_evidence(note)}</p>' for note in section.notes)
-    yield figure(section.charts)
+    yield figure_html(section.charts)
     yield from (_strip(strip) for strip in section.strips)
 
 

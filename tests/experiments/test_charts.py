@@ -12,18 +12,8 @@ import pytest
 from diffserve.experiments.charts import over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.plots import COLORS, UPON, figure_html
 from diffserve.experiments.summary import CellSummary
-from diffserve.experiments.svg import (
-    COLORS,
-    UPON,
-    Scale,
-    apart,
-    figure,
-    linear_scale,
-    linear_ticks,
-    log_scale,
-    log_ticks,
-)
 from ui.experiment.view import knee_sentence
 
 MEASURES = (Measure.EXACT, Measure.PSNR_DB)
@@ -62,7 +52,7 @@ def test_a_measure_of_which_less_is_better_has_its_front_below() -> None:
     ]
     (chart,) = over_seconds(cells, [Measure.FRECHET])
     assert [dot.value.value for dot in chart.front] == [20.0, 10.0, 2.0]
-    assert "(lower is better)" in figure([chart])
+    assert "(lower is better)" in figure_html([chart])
 
 
 def test_several_guidance_scales_are_several_lines() -> None:
@@ -82,21 +72,34 @@ def svgs(html: str) -> list[ElementTree.Element]:
     return tree.findall(".//figure/svg")
 
 
-def places(svg: ElementTree.Element, color: str) -> list[tuple[float, float]]:
-    dots = [path for path in svg.iter("path") if path.get("class") == "dot" and path.get("fill") == color]
-    matches = [re.match(r"translate\(([\d.]+),([\d.]+)\)", dot.get("transform") or "") for dot in dots]
-    return [(float(place[1]), float(place[2])) for place in matches if place is not None]
+def hints(svg: ElementTree.Element) -> list[str]:
+    """Return the tooltips of the dots of a chart."""
+    return [dot.findtext("title") or "" for dot in svg.iter("g") if dot.get("class") == "dot"]
+
+
+def places(svg: ElementTree.Element, name: str) -> list[tuple[float, float]]:
+    """Return where the dots of a line stand."""
+    dots = [dot for dot in svg.iter("g") if (dot.findtext("title") or "").startswith(f"{name}, ")]
+    markers = [marker for dot in dots for marker in dot.iter("use")]
+    return [(float(marker.get("x", "")), float(marker.get("y", ""))) for marker in markers]
 
 
 def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> None:
-    exact, psnr = svgs(figure(over_steps(SWEEP, MEASURES, NAMES)))
-    (a, b, c), worse = places(psnr, COLORS[0]), places(psnr, COLORS[1])
+    exact, psnr = svgs(figure_html(over_steps(SWEEP, MEASURES, NAMES)))
+    (a, b, c), worse = places(psnr, "DDIM"), places(psnr, "DDPM")
     assert (b[0] - a[0]) / (c[0] - a[0]) == pytest.approx(math.log(2) / math.log(10), abs=0.01)
     assert a[1] > b[1] > c[1], "y grows downwards"
     assert all(dot[1] > better[1] for dot, better in zip(worse, (a, b, c), strict=True))
-    assert len(places(exact, COLORS[0])) == 3
-    assert [line.get("class") for line in exact.iter("line")].count("level") == 1, "where the converged pictures stand"
-    assert [text.text for text in psnr.iter("text")][-4:] == ["5", "10", "50", "steps"]
+    assert len(places(exact, "DDIM")) == 3
+    assert [text.text for text in psnr.iter("text")][:4] == ["5", "10", "50", "steps"]
+    assert hints(psnr)[0] == "DDIM, 5 steps: 20.0 dB (95 % interval 19.0 to 21.0 dB), 0.05 s"
+
+
+def test_text_takes_its_color_from_the_page_and_the_page_keeps_its_own_styles() -> None:
+    html = figure_html(over_steps(SWEEP, MEASURES, NAMES))
+    assert "fill: var(--body-text-color)" in html
+    assert "<style" not in html
+    assert not re.search(r'<g id=|href="(?!#)', html)
 
 
 def test_seconds_have_a_front_and_its_knee_is_named() -> None:
@@ -104,65 +107,45 @@ def test_seconds_have_a_front_and_its_knee_is_named() -> None:
     assert [(dot.x, dot.value.value) for dot in charts[1].front] == [(0.05, 20.0), (0.1, 28.0), (0.5, 30.0)]
     assert charts[1].knee == charts[1].front[1]
     assert "its knee: DDIM with 10 steps" in knee_sentence(charts, NAMES)
-    (_, psnr) = svgs(figure(charts))
-    assert len(list(psnr.iter("circle"))) == 1
-    assert not list(psnr.iter("polyline")), "dots that are not an order of anything are not joined"
+    for svg in svgs(figure_html(charts)):
+        texts = [text.text for text in svg.iter("text")]
+        assert "seconds of one picture (numbers: steps)" in texts
 
 
-def test_equal_curves_and_dots_are_seen_below_each_other() -> None:
-    over = over_steps(SWEEP, MEASURES, NAMES)  # all have the same share of exact pictures, and no two one distance
-    exact, psnr = svgs(figure(over))
-    first, second = ([path for path in exact.iter("path") if path.get("stroke") == color] for color in COLORS[:2])
-    assert [path.get("style") for path in first] == ["stroke-width:6"] * 2, "both stretches of the curve below"
-    assert second == []
-    dots = [path.get("transform") or "" for path in exact.iter("path") if path.get("class") == "dot"]
-    assert ["scale" in dot for dot in dots] == [True] * 3 + [False] * 3
-    assert "scale" not in ElementTree.tostring(psnr, "unicode")
-    assert UPON in figure(over)
-    assert UPON not in figure(over[1:])
-    (seconds, _) = svgs(figure(over_seconds(SWEEP, MEASURES, NAMES)))
-    assert ElementTree.tostring(seconds, "unicode").count("scale(1.8)") == 3
-
-
-def test_labels_of_dots_do_not_overlap() -> None:
-    crowd = tuple(summary("ddim", 5 + number, 20.0, seconds=1 + number / 1000) for number in range(8))
-    (exact, _) = svgs(figure(over_seconds(crowd, MEASURES, NAMES)))
-    plain = [text for text in exact.iter("text") if text.get("dy") is None and text.get("text-anchor") == "start"]
-    assert len(plain) < 8
+def test_equal_curves_and_dots_are_visible_below_each_other() -> None:
+    over = over_steps(SWEEP, MEASURES, NAMES)  # all have the same share of exact images, and no two one distance
+    exact, psnr = (ElementTree.tostring(svg, "unicode") for svg in svgs(figure_html(over)))
+    wide = f"stroke: {COLORS[0]}; stroke-width: 4.4"
+    assert exact.count(wide) == 2, "both stretches of the curve below"
+    assert "stroke-width: 4.4" not in psnr
+    assert UPON in figure_html(over)
+    assert UPON not in figure_html(over[1:])
 
 
 def test_what_comes_from_outside_stays_text() -> None:
     cells = (summary(BAD, 5, 20.0), summary(BAD, 10, 22.0))
     for charts in (over_steps(cells, MEASURES), over_seconds(cells, MEASURES)):
-        html = figure(charts)
+        html = figure_html(charts)
         assert "<b" not in html
-        assert any(BAD in (title.text or "") for svg in svgs(html) for title in svg.iter("title"))
+        assert all(BAD in hint for svg in svgs(html) for hint in hints(svg))
 
 
 def test_one_cell_and_equal_values_make_a_chart_too() -> None:
     for cells in ((summary("ddim", 5, 20.0),), (summary("ddim", 5, 20.0), summary("ddim", 10, 20.0))):
         for charts in (over_steps(cells, MEASURES, NAMES), over_seconds(cells, MEASURES, NAMES)):
-            html = figure(charts)
+            html = figure_html(charts)
             assert "nan" not in html
             assert len(svgs(html)) == 2
 
 
 def test_nothing_measured_is_no_chart() -> None:
     assert over_steps((), MEASURES) == ()
-    assert figure(()) == ""
-
-
-def test_ticks_are_round_and_within_the_scale() -> None:
-    scale = linear_scale([12.3, 41.7], 228, 22)
-    assert linear_ticks(scale) == (10.0, 20.0, 30.0, 40.0, 50.0)
-    assert (scale.place(10.0), scale.place(50.0)) == (228, 22)
-    assert log_ticks(Scale(0.4, 25.0, 0, 100, is_log=True)) == (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-    assert log_ticks(Scale(0.6, 1.3, 0, 100, is_log=True)) == pytest.approx((0.6, 0.8, 1.0, 1.2))
-    assert log_ticks(Scale(0.001, 900.0, 0, 100, is_log=True)) == (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+    assert figure_html(()) == ""
 
 
 def test_numbers_that_would_overlap_at_an_axis_are_left_out() -> None:
-    steps = tuple(float(n) for n in range(1, 101))
-    selected = apart(steps, log_scale(steps, 0, 350), 22.0)
-    assert selected[0] == 1.0
-    assert 5 < len(selected) < 20
+    (_, psnr) = svgs(figure_html(over_steps([summary("ddim", n, 20.0) for n in range(1, 101)], MEASURES)))
+    texts = [text.text for text in psnr.iter("text")]
+    labels = texts[: texts.index("steps")]
+    assert labels[0] == "1"
+    assert 5 < len(labels) < 20

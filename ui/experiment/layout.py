@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.api.errors import DiffserveError
+from diffserve.experiments.charts import STYLE
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
-from diffserve.experiments.svg import STYLE
 from ui.captions import status
 from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers

@@ -13,7 +13,6 @@ from urllib.parse import quote
 import gradio as gr
 
 from diffserve.client import ImageCapabilities
-from diffserve.experiments import svg
 from diffserve.experiments.charts import Chart, Names, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.measure import thumbnail
@@ -32,7 +31,9 @@ from ui.server import sentence
 TELL_EVERY_S: Final = 1.0
 """Longest time between updates; sending one reveals that a page is closed."""
 
-CURVES_EVERY_S: Final = 1.5
+CURVES_EVERY_S: Final = 4.0
+"""Shortest time between updates of the curves, which take about 0.2 s of a core."""
+
 SECONDS_ARE: Final = "evaluations times the measured time of one alone"
 THUMBNAIL_PX: Final = 256
 MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
@@ -121,7 +122,9 @@ class View:
             return f"<p class='note'>{why}</p>", ""
         sentences = (knee_sentence(seconds, self._names), self._seconds_text())
         notes = "".join(f"<p class='note'>{html.escape(text)}</p>" for text in sentences if text)
-        return svg.figure(steps), svg.figure(seconds) + notes
+        from diffserve.experiments.plots import figure_html
+
+        return figure_html(steps), figure_html(seconds) + notes
 
     def _seconds_text(self) -> str:
         """Return how the seconds of an image were determined."""

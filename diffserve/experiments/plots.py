@@ -1,12 +1,14 @@
-"""Renders charts, image strips and contact sheets as PNG with matplotlib."""
+"""Renders charts as PNG and as inline SVG, and image strips as PNG; the only module that imports matplotlib."""
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BytesIO
+from html import escape
+from io import BytesIO, StringIO
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -17,6 +19,7 @@ from PIL import Image
 
 from diffserve.experiments.charts import (
     Chart,
+    ChartDot,
     ChartLine,
     common_measures,
     over_seconds,
@@ -30,20 +33,31 @@ from diffserve.experiments.summary import CellSummary
 
 DPI = 110
 NUM_COLORS = 128  # palette size of a PNG; lines on a plain background look the same in a third of the file size
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖"}
+"""Matplotlib's markers, and the characters that stand for them in the legend of an HTML page."""
+
 _plotting = threading.Lock()  # matplotlib keeps its style for the whole process
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # palette by Okabe and Ito
 INK, FAINT = "#1b1d21", "#70757d"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # palette by Okabe and Ito
 
 MAX_TITLE_CHARS = 90
 CELL_INCHES = 1.15
+
+MIN_TICK_DISTANCE = 0.06
+"""Smallest distance of labels at the axis of steps, as a share of its length."""
 
 LARGER_PT = 3.0  # added width per line that covers a line
 
 OVERVIEW_MEASURES = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
 MAX_PANELS = 3
 SHEET_COLORS = 256
+
+HINT = "hint: "
+"""Start of the SVG group ids that become tooltips."""
+
+SVG_INCHES = (4.2, 2.7)
+UPON = "Equal ones lie upon each other, the wider below."
 
 
 @contextmanager
@@ -56,6 +70,7 @@ def style() -> Iterator[None]:
         matplotlib.rc("axes", grid=True, edgecolor=FAINT, labelcolor=INK)
         matplotlib.rc("axes.spines", top=False, right=False)
         matplotlib.rc("grid", alpha=0.25, color=FAINT)
+        matplotlib.rc("svg", fonttype="none")
         matplotlib.rc("text", parse_math=False, color=INK)  # a prompt may contain dollar signs
         matplotlib.rc("xtick", color=FAINT, labelcolor=INK)
         matplotlib.rc("ytick", color=FAINT, labelcolor=INK)
@@ -90,6 +105,74 @@ def to_palette(image: Image.Image, num_colors: int) -> bytes:
     return file.getvalue()
 
 
+def figure_html(charts: Sequence[Chart]) -> str:
+    """Render all charts as inline SVG under one legend, next to each other if there is space.
+
+    The page must include :data:`diffserve.experiments.charts.STYLE` and define the CSS variables of its light or dark
+    colors. All text from outside is escaped.
+    """
+    if not charts:
+        return ""
+    names = dict(sorted((line.number, line.name) for chart in charts for line in chart.lines))
+    items = [
+        f'<li><span style="color: {_page_color(_color(number))}">{MARKERS[_marker(number)]}</span> {escape(name)}</li>'
+        for number, name in names.items()
+    ]
+    if any(chart.num_upon(line, dot) for chart in charts for line in chart.lines for dot in line.dots):
+        items.append(f"<li>{UPON}</li>")
+    return f'<ul class="legend">{"".join(items)}</ul><div class="charts">{"".join(map(_figure_html, charts))}</div>'
+
+
+def _figure_html(chart: Chart) -> str:
+    title = escape(f"{chart.measure.title[0].upper()}{chart.measure.title[1:]}")
+    better = "higher" if chart.measure.more_is_better else "lower"
+    return (
+        f"<figure><figcaption>{title} <small>({better} is better)</small></figcaption>"
+        f"{_svg(chart, f'{title} over {escape(chart.x_title)}')}</figure>"
+    )
+
+
+def _svg(chart: Chart, label: str) -> str:
+    """Render a chart as an SVG element that takes its text colors from the page; ``label`` is for screen readers."""
+    file = StringIO()
+    with style():
+        figure = Figure(figsize=SVG_INCHES)
+        figure.subplots_adjust(left=0.14, right=0.99, bottom=0.18, top=0.97)
+        _draw_chart(figure.subplots(), chart)
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    svg = file.getvalue()
+    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL)  # it would apply to the page
+    svg = re.sub(r"<svg[^>]*(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{label}">', svg)
+    svg = re.sub(rf'<g id="{HINT}([^"]*)">', r'<g class="dot"><title>\1</title>', svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("xlink:href", "href")
+    svg = re.sub(r"font-family: [^;]*; ", "", svg)  # inherited from the page
+    return _page_color(svg)
+
+
+def _page_color(text: str) -> str:
+    """Replace the text colors in ``text`` by CSS variables of the page."""
+    return text.replace(INK, "var(--body-text-color)").replace(FAINT, "var(--body-text-color-subdued)")
+
+
+def _hint(name: str, dot: ChartDot, measure: Measure) -> str:
+    """Return the tooltip of a dot."""
+    interval, value = "", dot.value
+    if value.low is not None and value.high is not None:
+        interval = f" (95 % interval {measure.write_range(value.low, value.high)})"
+    steps, seconds = dot.summary.cell.num_steps, dot.summary.alone_s
+    return f"{name}, {steps} steps: {measure.write(value.value)}{interval}, {seconds:.2g} s"
+
+
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
+
+
+def _marker(number: int) -> str:
+    return list(MARKERS)[number % len(MARKERS)]
+
+
 def curves(summaries: Sequence[CellSummary]) -> bytes:
     """Plot all measures over steps on a logarithmic axis with 95 % intervals, two panels per row."""
     return panels(over_steps(summaries, common_measures(summaries)), height_inches=3.1)
@@ -108,30 +191,30 @@ def panels(charts: Sequence[Chart], *, height_inches: float, width_inches: float
         figure = Figure(figsize=(width_inches * columns, height_inches * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for place, chart in zip(axes, charts, strict=False):
-            _draw_chart(place, chart, is_narrow=num_columns > 2)
+            better = "higher" if chart.measure.more_is_better else "lower"
+            separator = "\n" if num_columns > 2 else " "
+            place.set_title(f"{chart.measure.title}{separator}({better} is better)", fontsize=9)
+            _draw_chart(place, chart)
         for spare in axes[len(charts) :]:
             spare.set_visible(False)
         name_lines(figure, axes)
         return png(figure)
 
 
-def _draw_chart(axes: Axes, chart: Chart, *, is_narrow: bool) -> None:
-    """Draw one panel; its title names the measure and the better direction, in two lines if the panel is narrow."""
-    better = "higher" if chart.measure.more_is_better else "lower"
-    axes.set_title(f"{chart.measure.title}{chr(10) if is_narrow else ' '}({better} is better)", fontsize=9)
+def _draw_chart(axes: Axes, chart: Chart) -> None:
     if chart.measure is Measure.EXACT:
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}" if share < 1.001 else "")  # no label above 100 %
     for line in chart.lines:
         _draw_line(axes, line, chart)
     if chart.level is not None:
-        axes.axhline(chart.level, color=FAINT, linewidth=1, linestyle=":", zorder=0, label="converged")
+        axes.axhline(chart.level, color=FAINT, linewidth=1, linestyle=":", zorder=0, label="converged", gid="level")
     _draw_front(axes, chart)
     _scale_x(axes, chart)
 
 
 def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
     """Draw a line, wider where later lines cover it, so that it stays visible."""
-    color, marker = COLORS[line.number % len(COLORS)], MARKERS[line.number % len(MARKERS)]
+    color, marker = _color(line.number), _marker(line.number)
     x, values = [dot.x for dot in line.dots], [dot.value for dot in line.dots]
     low = [estimate.value if estimate.low is None else estimate.low for estimate in values]
     high = [estimate.value if estimate.high is None else estimate.high for estimate in values]
@@ -142,7 +225,10 @@ def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
     upon = [chart.num_upon(line, dot) for dot in line.dots]
     y, size = [estimate.value for estimate in values], 4 if chart.is_joined else 5
     for index, num_upon in enumerate(upon):
-        axes.plot(x[index], y[index], color=color, marker=marker, markersize=size + LARGER_PT * num_upon)
+        axes.plot(
+            x[index], y[index], color=color, marker=marker, markersize=size + LARGER_PT * num_upon, zorder=3,
+            gid=HINT + _hint(line.name, line.dots[index], chart.measure),
+        )  # fmt: skip
         if chart.is_joined and num_upon and min(upon[index : index + 2]) and index + 1 < len(upon):
             axes.plot(x[index : index + 2], y[index : index + 2], color=color, linewidth=1.4 + LARGER_PT * num_upon)
     axes.plot(
@@ -177,7 +263,12 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
     """Set a logarithmic x axis with ticks at the existing step counts or at round seconds."""
     axes.set_xscale("log")
     if chart.is_joined:
-        axes.xaxis.set_major_locator(FixedLocator(sorted({dot.x for dot in chart.dots})))
+        steps = sorted({dot.x for dot in chart.dots})
+        ticks = steps[:1]
+        for x in steps:
+            if x >= ticks[-1] * (steps[-1] / steps[0]) ** MIN_TICK_DISTANCE and x > ticks[-1]:
+                ticks.append(x)
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
