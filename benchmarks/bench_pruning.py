@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import RESULTS, head, write
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.experiments.gate import GateLimits, PrecisionGate
-from diffserve.experiments.gate_run import run_gate
+from diffserve.experiments.gate import GateLimits, PrecisionGate, run_gate
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.runtime import load_model

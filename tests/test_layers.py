@@ -94,8 +94,8 @@ WITHOUT_TORCH = (
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
-        "analysis", "charts", "estimates", "experiment", "intervals", "measure", "painter", "plan", "prompts",
-        "records", "set_bootstrap", "summary", "svg",
+        "analysis", "charts", "estimates", "generation", "intervals", "measure", "plan", "prompts",
+        "records", "set_bootstrap", "summary",
     )
 )  # fmt: skip
 """What a page needs of an experiment: it asks a server to paint."""

@@ -13,14 +13,24 @@ from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.cli.generate import open_engine
 from diffserve.cli.sweep import SweepOptions, check_prompts, lasting_interrupt, make_progress, plan_of
 from diffserve.disk_cache import DiskCache
-from diffserve.experiments.folder import refuse_folder
-from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateLimits, GateReport, PrecisionGate
+from diffserve.experiments.gate import (
+    JSON,
+    RESULTS,
+    SUMMARY,
+    GateLimits,
+    GateReport,
+    PrecisionGate,
+    run_gate,
+    table,
+    verdicts,
+)
+from diffserve.experiments.run import SweepProgress
+from diffserve.experiments.store import refuse_folder
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag, load_settings
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
-    from diffserve.experiments.gate_run import GateProgress
 
 EXIT_GATE_FAILED = 3
 """Exit code if a candidate exceeds a limit."""
@@ -70,18 +80,16 @@ def run(
     refuse_folder(pictures.output, RESULTS)
     check_prompts(plan, settings)
     gate = _resolve(gate, settings)
-    from diffserve.experiments.gate_run import run_gate
-
     console = Console(stderr=True, highlight=False)
     summary = f"{', '.join(gate.names)}: {plan.num_images:,} images each, {plan.num_painted_rows:,} UNet rows"
     console.print(summary, markup=False, soft_wrap=True)
     try:
         with make_progress(console) as progress, lasting_interrupt() as check:
-            bar = progress.add_task("painting", total=plan.num_images)
+            bar = progress.add_task("painting", total=None)
 
-            def show(now: GateProgress) -> None:
+            def show(now: SweepProgress) -> None:
                 check()
-                progress.update(bar, description=now.precision, completed=now.num_done)
+                progress.update(bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
 
             def open_in(precision: str) -> Engine:
                 console.print(f"loading {settings.model.path} in {precision}", markup=False, soft_wrap=True)
@@ -122,8 +130,6 @@ def _in_precision(settings: Settings, precision: str) -> Settings:
 
 
 def _lines(report: GateReport) -> Iterator[str]:
-    from diffserve.experiments.gate_report import table, verdicts
-
     rows = table(report)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -151,7 +151,7 @@ class Analysis:
             return self._drawn
         if measure is Measure.KID_CONVERGED and self._drawn is not None:
             return None
-        converged = None if cell.is_reference else self.plan.reference_of(cell)
+        converged = self.plan.reference_of(cell)
         return None if converged is None else self.picture_set(converged)
 
     def _set_contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:

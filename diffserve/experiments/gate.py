@@ -1,25 +1,41 @@
-"""Data types of the precision gate, which compares candidate precisions with a reference and reports pass or fail.
+"""Precision gate: compares candidate precisions with a reference and reports pass or fail.
 
 As in MLPerf Inference, all precisions use the same prompts, seeds and starting latents, and measures must stay within
-limits. ``gate_run`` generates and evaluates the images, ``gate_report`` writes the results.
+limits. A gate is a plan that is run once per precision, and a verdict on the records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
+from diffserve.experiments import provenance
 from diffserve.experiments.estimates import Estimate
-from diffserve.experiments.plan import Cell, quote, split_axis
+from diffserve.experiments.intervals import bootstrap_interval
+from diffserve.experiments.plan import Cell, SweepPlan, quote, split_axis
+from diffserve.experiments.records import ImageRecord, features_of
+from diffserve.experiments.run import OnProgress, ProgressCounter, check_plan, generate_missing, setup_of
+from diffserve.experiments.store import PARTS, Store, refuse_folder, write_whole
 from diffserve.settings.config import DTYPE_ALIASES, replace_removed_dtype
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
 
 JSON, SUMMARY, PICTURES = "gate.json", "gate.md", "gate.png"
 RESULTS = (JSON, SUMMARY, PICTURES)
 FORM = "write it as REFERENCE:CANDIDATE,CANDIDATE, for example float32:bfloat16,int8."
+HEADS = ("precision", "cell", "exact", "change", "PSNR", "worst", "SSIM", "Frechet", "UNet", "s an image", "verdict")
+GAP_PX = 2
 
 
 class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,3 +149,214 @@ def broken(row: GateRow, limits: GateLimits) -> Iterator[str]:
         yield f"PSNR is {row.psnr_db.value:.1f} dB, at least {limits.psnr_db:g} dB is required"
     if row.frechet is not None and row.frechet > limits.frechet:
         yield f"the Frechet distance is {row.frechet:.3g}, at most {limits.frechet:g} is allowed"
+
+
+@dataclass(frozen=True)
+class _PrecisionResult:
+    """Results of one precision, with its records by cell in the order of the places."""
+
+    precision: str
+    model: Mapping[str, Any]
+    unet_bytes: int
+    why_not: str | None
+    store: Store
+    records: Mapping[Cell, Sequence[ImageRecord]]
+
+
+def run_gate(
+    gate: PrecisionGate,
+    plan: SweepPlan,
+    limits: GateLimits,
+    folder: Path,
+    open_engine: Callable[[str], Engine],
+    on_progress: OnProgress | None = None,
+) -> GateReport:
+    """Generate the cells of ``plan`` in every precision, evaluate the candidates, and write the files of the gate.
+
+    Engines are opened one at a time, the reference first, so only one model is in memory. Results are stored under
+    ``parts/<precision>``, and an interrupted gate resumes there.
+
+    Args:
+        gate: Reference and candidate precisions.
+        plan: Cells, prompts and seeds.
+        limits: Limits for the candidates.
+        folder: Output folder.
+        open_engine: Opens the model in a precision.
+        on_progress: Called with the progress of each precision.
+
+    Raises:
+        InvalidRequest: The folder cannot be used, or an engine rejects the plan.
+    """
+    refuse_folder(folder, RESULTS)
+    initial_machine = provenance.machine()
+    results: dict[str, _PrecisionResult] = {}
+    for name in gate.names:
+        reference = results.get(gate.reference)
+        results[name] = _run_precision(name, plan, folder, open_engine, reference, on_progress)
+        gc.collect()  # engine and model form reference cycles; free their memory for the next ones
+    rows = tuple(
+        judge(results[name], cell, results[gate.reference], limits) for name in gate.names for cell in plan.cells
+    )
+    report = GateReport(gate, limits, rows, folder)
+    _write(report, plan, results, initial_machine)
+    return report
+
+
+def _run_precision(
+    name: str,
+    plan: SweepPlan,
+    folder: Path,
+    open_engine: Callable[[str], Engine],
+    reference: _PrecisionResult | None,
+    on_progress: OnProgress | None,
+) -> _PrecisionResult:
+    engine = open_engine(name)
+    check = check_plan(engine, plan)
+    setup = setup_of(engine, plan, check)
+    with Store(folder / PARTS / name, setup, results=(), keeps_images=reference is None) as store:
+        images = store.missing(plan)
+        counter = ProgressCounter(on_progress, sum(image.cell.rows for image in images))
+        reference_store = None if reference is None else reference.store
+        generate_missing(engine, plan, store, check, images, partial(counter.add, name), reference_store)
+        return _PrecisionResult(
+            precision=name,
+            model=provenance.model(engine.info, is_deterministic=engine.is_deterministic),
+            unet_bytes=next(part.weights_bytes for part in engine.model.memory_report() if part.component == "unet"),
+            why_not=check.why_not,
+            store=store,
+            records={cell: [store.records(cell)[place] for place in plan.places] for cell in plan.cells},
+        )
+
+
+def judge(result: _PrecisionResult, cell: Cell, reference: _PrecisionResult, limits: GateLimits) -> GateRow:
+    """Compute the measures of a precision in a cell and the limits that it violates; the reference has no limits."""
+    from diffserve.experiments.metrics.set_distance import frechet_distance
+
+    records, reference_records = list(result.records[cell]), list(reference.records[cell])
+    groups = [record.prompt_index for record in records] if len({r.prompt_index for r in records}) > 1 else None
+
+    def mean(values: Sequence[float]) -> Estimate:
+        return Estimate(statistics.fmean(values), *bootstrap_interval(values, groups))
+
+    exact = [record.parts.exact for record in records if record.parts]
+    row = GateRow(
+        precision=result.precision,
+        cell=cell,
+        num_images=len(records),
+        unet_bytes=result.unet_bytes,
+        engine_s=statistics.fmean(record.engine_s for record in records),
+        exact=statistics.fmean(exact) if len(exact) == len(records) else None,
+    )
+    if result is reference:
+        return row
+    psnr = [record.distance.psnr_db for record in records if record.distance and record.distance.psnr_db is not None]
+    ssim = [record.distance.ssim for record in records if record.distance and record.distance.ssim is not None]
+    pairs = [(a.parts, b.parts) for a, b in zip(records, reference_records, strict=True) if a.parts and b.parts]
+    change = mean([a.exact - b.exact for a, b in pairs]) if len(pairs) == len(records) else None
+    row = msgspec.structs.replace(
+        row,
+        exact_change=change,
+        psnr_db=mean(psnr),
+        worst_psnr_db=min(psnr),
+        ssim=statistics.fmean(ssim),
+        frechet=frechet_distance(features_of(reference_records), features_of(records)) if len(records) > 1 else None,
+    )
+    return msgspec.structs.replace(row, failures=tuple(broken(row, limits)))
+
+
+def _write(
+    report: GateReport,
+    plan: SweepPlan,
+    results: Mapping[str, _PrecisionResult],
+    initial_machine: Mapping[str, Any],
+) -> None:
+    """Write gate.json, gate.md to commit with a project, and gate.png with sample images of each precision."""
+    why_not = next((result.why_not for result in results.values() if result.why_not), None)
+    document = {
+        "date": provenance.now(),
+        "versions": provenance.versions(),
+        "machine": initial_machine,
+        "models": {name: result.model for name, result in results.items()},
+        "plan": plan,
+        "limits": report.limits,
+        "reference": report.gate.reference,
+        "failed": report.failed,
+        "rows": report.rows,
+        "notes": [f"Prompt match was not measured: {why_not}"] if why_not else [],
+    }
+    thumbnails = [
+        [record.thumbnail for record in result.records[plan.cells[0]] if record.thumbnail]
+        for result in results.values()
+    ]
+    write_whole(report.folder / PICTURES, _contact_sheet(thumbnails))
+    write_whole(report.folder / SUMMARY, _markdown(report, document).encode())
+    write_whole(report.folder / JSON, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+
+
+def table(report: GateReport) -> list[tuple[str, ...]]:
+    """Format the rows as text with the header first; columns that are empty in every row are omitted."""
+    several = len({row.cell.guidance_scale for row in report.rows}) > 1
+    lines = [HEADS, *(_fields(row, report, with_scale=several) for row in report.rows)]
+    columns = [index for index in range(len(HEADS)) if any(line[index] for line in lines[1:])]
+    return [tuple(line[index] for index in columns) for line in lines]
+
+
+def _fields(row: GateRow, report: GateReport, *, with_scale: bool) -> tuple[str, ...]:
+    verdict = "reference" if row.precision == report.gate.reference else "fails" if row.failures else "passes"
+    change = row.exact_change
+    return (
+        row.precision,
+        f"{row.cell.label}, guidance {row.cell.guidance_scale:g}" if with_scale else row.cell.label,
+        "" if row.exact is None else f"{100 * row.exact:.1f} %",
+        "" if change is None else f"{100 * change.value:+.1f} points",
+        "" if row.psnr_db is None else f"{row.psnr_db.value:.1f} dB",
+        "" if row.worst_psnr_db is None else f"{row.worst_psnr_db:.1f} dB",
+        "" if row.ssim is None else f"{row.ssim:.3f}",
+        "" if row.frechet is None else f"{row.frechet:.3g}",
+        f"{row.unet_bytes / 1e6:.1f} MB",
+        f"{row.engine_s:.2f}",
+        verdict,
+    )
+
+
+def verdicts(report: GateReport) -> Iterator[str]:
+    """Yield one sentence per candidate and cell."""
+    for row in report.rows:
+        if row.precision != report.gate.reference:
+            why = f"fails: {'; '.join(row.failures)}" if row.failures else "passes"
+            yield f"{row.precision}, {row.cell.label}, guidance {row.cell.guidance_scale:g}: {why}."
+
+
+def _contact_sheet(rows: Sequence[Sequence[bytes]]) -> bytes:
+    """Combine thumbnails into one PNG with a row per precision."""
+    image_rows = [[Image.open(BytesIO(image)) for image in row] for row in rows]
+    width, height = (max(image.size[side] for row in image_rows for image in row) + GAP_PX for side in (0, 1))
+    sheet = Image.new("RGB", (width * max(map(len, image_rows)) - GAP_PX, height * len(image_rows) - GAP_PX), "white")
+    for number, row in enumerate(image_rows):
+        for column, image in enumerate(row):
+            sheet.paste(image, (column * width, number * height))
+    file = BytesIO()
+    sheet.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _markdown(report: GateReport, document: Mapping[str, Any]) -> str:
+    heads, *rows = table(report)
+    limits, machine = report.limits, document["machine"]
+    model = document["models"][report.gate.reference]
+    lines = [
+        f"# A gate for {model['id']}: {', '.join(report.gate.candidates)} against {report.gate.reference}",
+        *verdicts(report),
+        "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)),
+        f"![some pictures]({PICTURES})",
+        f"From top to bottom: {', '.join(report.gate.names)}.",
+        f"{report.rows[0].num_images} pictures of each precision in each cell, of the same prompts and seeds. Measures "
+        "are against the reference's picture of the same prompt and seed; the Frechet distance, in a fixed network of "
+        f"random filters, is against all of its pictures. A candidate fails with PSNR below {limits.psnr_db:g} dB, a "
+        f"Frechet distance above {limits.frechet:g}, or exact prompt match more than {limits.exact_points:g} points "
+        "below the reference's. Seconds are an image's share of the engine's time.",
+        *document["notes"],
+        f"Weights {model['digest']}; {machine['cpu']}, {machine['cores']} cores; "
+        f"{', '.join(f'{name} {version}' for name, version in document['versions'].items())}; {document['date']}.",
+    ]
+    return "\n\n".join(lines) + "\n"

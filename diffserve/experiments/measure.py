@@ -13,9 +13,8 @@ from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
-from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.prompts import read_wishes
-from diffserve.experiments.records import Distance, ImageRecord, Parts, StoredImage
+from diffserve.experiments.records import Distance, FinishedImage, ImageRecord, Parts, StoredImage
 from diffserve.world.checker import judge, read_picture
 
 if TYPE_CHECKING:

@@ -164,8 +164,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.num_rows * row_s + self.num_images * image_s
 
     def reference_of(self, cell: Cell) -> Cell | None:
-        """Return the converged cell that ``cell`` is compared with."""
-        if self.reference_steps is None:
+        """Return the converged cell that ``cell`` is compared with, ``None`` for a converged cell itself."""
+        if self.reference_steps is None or cell.is_reference:
             return None
         return Cell(REFERENCE_SAMPLER, self.reference_steps, cell.guidance_scale, is_reference=True)
 

@@ -18,14 +18,13 @@ from diffserve.experiments.charts import over_seconds, time_measures
 from diffserve.experiments.estimates import SET_MEASURES, Measure
 from diffserve.experiments.figures import CURVES, OVERVIEW, TIME, files_of, sections_of
 from diffserve.experiments.findings import Finding, find
-from diffserve.experiments.folder import write_whole
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
 from diffserve.experiments.report_page import write_markdown, write_page
-from diffserve.experiments.store import Store
+from diffserve.experiments.store import Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec
 

@@ -1,24 +1,23 @@
 """Runs a sweep: generates missing images, measures them, times every cell, and writes the report.
 
-``sweep`` is the main entry point; ``run_plan`` takes an existing engine and plan. Heavy libraries are imported only
-when one of them runs.
+``sweep`` is the main entry point; ``run_plan`` takes an existing engine and plan; gates share ``generate_missing``.
+Heavy libraries are imported only when one of them runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from diffserve.experiments import prompts as prompt_lists
-from diffserve.experiments.engine_painter import EnginePainter, merge_rounds, request_for, time_alone
-from diffserve.experiments.experiment import complete, paint_measured
-from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
+from diffserve.experiments.engine_generator import EngineGenerator, request_for, time_alone
+from diffserve.experiments.generation import complete, generate_measured
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
-from diffserve.experiments.painter import FinishedImage, PaintEvent, RowsDone
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -31,9 +30,9 @@ from diffserve.experiments.plan import (
     SweepPlan,
 )
 from diffserve.experiments.provenance import machine, versions
-from diffserve.experiments.records import SoloTime
+from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 from diffserve.experiments.report import RESULTS, SweepReport, write_report
-from diffserve.experiments.store import Store
+from diffserve.experiments.store import Store, refuse_folder, refuse_other_sweep
 from diffserve.version import __version__
 from diffserve.world.checker import EDITION
 
@@ -45,10 +44,10 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Progress of a sweep.
+    """Progress of a sweep, or of one precision of a gate.
 
     Attributes:
-        phase: "painting", "timing" or "reporting".
+        phase: "painting", "timing" or "reporting", or the precision of a gate.
         rows_done: UNet rows finished in this run.
         num_rows: UNet rows that were missing when this run started.
         finished: The cell that was just completed, if any.
@@ -128,89 +127,102 @@ def refuse_early(plan: SweepPlan, folder: Path) -> None:
 def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
     """Run ``plan`` with ``engine`` and write the report into ``folder``; see :func:`sweep`."""
     plan.check(engine.info)
-    for cell in (*plan.references, *plan.cells):
-        engine.check(request_for(plan, cell, plan.places[0]))
-    check = PromptCheck(engine.info.family, plan.prompts)
+    check = check_plan(engine, plan)
     initial_machine = machine()
-    setup = setup_of(engine, plan, is_checked=check.wishes is not None)
-    with Store(folder, setup, results=RESULTS) as store:
-        running = _SweepRun(engine, plan, store, check, on_progress or (lambda _: None))
-        running.paint()
-        times = running.time()
-        running.report_progress("reporting")
+    with Store(folder, setup_of(engine, plan, check), results=RESULTS) as store:
+        images = store.missing(plan)
+        times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
+        times = _read_times(store, times_name, plan)
+        timed_rows = 0 if times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
+        counter = ProgressCounter(on_progress, sum(image.cell.rows for image in images) + timed_rows)
+        generate_missing(engine, plan, store, check, images, partial(counter.add, "painting"))
+        if not times:
+            times = time_alone(engine, plan, lambda cell: counter.add("timing", cell.rows))
+            store.write_json(times_name, {cell.slug: time for cell, time in times.items()})
+        counter.add("reporting")
         return write_report(
             engine=engine, plan=plan, store=store, times=times, check=check, initial_machine=initial_machine
         )
 
 
-class _SweepRun:
-    """The long-running phases of a sweep, with their progress."""
+class ProgressCounter:
+    """Counts finished UNet rows and reports the progress.
 
-    def __init__(
-        self, engine: Engine, plan: SweepPlan, store: Store, check: PromptCheck, on_progress: OnProgress
-    ) -> None:
-        self.engine, self.plan, self.store = engine, plan, store
-        self._check = check
+    Args:
+        on_progress: Called with the progress of the run.
+        num_rows: UNet rows that are missing.
+    """
+
+    def __init__(self, on_progress: OnProgress | None, num_rows: int) -> None:
         self._on_progress = on_progress
-        self._times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
-        self._images = [image for image in plan.images() if not self._is_done(image)]
-        self._known_times = self._read_times()
-        timed_rows = 0 if self._known_times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
-        self._num_rows = sum(image.cell.rows for image in self._images) + timed_rows
+        self._num_rows = num_rows
         self._rows_done = 0.0
 
-    def report_progress(self, phase: str, finished: Cell | None = None) -> None:
-        """Report the current progress of the sweep."""
-        rows_done = min(int(self._rows_done), self._num_rows)
-        self._on_progress(SweepProgress(phase, rows_done, self._num_rows, finished))
+    def add(self, phase: str, rows: float = 0.0, finished: Cell | None = None) -> None:
+        """Add ``rows`` and report the progress of ``phase``, with the cell that was just completed, if any."""
+        self._rows_done += rows
+        if self._on_progress is not None:
+            rows_done = min(int(self._rows_done), self._num_rows)
+            self._on_progress(SweepProgress(phase, rows_done, self._num_rows, finished))
 
-    def paint(self) -> None:
-        """Generate and measure missing images; every record is on disk before the next engine tick."""
-        if not self._images:
-            return
-        from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
-        measures = ImageMeasures(self._check, FeatureNetwork())
-        self.engine.warm_up()  # so that its time is not charged to an image
-        painter = EnginePainter(self.engine, self.plan)
-        complete(paint_measured(self.plan, painter, measures, self.store, self._images, self._count))
+def check_plan(engine: Engine, plan: SweepPlan) -> PromptCheck:
+    """Check that ``engine`` accepts the requests of every cell, and return the checker of the prompts.
 
-    def time(self) -> dict[Cell, SoloTime]:
-        """Generate one image of each cell alone and return the times, which are reused if they exist."""
-        if self._known_times:
-            return self._known_times
-        rounds: dict[Cell, list[SoloTime]] = {cell: [] for cell in self.plan.all_cells}
-        for cell, solo_time in time_alone(self.engine, self.plan):
-            rounds[cell].append(solo_time)
-            self._rows_done += cell.rows
-            self.report_progress("timing")
-        times = {cell: merge_rounds(cell_rounds) for cell, cell_rounds in rounds.items()}
-        self.store.write_json(self._times_name, {cell.slug: time for cell, time in times.items()})
-        return times
+    Raises:
+        InvalidRequest: The engine rejects a request.
+    """
+    for cell in (*plan.references, *plan.cells):
+        engine.check(request_for(plan, cell, plan.places[0]))
+    return PromptCheck(engine.info.family, plan.prompts)
 
-    def _is_done(self, image: PlannedImage) -> bool:
-        is_stored = not image.cell.is_reference or self.store.has(image.cell, image.place)
-        return is_stored and image.place in self.store.records(image.cell)
 
-    def _count(self, event: PaintEvent) -> None:
+def generate_missing(
+    engine: Engine,
+    plan: SweepPlan,
+    store: Store,
+    check: PromptCheck,
+    images: Sequence[PlannedImage],
+    on_rows: Callable[[float, Cell | None], None],
+    reference_store: Store | None = None,
+) -> None:
+    """Generate and measure missing images; every record is on disk before the next engine tick.
+
+    Args:
+        engine: Generates the images.
+        plan: The plan that the images belong to.
+        store: Receives the records.
+        check: Checks images against their prompts.
+        images: The missing images.
+        on_rows: Called with the UNet rows of each tick and ``None``, and with each cell that is completed.
+        reference_store: Images to compare with, by default the plan's converged images.
+    """
+    if not images:
+        return
+    from diffserve.experiments.metrics.feature_network import FeatureNetwork
+
+    def count(event: GenerationEvent) -> None:
         if isinstance(event, RowsDone):
-            self._rows_done += sum(event.rows.values())
-            self.report_progress("painting")
-        elif isinstance(event, FinishedImage):
-            cell = event.image.cell
-            if len(self.store.records(cell)) == len(self.plan.places):
-                self.report_progress("painting", finished=cell)
+            on_rows(sum(event.rows.values()), None)
+        elif isinstance(event, FinishedImage) and len(store.records(event.image.cell)) == len(plan.places):
+            on_rows(0.0, event.image.cell)
 
-    def _read_times(self) -> dict[Cell, SoloTime] | None:
-        document = self.store.read_json(self._times_name)
-        try:
-            times = msgspec.convert(document, dict[str, SoloTime])
-            return {cell: times[cell.slug] for cell in self.plan.all_cells}
-        except (msgspec.ValidationError, KeyError):
-            return None
+    measures = ImageMeasures(check, FeatureNetwork())
+    engine.warm_up()  # so that its time is not charged to an image
+    generator = EngineGenerator(engine, plan)
+    complete(generate_measured(plan, generator, measures, store, images, count, reference_store=reference_store))
 
 
-def setup_of(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str, Any]:
+def _read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime] | None:
+    """Read the times of every cell that an earlier run measured, or return ``None`` if one is missing."""
+    try:
+        times = msgspec.convert(store.read_json(name), dict[str, SoloTime])
+        return {cell: times[cell.slug] for cell in plan.all_cells}
+    except (msgspec.ValidationError, KeyError):
+        return None
+
+
+def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str, Any]:
     """Return everything except the cell that the results of an image depend on."""
     from diffserve.experiments.metrics.feature_network import NETWORK_VERSION
 
@@ -229,7 +241,7 @@ def setup_of(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[st
         "spacing": info.default_spacing,
         "size": info.good_sizes[0],
         "is_deterministic": engine.is_deterministic,
-        "is_checked": is_checked,
+        "is_checked": check.wishes is not None,
         **_plan_setup(plan),
     }
 

@@ -1,14 +1,18 @@
-"""Resumable on-disk state of a sweep: a journal per cell, and the converged images.
+"""Output folder of a sweep: permission checks, and the records and images from which a sweep resumes.
 
 DIR/parts/setup.json                             setup of the sweep; another setup is rejected
+DIR/parts/lock                                   locked by the running process until it ends
 DIR/parts/<cell>-<digest>.jsonl                  one line per image, appended when it is measured
 DIR/parts/<reference>-<digest>/<place>.npz       latents and pixels of converged images
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 from zipfile import BadZipFile
@@ -16,19 +20,23 @@ from zipfile import BadZipFile
 import msgspec
 import numpy as np
 
-from diffserve.experiments.folder import (
-    DIGEST_DIGITS,
-    PARTS,
-    SETUP,
-    guard,
-    refuse_folder,
-    refuse_other_sweep,
-    take_lock,
-    write_whole,
-)
-from diffserve.experiments.painter import FinishedImage
-from diffserve.experiments.plan import Cell, Place
-from diffserve.experiments.records import ImageRecord, StoredImage
+from diffserve.api.errors import InvalidRequest
+from diffserve.experiments.plan import Cell, Place, PlannedImage, SweepPlan
+from diffserve.experiments.records import FinishedImage, ImageRecord, StoredImage
+
+PARTS = "parts"
+SETUP, LOCK = "setup.json", "lock"
+
+DIGEST_DIGITS = 12
+MAX_SHOWN_CHARS = 24
+NAMES = {
+    "is_deterministic": "deterministic mode",
+    "is_checked": "checking of prompts",
+    "num_seeds": "seeds of each prompt",
+    "first_seed": "first seed",
+    "reference_steps": "reference steps",
+}
+"""Display names of setup fields for error messages."""
 
 
 class Store:
@@ -42,17 +50,21 @@ class Store:
         folder: Output folder of the sweep.
         setup: Everything except the cell that results depend on.
         results: Names of result files that must not exist in a folder without a sweep.
+        keeps_images: Whether all images are stored, and not only the converged ones.
 
     Raises:
         InvalidRequest: The folder cannot be written, holds foreign results or another sweep, or is in use.
     """
 
-    def __init__(self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str]) -> None:
+    def __init__(
+        self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str], keeps_images: bool = False
+    ) -> None:
         refuse_folder(folder, results)
         refuse_other_sweep(folder, setup)
         self.folder = folder
         self.parts = folder / PARTS
         self._setup = dict(setup)
+        self._keeps_images = keeps_images
         self._digests: dict[Cell, str] = {}
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
@@ -93,12 +105,21 @@ class Store:
         self._journals[cell].write(msgspec.json.encode(record) + b"\n")
         records[record.place] = record
 
-    def save(self, finished: FinishedImage, *, always: bool = False) -> None:
-        """Store a converged image atomically; other images are stored only if ``always`` is set."""
-        if not (always or finished.image.cell.is_reference):
+    def missing(self, plan: SweepPlan) -> list[PlannedImage]:
+        """Return the images of ``plan`` that are not recorded, or whose pixels are needed but not stored."""
+        return [
+            image
+            for image in plan.images()
+            if image.place not in self.records(image.cell)
+            or (self._keeps(image.cell) and not self.has(image.cell, image.place))
+        ]
+
+    def save(self, finished: FinishedImage) -> None:
+        """Store a converged image atomically, or any image if all are stored."""
+        if not self._keeps(finished.image.cell):
             return
         assert finished.latents is not None, "a sweep asks for latents"
-        path = self._picture_path(finished.image.cell, finished.image.place)
+        path = self._image_path(finished.image.cell, finished.image.place)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".part")
         with temporary.open("wb") as file:
@@ -107,15 +128,18 @@ class Store:
 
     def has(self, cell: Cell, place: Place) -> bool:
         """Return whether an image is stored."""
-        return self._picture_path(cell, place).is_file()
+        return self._image_path(cell, place).is_file()
 
     def load(self, cell: Cell, place: Place) -> StoredImage | None:
         """Return a stored image, or ``None`` if it is missing or cannot be read."""
         try:
-            with self._picture_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with self._image_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return StoredImage(arrays["pixels"], arrays["latents"])
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
+
+    def _keeps(self, cell: Cell) -> bool:
+        return self._keeps_images or cell.is_reference
 
     def write_json(self, name: str, document: Any) -> None:
         """Replace ``parts/<name>`` atomically."""
@@ -131,7 +155,7 @@ class Store:
     def _journal_path(self, cell: Cell) -> Path:
         return self.parts / f"{self._name(cell)}.jsonl"
 
-    def _picture_path(self, cell: Cell, place: Place) -> Path:
+    def _image_path(self, cell: Cell, place: Place) -> Path:
         return self.parts / self._name(cell) / f"{place[0]}-{place[1]}.npz"
 
     def _name(self, cell: Cell) -> str:
@@ -163,3 +187,102 @@ def _open_journal(path: Path) -> IO[bytes]:
     data = path.read_bytes()
     journal.truncate(data.rfind(b"\n") + 1)
     return journal
+
+
+def refuse_folder(folder: Path, results: Iterable[str]) -> None:
+    """Check that a sweep can write to ``folder``, without creating anything.
+
+    An existing folder must belong to a sweep or contain none of ``results``. For a folder that does not exist yet, the
+    nearest existing parent must be writable.
+
+    Raises:
+        InvalidRequest: The folder cannot be used.
+    """
+    if folder.is_dir() and not (folder / PARTS).is_dir():
+        for name in results:
+            if (folder / name).exists():
+                message = f"{str(folder)!r} holds a {name} that no sweep wrote; choose another folder."
+                raise InvalidRequest(message, param="output")
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    with guard(folder), tempfile.TemporaryFile(dir=existing):
+        pass
+
+
+def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
+    """Check that ``folder`` does not hold a sweep with a different setup.
+
+    Only fields that both setups have are compared, so that a partial setup can be checked early. Samplers, steps and
+    guidance are not part of a setup: adding more of them continues the existing sweep.
+
+    Raises:
+        InvalidRequest: The folder holds another sweep.
+    """
+    parts = folder / PARTS
+    try:
+        stored = msgspec.json.decode((parts / SETUP).read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        stored = {}
+    except (OSError, msgspec.DecodeError):
+        raise _other(folder, "that cannot be read") from None
+    if not stored and any(parts.glob("*.jsonl")):
+        raise _other(folder, "that another version began")
+    current = msgspec.json.decode(msgspec.json.encode(dict(setup)))
+    for name in [name for name in current if name in stored and stored[name] != current[name]]:
+        raise _other(folder, f"with other {_describe(name, stored[name], current[name])}")
+
+
+def _other(folder: Path, which: str) -> InvalidRequest:
+    return InvalidRequest(f"{str(folder)!r} holds a sweep {which}; choose another folder.", param="output")
+
+
+def _describe(name: str, stored: Any, current: Any) -> str:
+    """Describe a different setup field by name, with both values if they are short; digests are abbreviated."""
+    title, values = NAMES.get(name, name), [str(value) for value in (stored, current)]
+    if name == "weights":
+        values = [value[:DIGEST_DIGITS] for value in values]
+    is_short = all(isinstance(value, str | int | float) for value in (stored, current))
+    return f"{title} ({values[0]}, now {values[1]})" if is_short and max(map(len, values)) <= MAX_SHOWN_CHARS else title
+
+
+def take_lock(folder: Path) -> IO[bytes]:
+    """Lock ``folder`` for this process until the returned file is closed; without ``fcntl`` nothing is locked.
+
+    Raises:
+        InvalidRequest: Another process holds the lock.
+    """
+    file = (folder / PARTS / LOCK).open("ab")
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            message = f"another sweep is painting into {str(folder)!r} now; wait for it or choose another folder."
+            raise InvalidRequest(message, param="output") from None
+    return file
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Write ``data`` atomically: readers see either the old file or the new one.
+
+    Raises:
+        InvalidRequest: The file cannot be written.
+    """
+    temporary = file.with_name(f".{file.name}.part")
+    with guard(file):
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def guard(path: Path) -> Iterator[None]:
+    """Convert an ``OSError`` of the block into an :class:`InvalidRequest` about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest(f"cannot write to {str(path)!r}: {error.strerror}.", param="output") from None

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.experiments.folder import PARTS, SETUP, refuse_folder, refuse_other_sweep, take_lock, write_whole
-from diffserve.experiments.store import Store
+from diffserve.experiments.store import PARTS, SETUP, Store, refuse_folder, refuse_other_sweep, take_lock, write_whole
 
 RESULTS = ("cells.csv", "report.html")
 BEGUN: dict[str, Any] = {"weights": "abc", "prompts": ("a fox", "an owl"), "reference_steps": 200, "size": (128, 128)}
@@ -58,7 +57,7 @@ def test_pieces_of_a_sweep_without_a_readable_setup_are_refused(tmp_path: Path) 
 def test_two_sweeps_never_paint_into_one_folder_and_a_killed_one_frees_it(tmp_path: Path) -> None:
     (tmp_path / PARTS).mkdir()
     program = (
-        "import sys, time, pathlib; from diffserve.experiments.folder import take_lock\n"
+        "import sys, time, pathlib; from diffserve.experiments.store import take_lock\n"
         "held = take_lock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as other:

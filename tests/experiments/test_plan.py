@@ -154,7 +154,7 @@ def test_an_axis_that_cannot_be_read_is_named(text: str, message: str) -> None:
 
 
 def test_what_a_page_needs_of_a_sweep_loads_neither_torch_nor_the_engine() -> None:
-    modules = ("experiment", "analysis", "svg", "charts")
+    modules = ("generation", "analysis", "charts")
     heavy = ("torch", "diffusers", "matplotlib", "diffserve.engine", "diffserve.runtime")
     imports = "; ".join(f"import diffserve.experiments.{module}" for module in modules)
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"

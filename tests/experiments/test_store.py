@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from diffserve.experiments.folder import PARTS
-from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.plan import Cell, Place, PlannedImage
-from diffserve.experiments.records import ImageRecord
-from diffserve.experiments.store import Store
+from diffserve.experiments.records import FinishedImage, ImageRecord
+from diffserve.experiments.store import PARTS, Store
 from tests.experiments.synthetic import plan_of, records_of
 
 PLAN = plan_of(num_prompts=3)

@@ -25,16 +25,15 @@ from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
 from diffserve.engine import Engine
 from diffserve.experiments import run
-from diffserve.experiments.engine_painter import EnginePainter, request_for
-from diffserve.experiments.experiment import complete
-from diffserve.experiments.folder import PARTS
+from diffserve.experiments.engine_generator import EngineGenerator, request_for
+from diffserve.experiments.generation import complete
 from diffserve.experiments.metrics.feature_network import FeatureNetwork
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
-from diffserve.experiments.painter import FinishedImage, RowsDone
 from diffserve.experiments.plan import SweepPlan
-from diffserve.experiments.records import ImageRecord
+from diffserve.experiments.records import FinishedImage, ImageRecord, RowsDone
 from diffserve.experiments.report import RESULTS
 from diffserve.experiments.run import SweepProgress, run_plan, sweep
+from diffserve.experiments.store import PARTS
 from diffserve.settings.config import EngineConfig
 from diffserve.world.checker import EDITION
 from tests.tiny_models import ONE_LEVEL
@@ -152,14 +151,14 @@ def decode(line: bytes) -> ImageRecord:
 
 
 def test_cells_share_calls_and_their_engine_time_adds_up(tiny: Engine) -> None:
-    painter = EnginePainter(tiny, PLAN)
+    generator = EngineGenerator(tiny, PLAN)
     mixed, num_rows, charged_s = 0, 0.0, 0.0
     started_s = time.perf_counter()
 
     async def paint() -> None:
         nonlocal mixed, num_rows, charged_s
-        async for event in painter.paint([image for image in PLAN.images() if not image.cell.is_reference]):
-            mixed += len({image.cell for image in painter.in_flight}) > 1
+        async for event in generator.generate([image for image in PLAN.images() if not image.cell.is_reference]):
+            mixed += len({image.cell for image in generator.in_flight}) > 1
             if isinstance(event, FinishedImage):
                 charged_s += event.engine_s
             elif isinstance(event, RowsDone):

@@ -22,7 +22,7 @@ from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
 from tests.service.test_image_stream import stream
-from ui.experiment import client_painter
+from ui.experiment import run as experiment_run
 from ui.experiment.run import GridRun
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_queued_streams_get_their_new_position(small_server: RunningServer) -> N
 def test_an_experiment_waits_while_the_queue_is_full(
     small_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_painter, "LONGEST_WAIT_S", 1.0)
+    monkeypatch.setattr(experiment_run, "LONGEST_WAIT_S", 1.0)
     plan = SweepPlan(
         samplers=("ddim", "euler"), steps=(2,), guidance=(3.0,), prompts=("a red fox", "a castle"), num_seeds=1,
         first_seed=5, reference_steps=None,

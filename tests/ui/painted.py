@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from diffserve.api.types import Picture
-from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.plan import PlannedImage
-from diffserve.experiments.records import Distance, ImageRecord, Parts
+from diffserve.experiments.records import Distance, FinishedImage, ImageRecord, Parts
 from diffserve.media.images import encode_image
 from ui.experiment.board import Board
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.painter import PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
+from diffserve.experiments.records import PreviewImage, RefusedImage, RowsDone
 from diffserve.media.images import decode_image
 from tests.ui.painted import COLOR, paint
 from ui.experiment.board import Board

@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.metrics.fidelity import psnr_db
-from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.plan import Cell, PlannedImage
 from diffserve.experiments.prompts import draw_pictures, read_wishes
-from diffserve.experiments.records import Distance, StoredImage
+from diffserve.experiments.records import Distance, FinishedImage, StoredImage
 from ui.create.layout import EXAMPLES
 from ui.experiment.layout import DEFAULT_PROMPTS
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ui.experiment.run import ClientGenerator
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.client import AsyncClient, ImageCapabilities, SamplerChoice
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
-from ui.experiment.client_painter import ClientPainter
 from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form
 from ui.experiment.speed import TIMED_PICTURES, TIMED_STEPS, ServerSpeed, Timing
 
@@ -40,7 +40,7 @@ def plan_of(**fields: Any) -> SweepPlan:
 def test_every_image_is_requested_from_the_selected_model() -> None:
     image = PlannedImage(plan_of().cells[0], 0, 0)
     for choice, expected in (("photo", "photo"), ("", None)):
-        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
+        painter = ClientGenerator(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
         assert painter._fields(image).get("model") == expected
 
 

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diffserve.experiments.painter import PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import PlannedImage, SweepPlan
+from diffserve.experiments.records import PreviewImage, RefusedImage, RowsDone
 from tests.ui.painted import paint
 from ui.experiment.board import Board
 from ui.experiment.table import grid

@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Final
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.painter import FinishedImage, PaintEvent, PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import Cell, Place, SweepPlan
-from diffserve.experiments.records import ImageRecord, StoredImage
+from diffserve.experiments.records import (
+    FinishedImage,
+    GenerationEvent,
+    ImageRecord,
+    PreviewImage,
+    RefusedImage,
+    RowsDone,
+    StoredImage,
+)
 from diffserve.experiments.summary import CellSummary, summarise
 from diffserve.media.images import decode_image
 from ui.experiment.speed import Timing
@@ -89,7 +96,7 @@ class Board:
             square.look = self.file_of(cell, SHOWN)
         self.version += 1
 
-    def handle(self, event: PaintEvent) -> None:
+    def handle(self, event: GenerationEvent) -> None:
         """Record the progress, preview or refusal in ``event``."""
         match event:
             case RowsDone():

@@ -1,19 +1,28 @@
-"""Core loop of experiments: generates images with any painter, measures them, and stores the records."""
+"""Core loop of sweeps, gates and the page: generates images, measures them, and stores the records."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from diffserve.experiments.measure import ImageMeasures
-from diffserve.experiments.painter import FinishedImage, Painter, PaintEvent
 from diffserve.experiments.plan import Cell, Place, PlannedImage, SweepPlan
-from diffserve.experiments.records import ImageRecord, StoredImage
+from diffserve.experiments.records import FinishedImage, GenerationEvent, ImageRecord, StoredImage
 
 T = TypeVar("T")
+
+
+class ImageGenerator(Protocol):
+    """Generates the images of a plan concurrently, started in the given order."""
+
+    def generate(self, images: Iterable[PlannedImage]) -> AsyncGenerator[GenerationEvent, None]:
+        """Generate ``images`` and yield events; an error that stops all images is raised."""
+
+    def close(self) -> None:
+        """Cancel images in progress; events of finished images may still follow."""
 
 
 class RecordStore(Protocol):
@@ -46,35 +55,44 @@ def complete(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine suspended; run it on an event loop")
 
 
-async def paint_measured(
+async def generate_measured(
     plan: SweepPlan,
-    painter: Painter,
+    generator: ImageGenerator,
     measures: ImageMeasures,
     store: RecordStore,
     images: Iterable[PlannedImage],
-    on_event: Callable[[PaintEvent], None],
+    on_event: Callable[[GenerationEvent], None],
+    *,
+    reference_store: RecordStore | None = None,
     call: Callable[..., Awaitable[Any]] = call_here,
 ) -> None:
-    """Generate ``images`` with a painter, measure them, and add the records to ``store``.
+    """Generate ``images``, measure them, and add the records to ``store``.
 
-    Errors of the painter propagate; images in flight are then canceled.
+    Errors of the generator propagate; images in flight are then canceled.
 
     Args:
         plan: The plan that the images belong to.
-        painter: Generates the images.
+        generator: Generates the images.
         measures: Measures each finished image.
         store: Receives images and records.
         images: The images to generate.
-        on_event: Called with every event of the painter; for finished images after they were measured.
+        on_event: Called with every event of the generator; for finished images after they were measured.
+        reference_store: Holds an image of the same cell and place to compare each image with. By default images are
+            compared with the converged images of the plan in ``store``.
         call: Runs the measuring, for example in a thread.
     """
+
+    def load_reference(cell: Cell, place: Place) -> StoredImage | None:
+        if reference_store is not None:
+            return reference_store.load(cell, place)
+        converged_cell = plan.reference_of(cell)
+        return None if converged_cell is None else store.load(converged_cell, place)
 
     def measure(finished: FinishedImage) -> Iterator[tuple[Cell, ImageRecord]]:
         """Yield the record of an image, and updated records if it is the reference of earlier images."""
         cell, place = finished.image.cell, finished.image.place
         store.save(finished)
-        reference = None if cell.is_reference else plan.reference_of(cell)
-        yield cell, measures.measure(finished, None if reference is None else store.load(reference, place))
+        yield cell, measures.measure(finished, load_reference(cell, place))
         converged = StoredImage(finished.pixels, finished.latents)
         for other in plan.cells if cell.is_reference else ():
             record = store.records(other).get(place)
@@ -84,11 +102,11 @@ async def paint_measured(
                 yield other, msgspec.structs.replace(record, distance=distance)
 
     try:
-        async with aclosing(painter.paint(images)) as events:
+        async with aclosing(generator.generate(images)) as events:
             async for event in events:
                 if isinstance(event, FinishedImage):
                     for cell, record in await call(lambda finished: list(measure(finished)), event):
                         store.add(cell, record)
                 on_event(event)
     finally:
-        painter.close()
+        generator.close()

@@ -7,20 +7,19 @@ cell is generated alone afterwards. ``TIMED_ROUNDS`` rounds over all cells sprea
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, Painted
-from diffserve.experiments.painter import FinishedImage, PaintEvent, RowsDone
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, Place, PlannedImage, SweepPlan
-from diffserve.experiments.records import SoloTime
+from diffserve.experiments.records import FinishedImage, GenerationEvent, RowsDone, SoloTime
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
     from diffserve.engine.image.task import TickTrace
 
 
-class EnginePainter:
+class EngineGenerator:
     """Generates planned images with an engine that it has exclusive use of; events of other requests are dropped.
 
     The number of images in flight is limited by the engine's lanes and its waiting queue.
@@ -32,7 +31,7 @@ class EnginePainter:
         self._flight: dict[str, PlannedImage] = {}
         self._used_s: defaultdict[str, float] = defaultdict(float)
 
-    async def paint(self, images: Iterable[PlannedImage]) -> AsyncGenerator[PaintEvent, None]:
+    async def generate(self, images: Iterable[PlannedImage]) -> AsyncGenerator[GenerationEvent, None]:
         """Generate ``images`` and yield each finished image, and after each engine tick the rows that it ran.
 
         The generator never suspends. An image, and all images after it, start only after its converged image is
@@ -45,7 +44,9 @@ class EnginePainter:
         max_in_flight = min(self._engine.config.max_lanes, self._engine.config.max_waiting)
         while waiting or self._flight:
             while waiting and len(self._flight) < max_in_flight and self._reference_of(waiting[-1]) not in references:
-                self._start(waiting.pop())
+                image = waiting.pop()
+                request = request_for(self._plan, image.cell, image.place, return_latents=True)
+                self._flight[self._engine.submit(request)] = image
             assert self._flight, "the next image waits for one that is not in flight"
             events = self._engine.tick()
             yield self._charge(self._engine.last_tick)
@@ -70,12 +71,8 @@ class EnginePainter:
         self._engine.tick()
 
     def _reference_of(self, image: PlannedImage) -> PlannedImage | None:
-        reference = None if image.cell.is_reference else self._plan.reference_of(image.cell)
+        reference = self._plan.reference_of(image.cell)
         return None if reference is None else PlannedImage(reference, *image.place)
-
-    def _start(self, image: PlannedImage) -> None:
-        request = request_for(self._plan, image.cell, image.place, return_latents=True)
-        self._flight[self._engine.submit(request)] = image
 
     def _finish(self, event: Painted) -> FinishedImage:
         image, result = self._flight.pop(event.request_id), event.result
@@ -104,21 +101,18 @@ def request_for(plan: SweepPlan, cell: Cell, place: Place, *, return_latents: bo
     )
 
 
-def time_alone(engine: Engine, plan: SweepPlan) -> Iterator[tuple[Cell, SoloTime]]:
-    """Generate the first image of every cell alone and yield its time, in ``TIMED_ROUNDS`` rounds over all cells.
+def time_alone(engine: Engine, plan: SweepPlan, on_timed: Callable[[Cell], None]) -> dict[Cell, SoloTime]:
+    """Generate the first image of every cell alone, in ``TIMED_ROUNDS`` rounds over all cells, and return its times.
 
-    A warm-up image fills caches and is not timed.
+    A warm-up image fills caches and is not timed. ``on_timed`` is called after each timed image.
     """
     place = plan.places[0]
     engine.generate(request_for(plan, min(plan.all_cells, key=lambda cell: cell.rows), place))
+    step_ms, image_s = defaultdict[Cell, list[float]](list), defaultdict[Cell, list[float]](list)
     for _ in range(TIMED_ROUNDS):
         for cell in plan.all_cells:
             timings = engine.generate(request_for(plan, cell, place))[0].timings
-            yield cell, SoloTime((1000 * timings.step_s,), (timings.denoise_s + timings.decode_s,))
-
-
-def merge_rounds(rounds: Sequence[SoloTime]) -> SoloTime:
-    """Combine the timed rounds of one cell."""
-    return SoloTime(
-        sum((solo_time.step_ms for solo_time in rounds), ()), sum((solo_time.image_s for solo_time in rounds), ())
-    )
+            step_ms[cell].append(1000 * timings.step_s)
+            image_s[cell].append(timings.denoise_s + timings.decode_s)
+            on_timed(cell)
+    return {cell: SoloTime(tuple(step_ms[cell]), tuple(image_s[cell])) for cell in plan.all_cells}
