@@ -35,7 +35,7 @@ from benchmarks.report import RESULTS, head, summary, write
 from diffserve.api.types import DiffusionParams, GenerationRequest, Painted
 from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
-from diffserve.experiments.prompt_match import match_prompts
+from diffserve.experiments.prompts import match_prompts
 from diffserve.settings.config import EngineConfig
 from diffserve.training.eval.painting import TEACHER, paint
 from diffserve.world.captions import held_out

@@ -95,7 +95,7 @@ WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
         "analysis", "charts", "estimates", "generation", "intervals", "measure", "plan", "prompts",
-        "records", "set_bootstrap", "summary",
+        "records", "summary",
     )
 )  # fmt: skip
 """What a page needs of an experiment: it asks a server to paint."""

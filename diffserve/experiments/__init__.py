@@ -28,8 +28,7 @@ Torch is not imported before a sweep runs. The checker compares with rendered sp
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.intervals import Share, bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, SweepPlan
-from diffserve.experiments.prompt_match import PromptMatch, match_prompts
-from diffserve.experiments.prompts import held_out_prompts
+from diffserve.experiments.prompts import PromptMatch, held_out_prompts, match_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, run_plan, sweep
 from diffserve.experiments.summary import CellSummary, write_csv

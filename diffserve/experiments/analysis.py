@@ -14,18 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
-from diffserve.experiments.intervals import bootstrap_interval, share_of
-from diffserve.experiments.plan import Cell, Place, SweepPlan
-from diffserve.experiments.records import ImageRecord, features_of
-from diffserve.experiments.set_bootstrap import (
+from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
     Moments,
+    bootstrap_interval,
     frechet_replicates,
     kernel_replicates,
     reference_roots,
     resamples,
+    share_of,
 )
+from diffserve.experiments.plan import Cell, Place, SweepPlan
+from diffserve.experiments.records import ImageRecord, features_of
 
 LEAST_PROMPTS = 8
 """Minimum number of prompts for an interval of a set distance; fewer give no useful bootstrap estimate."""

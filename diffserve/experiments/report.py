@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -11,19 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from PIL import Image
 
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
-from diffserve.experiments.charts import over_seconds, time_measures
+from diffserve.experiments.charts import (
+    Chart,
+    ChartDot,
+    StripGrid,
+    common_measures,
+    over_seconds,
+    over_steps,
+    strip_grid,
+    time_measures,
+)
 from diffserve.experiments.estimates import SET_MEASURES, Measure
-from diffserve.experiments.figures import CURVES, OVERVIEW, TIME, files_of, sections_of
 from diffserve.experiments.findings import Finding, find
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
-from diffserve.experiments.report_page import write_markdown, write_page
+from diffserve.experiments.report_page import Section, write_markdown, write_page
 from diffserve.experiments.store import Store, write_whole
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec
@@ -31,11 +41,13 @@ from diffserve.world.checker import SceneSpec
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
+CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"
 CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
 RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
 SMALL = (SUMMARY, OVERVIEW, JSON, CSV)
 """Report files that are small enough to commit to a repository."""
 
+WEBP_QUALITY = 92
 FEW_PICTURES = 64  # as many as there are features
 
 
@@ -214,3 +226,73 @@ def _notes(
     if initial_machine["load_average"] and initial_machine["load_average"][0] > 0.5 * (initial_machine["cores"] or 1):
         notes.append("The machine had other work when the sweep began, so its times are longer than on an idle one.")
     return tuple(notes)
+
+
+def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, bytes]:
+    """Render every figure as PNG, by file name."""
+    from diffserve.experiments import plots
+
+    prompts = analysis.plan.prompts
+    shown = _thumbnails(analysis)
+    overview = plots.overview(summaries, prompts[0], shown[0] if shown else {})
+    figures = {OVERVIEW: overview, CURVES: plots.curves(summaries), TIME: plots.quality_against_time(summaries)}
+    strips = {STRIP.format(index + 1): plots.strip(prompts[index], pictures) for index, pictures in enumerate(shown)}
+    return figures | strips
+
+
+def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterator[Section]:
+    """Yield the sections of the HTML report that hold figures."""
+    yield Section(
+        "Over steps",
+        ("Steps are on a logarithmic axis. Bands: 95 % intervals. Dotted: the converged pictures themselves.",),
+        charts=over_steps(summaries, common_measures(summaries)),
+    )
+    charts = over_seconds(summaries, time_measures(summaries))
+    yield Section(
+        "Against time",
+        (
+            "Upright lines: 95 % intervals. The front is of the values alone; the numbers on it are steps.",
+            *map(_describe_front, charts),
+        ),
+        charts=charts,
+    )
+    if strips := _strips(analysis):
+        yield Section("The same seed, growing steps", ("Every picture of a block has the same seed.",), strips=strips)
+
+
+def _describe_front(chart: Chart) -> str:
+    def label(dot: ChartDot) -> str:
+        return f"{dot.summary.cell.label} ({dot.x:.2f} s)"
+
+    end = "it has no knee" if chart.knee is None else f"its knee is {label(chart.knee)}"
+    return f"On the front of {chart.measure.title}: {', '.join(map(label, chart.front))}; {end}."
+
+
+def _strips(analysis: Analysis) -> dict[str, StripGrid]:
+    """Return by caption the image grids of the first prompts."""
+    plan = analysis.plan
+    return {
+        f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}": strip_grid(
+            {cell: _webp(png) for cell, png in thumbnails.items()}
+        )
+        for prompt, thumbnails in enumerate(_thumbnails(analysis))
+    }
+
+
+def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
+    """Return the stored PNG thumbnails of the first prompts by cell."""
+    shown = []
+    for prompt in range(len(analysis.plan.prompts)):
+        index = analysis.plan.places.index((prompt, 0))
+        optional_thumbnails = {cell: analysis.records(cell)[index].thumbnail for cell in analysis.plan.all_cells}
+        thumbnails = {cell: thumbnail for cell, thumbnail in optional_thumbnails.items() if thumbnail is not None}
+        if not thumbnails:
+            break
+        shown.append(thumbnails)
+    return shown
+
+
+def _webp(png: bytes) -> bytes:
+    file = BytesIO()
+    Image.open(BytesIO(png)).convert("RGB").save(file, "WEBP", quality=WEBP_QUALITY)
+    return file.getvalue()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
 from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
 from diffserve.experiments.summary import CellSummary
 
@@ -78,7 +78,7 @@ def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])
     for summary, label in _with_labels(summaries):
-        values = [_value(summary, measure) for measure in measures]
+        values = [_value(summary, measure, " ({})") for measure in measures]
         yield _line(
             [
                 _plain(label),
@@ -99,13 +99,14 @@ def _with_labels(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary
         )
 
 
-def _value(summary: CellSummary, measure: Measure) -> str:
+def _value(summary: CellSummary, measure: Measure, interval_format: str) -> str:
+    """Format a measure of a cell, followed by its interval in ``interval_format``; empty if it was not measured."""
     estimate = summary.value(measure)
     if estimate is None:
         return ""
     if estimate.low is None or estimate.high is None:
         return measure.write(estimate.value)
-    return f"{measure.write(estimate.value)} ({measure.write_range(estimate.low, estimate.high)})"
+    return measure.write(estimate.value) + interval_format.format(measure.write_range(estimate.low, estimate.high))
 
 
 def _line(fields: Sequence[str]) -> str:
@@ -160,21 +161,13 @@ table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabul
 
 
 @dataclass(frozen=True)
-class Strip:
-    """A grid of WebP images with a caption."""
-
-    caption: str
-    grid: StripGrid
-
-
-@dataclass(frozen=True)
 class Section:
-    """A section of the page with notes, charts and image grids."""
+    """A section of the page with notes, charts, and grids of WebP images by caption."""
 
     heading: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...] = ()
-    strips: tuple[Strip, ...] = ()
+    strips: Mapping[str, StripGrid] = field(default_factory=dict)
 
 
 def write_page(
@@ -244,17 +237,17 @@ def _section(section: Section) -> Iterator[str]:
     yield f"<h2>{escape(section.heading)}</h2>"
     yield from (f'<p class="note">{_escape_evidence(note)}</p>' for note in section.notes)
     yield figure_html(section.charts)
-    yield from (_strip(strip) for strip in section.strips)
+    yield from (_strip(caption, grid) for caption, grid in section.strips.items())
 
 
-def _strip(strip: Strip) -> str:
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in strip.grid.heads)
+def _strip(caption: str, grid: StripGrid) -> str:
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in grid.heads)
     rows = []
-    for name, row in zip(strip.grid.names, strip.grid.rows, strict=True):
-        pictures = "".join(_picture(f"{name}, {head}", webp) for head, webp in zip(strip.grid.heads, row, strict=True))
+    for name, row in zip(grid.names, grid.rows, strict=True):
+        pictures = "".join(_picture(f"{name}, {head}", webp) for head, webp in zip(grid.heads, row, strict=True))
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{pictures}</tr>')
     table = f'<table class="strip"><thead><tr><td></td>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'<figure><figcaption>{escape(strip.caption)}</figcaption><div class="wide">{table}</div></figure>'
+    return f'<figure><figcaption>{escape(caption)}</figcaption><div class="wide">{table}</div></figure>'
 
 
 def _picture(what: str, webp: bytes | None) -> str:
@@ -278,17 +271,8 @@ def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
 
 
 def _row(summary: CellSummary, measures: Iterable[Measure]) -> Iterator[str]:
-    for measure in measures:
-        estimate = summary.value(measure)
-        yield "" if estimate is None else _with_interval(estimate, measure)
+    yield from (_value(summary, measure, "<small>{}</small>") for measure in measures)
     yield f"{summary.evaluations:g}"
     yield f"{summary.step_ms.value:.1f}<small>{summary.step_ms.low:.1f} to {summary.step_ms.high:.1f}</small>"
     yield f"{summary.alone_s:.2f}"
     yield f"{summary.images_per_s:.2f}"
-
-
-def _with_interval(estimate: Estimate, measure: Measure) -> str:
-    value = escape(measure.write(estimate.value))
-    if estimate.low is None or estimate.high is None:
-        return value
-    return f"{value}<small>{escape(measure.write_range(estimate.low, estimate.high))}</small>"

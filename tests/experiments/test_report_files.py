@@ -17,7 +17,7 @@ from diffserve.experiments.charts import StripGrid, over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import Section, Strip, write_markdown, write_page
+from diffserve.experiments.report_page import Section, write_markdown, write_page
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -87,11 +87,11 @@ class Page(HTMLParser):
 
 
 def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
-    strip = Strip(NASTY, StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),)))
+    strip = StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),))
     sections = [
         Section(NASTY, (NASTY,), charts=over_steps(summaries, Measure, {"ddim": NASTY})),
         Section("seconds", (), charts=over_seconds(summaries, [Measure.SSIM])),
-        Section("strips", (), strips=(strip,)),
+        Section("strips", (), strips={NASTY: strip}),
     ]
     text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, summaries, [NASTY])
     page = Page(text)

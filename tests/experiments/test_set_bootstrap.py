@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
-from diffserve.experiments.set_bootstrap import (
+from diffserve.experiments.intervals import (
     Floats,
     KernelSums,
     Moments,
@@ -16,6 +15,7 @@ from diffserve.experiments.set_bootstrap import (
     reference_roots,
     resamples,
 )
+from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 
 PROMPTS, EACH, DRAWN = 12, 3, 5
 RNG = np.random.default_rng(0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ui.experiment.run import ClientGenerator
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.client import AsyncClient, ImageCapabilities, SamplerChoice
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
 from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form
+from ui.experiment.run import ClientGenerator
 from ui.experiment.speed import TIMED_PICTURES, TIMED_STEPS, ServerSpeed, Timing
 
 MODEL = ImageCapabilities(

@@ -10,11 +10,10 @@ from diffserve.client import AsyncClient, ServerUnreachable
 from ui.experiment.speed import (
     SpeedProbe,
     StepTime,
-    TimedRequest,
     Timing,
     WatchedRequest,
     each_step_s,
-    timing_of,
+    timing_alone,
     timing_together,
 )
 
@@ -26,12 +25,17 @@ def test_steps_reported_together_share_their_time() -> None:
 
 
 def test_a_pause_of_the_machine_does_not_count() -> None:
-    steps_s = each_step_s([StepTime(0.0, 1), StepTime(0.4, 5), StepTime(14.5, 6), StepTime(14.9, 10)])
-    paused = TimedRequest(steps_s, rest_s=20.0, evaluations=20, num_steps=10)
-    calm = TimedRequest((0.1,) * 9, rest_s=0.2, evaluations=20, num_steps=10)
-    timing = timing_of([paused, calm, calm])
+    paused_steps = (StepTime(0.0, 1), StepTime(0.4, 5), StepTime(14.5, 6), StepTime(14.9, 10))
+    paused = WatchedRequest(-20.1, paused_steps, 14.9, evaluations=20, num_steps=10)
+    calm_steps = tuple(StepTime(0.1 * step, step) for step in range(1, 11))
+    calm = WatchedRequest(-0.1, calm_steps, 1.1, evaluations=20, num_steps=10)
+    timing = timing_alone([paused, calm, calm])
     assert timing == pytest.approx(Timing(row_s=0.05, rest_s=0.2))
     assert timing.seconds(20) == pytest.approx(10 * 0.1 + 0.2)
+
+
+def test_a_request_without_events_of_its_steps_is_spread_evenly() -> None:
+    assert timing_alone([WatchedRequest(0.0, (), 2.0, evaluations=8, num_steps=4)]) == Timing(0.25, 0.0)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])

@@ -9,6 +9,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
+from cachetools import TTLCache
+
 from diffserve.api.errors import DiffserveError
 from diffserve.client import AsyncClient, CompletedImage, LostImage, Progress, StreamedImageFields
 from diffserve.experiments.plan import Cell, SweepPlan
@@ -22,6 +24,7 @@ TOGETHER_PICTURES: Final = 8
 TIMED_STEPS: Final = 16
 TIMED_PICTURES: Final = 3
 FRESH_S: Final = 900.0
+MAX_MODELS: Final = 1000
 
 
 class Timing(NamedTuple):
@@ -79,22 +82,6 @@ class WatchedRequest(NamedTuple):
     num_steps: int
 
 
-class TimedRequest(NamedTuple):
-    """Times of an image that ran alone.
-
-    Attributes:
-        steps_s: Seconds of every step but the first, whose start is unknown.
-        rest_s: Seconds before the first step and after the last.
-        evaluations: Its UNet rows.
-        num_steps: Its steps.
-    """
-
-    steps_s: tuple[float, ...]
-    rest_s: float
-    evaluations: int
-    num_steps: int
-
-
 async def watch(
     client: AsyncClient,
     prompt: str,
@@ -132,19 +119,6 @@ async def watch(
     return WatchedRequest(start_s, tuple(step_times), time.perf_counter(), evaluations, num_steps)
 
 
-def timed(request: WatchedRequest) -> TimedRequest:
-    """Convert the events of a single image to its times."""
-    steps, num_steps = request.steps, request.num_steps
-    if len(steps) < 2:  # too few events: spread the time evenly
-        return TimedRequest(
-            ((request.end_s - request.start_s) / num_steps,) * num_steps, 0.0, request.evaluations, num_steps
-        )
-    steps_s = each_step_s(steps)
-    around_s = steps[0].clock_s - request.start_s + request.end_s - steps[-1].clock_s
-    rest_s = max(0.0, around_s - steps[0].step * median(steps_s))
-    return TimedRequest(steps_s, rest_s, request.evaluations, num_steps)
-
-
 def timing_together(request: WatchedRequest, num_images: int) -> Timing:
     """Return the time of an image among the others of ``request``.
 
@@ -175,14 +149,25 @@ def each_step_s(steps: Sequence[StepTime]) -> tuple[float, ...]:
     return tuple(each)
 
 
-def timing_of(requests: Sequence[TimedRequest]) -> Timing:
-    """Return the median times of similar images.
+def timing_alone(requests: Sequence[WatchedRequest]) -> Timing:
+    """Return the median times of similar images that ran alone.
 
     Medians over all steps limit the weight of short disturbances by other work.
     """
-    step_s = median(second for request in requests for second in request.steps_s)
+    steps_s: list[float] = []
+    rests_s: list[float] = []
+    for request in requests:
+        steps = request.steps
+        if len(steps) < 2:  # too few events: spread the time evenly
+            steps_s += [(request.end_s - request.start_s) / request.num_steps] * request.num_steps
+            rests_s.append(0.0)
+            continue
+        later_steps_s = each_step_s(steps)
+        around_s = steps[0].clock_s - request.start_s + request.end_s - steps[-1].clock_s
+        rests_s.append(max(0.0, around_s - steps[0].step * median(later_steps_s)))
+        steps_s += later_steps_s
     rows_a_step = requests[0].evaluations / requests[0].num_steps
-    return Timing(step_s / rows_a_step, median(request.rest_s for request in requests))
+    return Timing(median(steps_s) / rows_a_step, median(rests_s))
 
 
 async def measure(client: AsyncClient, model: str) -> ServerSpeed:
@@ -192,9 +177,9 @@ async def measure(client: AsyncClient, model: str) -> ServerSpeed:
         DiffserveError: The client failed.
     """
     how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "seed": 0}
-    alone = [timed(await watch(client, PROBE_PROMPT, steps=PROBE_STEPS, **how)) for _ in range(TIMED_PICTURES)]
+    alone = [await watch(client, PROBE_PROMPT, steps=PROBE_STEPS, **how) for _ in range(TIMED_PICTURES)]
     together = await watch(client, PROBE_PROMPT, steps=TOGETHER_STEPS, n=TOGETHER_PICTURES, **how)
-    return ServerSpeed(timing_of(alone), timing_together(together, TOGETHER_PICTURES))
+    return ServerSpeed(timing_alone(alone), timing_together(together, TOGETHER_PICTURES))
 
 
 async def time_alone(client: AsyncClient, plan: SweepPlan, model: str) -> Timing:
@@ -206,14 +191,14 @@ async def time_alone(client: AsyncClient, plan: SweepPlan, model: str) -> Timing
     steps, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.guidance[0]
     how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": steps, "seed": plan.first_seed}
     watched = [await watch(client, plan.prompts[0], guidance=scale, **how) for _ in range(TIMED_PICTURES)]
-    return timing_of([timed(request) for request in watched])
+    return timing_alone(watched)
 
 
 class SpeedProbe:
     """Cache of the measured speed of each model; old measurements are repeated."""
 
     def __init__(self) -> None:
-        self._speeds: dict[str, tuple[ServerSpeed, float]] = {}
+        self._speeds = TTLCache[str, ServerSpeed](MAX_MODELS, FRESH_S)
         self._lock = asyncio.Lock()
 
     async def speed(self, client: AsyncClient, model: str = "") -> ServerSpeed:
@@ -223,6 +208,6 @@ class SpeedProbe:
             DiffserveError: The client failed.
         """
         async with self._lock:
-            if model not in self._speeds or time.monotonic() - self._speeds[model][1] > FRESH_S:
-                self._speeds[model] = await measure(client, model), time.monotonic()
-            return self._speeds[model][0]
+            if (speed := self._speeds.get(model)) is None:
+                speed = self._speeds[model] = await measure(client, model)
+            return speed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -13,16 +13,15 @@ from urllib.parse import quote
 import gradio as gr
 
 from diffserve.client import ImageCapabilities
-from diffserve.experiments.charts import Chart, Names, over_seconds, over_steps
+from diffserve.experiments.charts import Chart, Names, line_names, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.measure import thumbnail
-from diffserve.experiments.plan import SweepPlan, canonical_sampler
+from diffserve.experiments.plan import Cell, SweepPlan, canonical_sampler
 from diffserve.experiments.summary import CellSummary, write_csv
 from diffserve.media.images import decode_image
 from ui.captions import seconds_text, status
 from ui.events import shown_if
-from ui.experiment import table
-from ui.experiment.board import Board
+from ui.experiment.board import SHOWN, Board, Square
 from ui.experiment.run import GridRun
 from ui.experiment.speed import TIMED_PICTURES, ServerSpeed
 from ui.files import PageFiles
@@ -105,7 +104,7 @@ class View:
         return Shown(self._end_status(), self._grid(), steps, seconds, csv_update, png_update, *buttons)
 
     def _grid(self) -> str:
-        return table.grid(self._run.board, self._names, address)
+        return grid(self._run.board, self._names)
 
     def _summaries(self) -> tuple[CellSummary, ...]:
         return self._run.board.summaries(self._speed.alone)
@@ -121,7 +120,7 @@ class View:
             why = (pending or UNPAIRED) if self._run.plan.references else UNMEASURED
             return f"<p class='note'>{why}</p>", ""
         sentences = (knee_sentence(seconds, self._names), self._seconds_text())
-        notes = "".join(f"<p class='note'>{html.escape(text)}</p>" for text in sentences if text)
+        notes = "".join(f"<p class='note'>{escape(text)}</p>" for text in sentences if text)
         from diffserve.experiments.plots import figure_html
 
         return figure_html(steps), figure_html(seconds) + notes
@@ -228,3 +227,58 @@ def sheet_of(summaries: Sequence[CellSummary], board: Board) -> bytes:
     looks = {cell: square.look for cell, square in board.squares.items() if square.look is not None}
     small = {cell: thumbnail(decode_image(look.read_bytes()).array, THUMBNAIL_PX) for cell, look in looks.items()}
     return plots.contact_sheet(summaries, board.plan.prompts[0], small)
+
+
+def grid(board: Board, names: Mapping[str, str]) -> str:
+    """Return the table as HTML; ``names`` has the labels of the samplers."""
+    plan, num_hidden = board.plan, len(board.plan.places) - 1
+    hidden_note = f"; {num_hidden} more for each, not shown" if num_hidden else ""
+    caption = f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{hidden_note}"
+    steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
+    heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
+    for reference in plan.references:
+        heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
+    rows = []
+    for (sampler, scale), name in line_names(plan.cells, names).items():
+        cells = (*(Cell(sampler, n, scale) for n in steps), *plan.references)
+        squares = "".join(_square(board, cell, names) for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
+    return (
+        f'<div class="exp-scroll" tabindex="0" role="region" aria-label="images by sampler and steps"><table>'
+        f"<caption>{caption}</caption>"
+        f'<thead><tr><th scope="col" class="corner">steps</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
+        "</table></div>"
+    )
+
+
+def _square(board: Board, cell: Cell, names: Mapping[str, str]) -> str:
+    square = board.squares[cell]
+    name = f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps"
+    if square.trouble is not None:
+        return f'<td class="trouble" title="{escape(square.trouble)}">not generated</td>'
+    share = sum(square.fractions.values()) / len(board.plan.places)
+    bar = f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
+    return f"<td>{_look(square, name)}{bar}<small>{_worth(board, square)}</small></td>"
+
+
+def _look(square: Square, name: str) -> str:
+    if square.look is None:
+        return '<div class="blank"></div>'
+    source = escape(address(square.look))
+    if not square.is_shown_whole:
+        return f'<img class="preview" src="{source}" alt="{escape(name)}, in progress">'
+    return f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{escape(name)}"></a>'
+
+
+def _worth(board: Board, square: Square) -> str:
+    """Return the measurements of a cell in a few characters."""
+    records = list(square.records.values())
+    hits = [record.parts.exact for record in records if record.parts is not None]
+    if len(hits) == 1 and len(board.plan.places) == 1:
+        parts = ["✓" if hits[0] else "✗"]
+    else:
+        parts = [f"{sum(hits)}/{len(hits)} ✓"] if hits else []
+    distances = [record.distance for record in records if record.distance is not None]
+    near = [distance.psnr_db for distance in distances if distance.psnr_db is not None]
+    parts += [Measure.PSNR_DB.write(sum(near) / len(near))] if near else []
+    return " · ".join(parts) or "&nbsp;"
