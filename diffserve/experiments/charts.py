@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -22,17 +23,8 @@ NO_NAMES: Names = MappingProxyType({})
 NEAR: Final = 0.01
 """Dots within this distance hide each other: a share of the chart's height, and a log ratio of seconds or steps."""
 
-STYLE: Final = """
-.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; list-style: none;
-  font-size: var(--text-sm); }
-.legend li { margin: 0; }
-.charts { display: flex; flex-wrap: wrap; gap: 12px 24px; }
-.charts figure { flex: 1 1 300px; max-width: 460px; min-width: 0; margin: 0; }
-.charts figcaption { font-size: var(--text-sm); font-weight: 500; margin-bottom: 2px; }
-.charts figcaption small { font-weight: 400; color: var(--body-text-color-subdued); }
-.charts svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; }
-"""
-"""CSS of charts in an HTML page."""
+STYLE: Final = Path(__file__).with_name("charts.css")
+"""CSS of charts in an HTML page, which must define the variables that it uses."""
 
 CellLine = tuple[str, float]
 """(sampler, guidance): one line of a chart, or one row of an image grid."""
@@ -113,20 +105,9 @@ def over_seconds(
     charts = []
     for measure in measures:
         lines = _lines(summaries, measure, names, lambda summary: summary.alone_s)
-        dots = {dot.summary.cell.slug: dot for line in lines for dot in line.dots}
-        sign = 1 if measure.more_is_better else -1
-        front = pareto_front([Point(name, dot.x, sign * dot.value.value) for name, dot in dots.items()])
-        best = knee(front)
-        charts.append(
-            Chart(
-                measure,
-                "seconds of one picture (numbers: steps)",
-                lines,
-                is_joined=False,
-                front=tuple(dots[point.name] for point in front),
-                knee=None if best is None else dots[best.name],
-            )
-        )
+        front = pareto_front([dot for line in lines for dot in line.dots], more_is_better=measure.more_is_better)
+        title = "seconds of one picture (numbers: steps)"
+        charts.append(Chart(measure, title, lines, is_joined=False, front=front, knee=knee(front)))
     return tuple(chart for chart in charts if chart.lines)
 
 
@@ -167,43 +148,36 @@ def _lines(
     return tuple(lines)
 
 
-class Point(NamedTuple):
-    """A candidate of the Pareto front; a higher quality is better."""
-
-    name: str
-    seconds: float
-    quality: float
-
-
-def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the Pareto-optimal points, the fastest first; of identical points only the first is included."""
-    front: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.seconds, -point.quality)):
-        if not front or point.quality > front[-1].quality:
-            front.append(point)
+def pareto_front(dots: Iterable[ChartDot], *, more_is_better: bool) -> tuple[ChartDot, ...]:
+    """Return the Pareto-optimal dots, the fastest first; of identical dots only the first is included."""
+    sign = 1 if more_is_better else -1
+    front: list[ChartDot] = []
+    for dot in sorted(dots, key=lambda dot: (dot.x, -sign * dot.value.value)):
+        if not front or sign * dot.value.value > sign * front[-1].value.value:
+            front.append(dot)
     return tuple(front)
 
 
-def knee(front: Sequence[Point]) -> Point | None:
-    """Return the knee of a Pareto front: the point farthest above the line between its ends.
+def knee(front: Sequence[ChartDot]) -> ChartDot | None:
+    """Return the knee of a Pareto front: the dot farthest on the better side of the line between its ends.
 
     Time is on a logarithmic axis and both axes are scaled to 0..1, following Satopaa et al. 2011, "Finding a Kneedle in
     a Haystack".
 
     Returns:
-        The knee, or ``None`` for fewer than three points or if no point lies above the line.
+        The knee, or ``None`` for fewer than three dots or if no dot is on the better side of the line.
     """
     if len(front) < 3:
         return None
     first, last = front[0], front[-1]
-    width = math.log(last.seconds / first.seconds)
-    height = last.quality - first.quality
+    width = math.log(last.x / first.x)
+    height = last.value.value - first.value.value  # negative if less is better
 
-    def above(point: Point) -> float:
-        return (point.quality - first.quality) / height - math.log(point.seconds / first.seconds) / width
+    def distance(dot: ChartDot) -> float:
+        return (dot.value.value - first.value.value) / height - math.log(dot.x / first.x) / width
 
-    best = max(front[1:-1], key=above)
-    return best if above(best) > 0 else None
+    best = max(front[1:-1], key=distance)
+    return best if distance(best) > 0 else None
 
 
 class StripGrid(NamedTuple):

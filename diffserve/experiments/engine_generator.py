@@ -58,11 +58,6 @@ class EngineGenerator:
                     references.discard(finished.image)
                     yield finished
 
-    @property
-    def in_flight(self) -> tuple[PlannedImage, ...]:
-        """Images that are being generated."""
-        return tuple(self._flight.values())
-
     def close(self) -> None:
         """Cancel all images in flight and wait until their lanes are free."""
         for request_id in self._flight:

@@ -159,10 +159,6 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Total UNet rows, including the images that are timed alone."""
         return self.num_painted_rows + TIMED_ROUNDS * sum(cell.rows for cell in self.all_cells)
 
-    def seconds(self, *, row_s: float, image_s: float = 0.0) -> float:
-        """Estimate the duration at ``row_s`` seconds per UNet row and ``image_s`` to decode and measure an image."""
-        return self.num_rows * row_s + self.num_images * image_s
-
     def reference_of(self, cell: Cell) -> Cell | None:
         """Return the converged cell that ``cell`` is compared with, ``None`` for a converged cell itself."""
         if self.reference_steps is None or cell.is_reference:

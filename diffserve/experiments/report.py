@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"
 CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
 RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
-SMALL = (SUMMARY, OVERVIEW, JSON, CSV)
-"""Report files that are small enough to commit to a repository."""
-
 WEBP_QUALITY = 92
 FEW_PICTURES = 64  # as many as there are features
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 from diffserve.experiments.charts import STYLE, Chart, StripGrid, common_measures
@@ -122,42 +123,7 @@ def _plain(text: str) -> str:
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("://", ":\u200b//")
 
 
-CSS = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1b1d21; --faint: #5c6169; --line: #d9dce1; --soft: #f4f5f7; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #16181c; --ink: #e4e6ea; --faint: #9aa0a9; --line: #33373e; --soft: #1f2227; }
-}
-:root { --text-sm: .9rem; --border-color-primary: var(--line); --body-text-color: var(--ink);
-  --body-text-color-subdued: var(--faint); --body-background-fill: var(--ground); }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem;
-  background: var(--ground); color: var(--ink); }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: .5rem 0 1rem; }
-h2 { font-size: 1.25rem; margin: 2.8rem 0 .6rem; padding-top: 1rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
-p, ul { margin: .3rem 0 .8rem; max-width: 48rem; } ul { padding-left: 1.2rem; } li { margin: .15rem 0; }
-.note, figcaption, dt { color: var(--faint); font-size: .9rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
-figure { margin: 0 0 1.2rem; min-width: 0; }
-img { display: block; max-width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-.cells th, .cells td { padding: .3rem .45rem; text-align: right; vertical-align: top; white-space: nowrap; }
-.cells thead th { white-space: normal; vertical-align: bottom; min-width: 3.2rem; font-weight: 600; }
-.cells tbody th { white-space: normal; min-width: 6rem; }
-.cells tr { border-bottom: 1px solid var(--line); }
-.cells tbody tr:nth-child(even) > * { background: var(--soft); }
-.cells th:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); font-weight: 600; }
-.cells small { display: block; color: var(--faint); }
-.strip th { font-weight: 400; color: var(--faint); padding: .1rem .35rem; vertical-align: bottom; }
-.strip tbody th { text-align: right; vertical-align: middle; white-space: nowrap; position: sticky; left: 0;
-  background: var(--ground); }
-.strip td { padding: 2px; } .strip img { width: 112px; max-width: none; border-radius: 3px; }
-@media (max-width: 40rem) { .strip img { width: 76px; } .strip th { padding: .1rem .2rem; font-size: .75rem; } }
-.verdict { border-radius: .3rem; padding: .1rem .45rem; font-size: .8rem; font-weight: 400; color: #fff;
-  background: #5a6069; white-space: nowrap; }
-.verdict.yes { background: #00704f; } .verdict.no { background: #a63d00; } .verdict.part { background: #80600a; }
-"""
+CSS: Final = Path(__file__).with_name("report.css")
 
 
 @dataclass(frozen=True)
@@ -206,7 +172,7 @@ def write_page(
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{CSS}{STYLE}</style></head><body>",
+            f"<style>\n{CSS.read_text(encoding='utf-8')}{STYLE.read_text(encoding='utf-8')}</style></head><body>",
             *body,
             "</body></html>\n",
         ]

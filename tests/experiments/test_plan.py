@@ -73,7 +73,6 @@ def test_the_bill_counts_rows_of_pictures_references_and_timed_images() -> None:
     once = 20 + 40 + 10 + 20 + 100 + 50
     assert plan.num_images == 6 * 6
     assert plan.num_rows == (6 + TIMED_ROUNDS) * once
-    assert plan.seconds(row_s=0.5, image_s=2) == plan.num_rows * 0.5 + 36 * 2
 
 
 def test_the_sweep_of_the_documentation_costs_what_it_says() -> None:

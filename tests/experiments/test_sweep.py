@@ -158,11 +158,11 @@ def test_cells_share_calls_and_their_engine_time_adds_up(tiny: Engine) -> None:
     async def paint() -> None:
         nonlocal mixed, num_rows, charged_s
         async for event in generator.generate([image for image in PLAN.images() if not image.cell.is_reference]):
-            mixed += len({image.cell for image in generator.in_flight}) > 1
             if isinstance(event, FinishedImage):
                 charged_s += event.engine_s
             elif isinstance(event, RowsDone):
                 num_rows += sum(event.rows.values())
+                mixed += len({image.cell for image in event.rows}) > 1
 
     complete(paint())
     assert mixed > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
@@ -16,43 +18,9 @@ from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
 
-STATUS_STYLE: Final = """
-p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.note { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color-subdued); }
-.error p:not(.note) { color: var(--error-text-color); }
-.bar { height: 3px; margin: 0 0 8px; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
-.bar i { display: block; height: 100%; background: var(--color-accent); transition: width 0.25s linear; }
-"""
-
-GRID: Final = """
-.exp-scroll { --side: clamp(52px, 14vw, 116px); overflow-x: auto; width: 0; min-width: 100%; }
-table { border-collapse: separate; border-spacing: 6px; margin: 0 -6px; }
-table, th, td { border: 0; }
-caption { text-align: left; font-size: var(--text-sm); color: var(--body-text-color-subdued); padding: 0 6px 4px; }
-th { font-weight: 500; font-size: var(--text-sm); color: var(--body-text-color-subdued); white-space: nowrap; }
-thead th { text-align: center; padding-bottom: 2px; }
-thead th.corner { text-align: right; }
-th small { display: block; font-weight: 400; font-size: var(--text-xs); }
-tbody th { position: sticky; left: 0; z-index: 1; text-align: right; padding-right: 6px;
-  background: var(--body-background-fill); white-space: normal; max-width: 6em; }
-@media (max-width: 600px) { table { border-spacing: 4px; } th { font-size: var(--text-xs); } }
-td { width: var(--side); min-width: var(--side); vertical-align: top; text-align: center; padding: 0; }
-td.trouble { vertical-align: middle; font-size: var(--text-xs); color: var(--body-text-color-subdued); }
-td img, td .blank { display: block; width: var(--side); max-width: none; aspect-ratio: 1; margin: 0;
-  object-fit: contain; border-radius: 6px;
-  background: color-mix(in srgb, var(--border-color-primary) 40%, transparent); }
-td img.preview { opacity: 0.75; }
-td a { display: block; border-radius: 6px; }
-td a:focus-visible { outline: 2px solid var(--color-accent); outline-offset: 2px; }
-td small { font-size: var(--text-xs); color: var(--body-text-color-subdued); line-height: 1.3; display: block; }
-.bar { height: 3px; margin: 3px 0 0; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
-.bar i { display: block; height: 100%; background: var(--color-accent); }
-"""
-
-CURVES: Final = f"""{STYLE}
-.note {{ font-size: var(--text-sm); color: var(--body-text-color-subdued); margin: 4px 0; max-width: 70ch; }}
-"""
-
+STATUS_STYLES: Final = (Path(__file__).with_name("status.css"),)
+GRID_STYLES: Final = (Path(__file__).with_name("grid.css"),)
+CURVES_STYLES: Final = (STYLE, Path(__file__).with_name("curves.css"))
 
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
 DEFAULT_STEPS: Final = "5, 10, 20, 50"
@@ -98,7 +66,7 @@ def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
     with gr.Row(elem_id="exp"):
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
-            estimate = _html("exp-estimate", "Estimate", STATUS_STYLE, status(UNKNOWN_YET))
+            estimate = _html("exp-estimate", "Estimate", STATUS_STYLES, status(UNKNOWN_YET))
             with gr.Row(elem_id="exp-buttons"):
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible="hidden")
@@ -156,19 +124,20 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
-    note = _html("exp-status", "Status", STATUS_STYLE, status(NOTHING_YET))
-    grid = _html("exp-grid", "Grid", GRID)
-    over_steps = _html("exp-curves-steps", "Curves over steps", CURVES)
-    over_seconds = _html("exp-curves-seconds", "Curves over seconds", CURVES)
+    note = _html("exp-status", "Status", STATUS_STYLES, status(NOTHING_YET))
+    grid = _html("exp-grid", "Grid", GRID_STYLES)
+    over_steps = _html("exp-curves-steps", "Curves over steps", CURVES_STYLES)
+    over_seconds = _html("exp-curves-seconds", "Curves over seconds", CURVES_STYLES)
     with gr.Row(elem_id="exp-files"):
         csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
         png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
     return ExperimentOutputs(note, grid, over_steps, over_seconds, csv, png, run, stop)
 
 
-def _html(name: str, label: str, looks: str, value: str = "") -> gr.HTML:
-    """Return an HTML component with its own styles; the API shows ``label``."""
-    return gr.HTML(value, label=label, elem_id=name, css_template=looks, apply_default_css=False)
+def _html(name: str, label: str, styles: Iterable[Path], value: str = "") -> gr.HTML:
+    """Return an HTML component with its own CSS files; the API shows ``label``."""
+    css = "".join(file.read_text(encoding="utf-8") for file in styles)
+    return gr.HTML(value, label=label, elem_id=name, css_template=css, apply_default_css=False)
 
 
 def _connect(
