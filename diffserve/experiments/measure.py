@@ -18,7 +18,7 @@ from diffserve.experiments.records import Distance, FinishedImage, ImageRecord, 
 from diffserve.world.checker import judge, read_picture
 
 if TYPE_CHECKING:
-    from diffserve.experiments.metrics.feature_network import FeatureNetwork
+    from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
 CHECKED_FAMILY = "embedded"
 MAX_REASON_CHARS = 240

@@ -133,7 +133,7 @@ def _outputs(
 
 def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureSet:
     """Compute the features of rendered scenes of every prompt."""
-    from diffserve.experiments.metrics.feature_network import FeatureNetwork
+    from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
     network, each = FeatureNetwork(), num_drawn_per_prompt(len(wishes))
     features = [network.features(pixels) for pixels in draw_pictures(wishes, width_px, height_px, each=each)]

@@ -199,7 +199,7 @@ def generate_missing(
     """
     if not images:
         return
-    from diffserve.experiments.metrics.feature_network import FeatureNetwork
+    from diffserve.experiments.metrics.set_distance import FeatureNetwork
 
     def count(event: GenerationEvent) -> None:
         if isinstance(event, RowsDone):
@@ -224,7 +224,7 @@ def _read_times(store: Store, name: str, plan: SweepPlan) -> dict[Cell, SoloTime
 
 def setup_of(engine: Engine, plan: SweepPlan, check: PromptCheck) -> Mapping[str, Any]:
     """Return everything except the cell that the results of an image depend on."""
-    from diffserve.experiments.metrics.feature_network import NETWORK_VERSION
+    from diffserve.experiments.metrics.set_distance import NETWORK_VERSION
 
     info = engine.info
     return {

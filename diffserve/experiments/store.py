@@ -13,6 +13,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Self
 from zipfile import BadZipFile
@@ -121,10 +122,9 @@ class Store:
         assert finished.latents is not None, "a sweep asks for latents"
         path = self._image_path(finished.image.cell, finished.image.place)
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".part")
-        with temporary.open("wb") as file:
-            np.savez(file, pixels=finished.pixels, latents=finished.latents)
-        temporary.replace(path)
+        file = BytesIO()
+        np.savez(file, pixels=finished.pixels, latents=finished.latents)
+        write_whole(path, file.getvalue())
 
     def has(self, cell: Cell, place: Place) -> bool:
         """Return whether an image is stored."""

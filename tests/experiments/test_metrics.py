@@ -12,9 +12,8 @@ from PIL import Image, ImageFilter
 from scipy.linalg import sqrtm
 from scipy.ndimage import gaussian_filter
 
-from diffserve.experiments.metrics.feature_network import NUM_FEATURES, FeatureNetwork
 from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, latent_rmse, psnr_db, ssim
-from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
+from diffserve.experiments.metrics.set_distance import NUM_FEATURES, FeatureNetwork, frechet_distance, kernel_distance
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes
 

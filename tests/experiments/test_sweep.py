@@ -27,8 +27,8 @@ from diffserve.engine import Engine
 from diffserve.experiments import run
 from diffserve.experiments.engine_generator import EngineGenerator, request_for
 from diffserve.experiments.generation import complete
-from diffserve.experiments.metrics.feature_network import FeatureNetwork
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
+from diffserve.experiments.metrics.set_distance import FeatureNetwork
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import FinishedImage, ImageRecord, RowsDone
 from diffserve.experiments.report import RESULTS

@@ -9,7 +9,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.client import AsyncClient, ImageCapabilities, SamplerChoice
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
-from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form
+from ui.experiment.handlers import MAX_PICTURES, ExperimentForm, read_form
 from ui.experiment.run import ClientGenerator
 from ui.experiment.speed import TIMED_PICTURES, TIMED_STEPS, ServerSpeed, Timing
 

@@ -36,7 +36,7 @@ NOTHING_YET: Final = "Images appear here as they are generated, then curves of q
 
 
 class ExperimentFields(NamedTuple):
-    """Input components in the order of ``ui.experiment.form.ExperimentForm``."""
+    """Input components in the order of ``ui.experiment.handlers.ExperimentForm``."""
 
     samplers: gr.Dropdown
     steps: gr.Textbox
