@@ -1,13 +1,13 @@
 """Experiments that compare samplers, step counts and guidance by image quality and time.
 
-    prompt_match   share of images that show exactly what their prompts describe, for the embedded model
-    intervals      bootstrap intervals
-    plan           samplers x steps x guidance on the same prompts and seeds, with cost estimates
-    painter        interface of image generators: an engine for ``diffserve sweep``, a server for the web page
-    experiment     core loop that generates, measures and records images
-    charts         measures over steps and over time, rendered as SVG (``svg``) and PNG (``plots``)
-    run            runs a plan with an engine, resumably, and writes its report
-    summary        result table, also as CSV
+    prompts     held-out captions, and the share of images that show exactly what their prompts describe
+    intervals   bootstrap intervals
+    plan        samplers x steps x guidance on the same prompts and seeds, with cost estimates
+    generation  core loop that generates, measures and records images, with an engine or a server
+    run         runs a plan with an engine, resumably, and writes its report
+    gate        runs a plan in several precisions, and compares them
+    charts      measures over steps and over time, rendered as PNG and SVG by ``plots``
+    summary     result table, also as CSV
 
 >>> from diffserve import Engine
 >>> from diffserve.experiments import match_prompts

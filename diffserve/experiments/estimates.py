@@ -28,6 +28,11 @@ class Measure(Enum):
         return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM)
 
     @property
+    def direction(self) -> str:
+        """The direction of better values, for titles."""
+        return "higher is better" if self.more_is_better else "lower is better"
+
+    @property
     def title(self) -> str:
         """Display name for axes and headings."""
         return TITLES[self]

@@ -11,7 +11,6 @@ from html import escape
 from io import BytesIO, StringIO
 
 import matplotlib
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
@@ -79,13 +78,11 @@ def style() -> Iterator[None]:
 
 def name_lines(figure: Figure, axes: Iterable[Axes]) -> None:
     """Add one legend above all axes with every name once."""
-    handles_by_label: dict[str, Artist] = {}
-    for panel in axes:
-        handles, labels = panel.get_legend_handles_labels()
-        handles_by_label |= dict(zip(labels, handles, strict=True))
+    legends = [panel.get_legend_handles_labels() for panel in axes]
+    handles = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
     figure.legend(
-        list(handles_by_label.values()), list(handles_by_label), loc="outside upper center", ncols=5, frameon=False,
-        fontsize=8, columnspacing=1.2, handletextpad=0.5,
+        list(handles.values()), list(handles), loc="outside upper center", ncols=5, frameon=False, fontsize=8,
+        columnspacing=1.2, handletextpad=0.5,
     )  # fmt: skip
 
 
@@ -125,9 +122,8 @@ def figure_html(charts: Sequence[Chart]) -> str:
 
 def _figure_html(chart: Chart) -> str:
     title = escape(f"{chart.measure.title[0].upper()}{chart.measure.title[1:]}")
-    better = "higher" if chart.measure.more_is_better else "lower"
     return (
-        f"<figure><figcaption>{title} <small>({better} is better)</small></figcaption>"
+        f"<figure><figcaption>{title} <small>({chart.measure.direction})</small></figcaption>"
         f"{_svg(chart, f'{title} over {escape(chart.x_title)}')}</figure>"
     )
 
@@ -191,9 +187,8 @@ def panels(charts: Sequence[Chart], *, height_inches: float, width_inches: float
         figure = Figure(figsize=(width_inches * columns, height_inches * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for place, chart in zip(axes, charts, strict=False):
-            better = "higher" if chart.measure.more_is_better else "lower"
             separator = "\n" if num_columns > 2 else " "
-            place.set_title(f"{chart.measure.title}{separator}({better} is better)", fontsize=9)
+            place.set_title(f"{chart.measure.title}{separator}({chart.measure.direction})", fontsize=9)
             _draw_chart(place, chart)
         for spare in axes[len(charts) :]:
             spare.set_visible(False)
@@ -296,11 +291,8 @@ def strip(title: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
 
 
 def _show(axes: Axes, picture: bytes | None) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
     if picture is not None:
         axes.imshow(Image.open(BytesIO(picture)).convert("RGB"), interpolation="lanczos")
 

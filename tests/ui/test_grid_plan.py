@@ -40,8 +40,8 @@ def plan_of(**fields: Any) -> SweepPlan:
 def test_every_image_is_requested_from_the_selected_model() -> None:
     image = PlannedImage(plan_of().cells[0], 0, 0)
     for choice, expected in (("photo", "photo"), ("", None)):
-        painter = ClientGenerator(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
-        assert painter._fields(image).get("model") == expected
+        generator = ClientGenerator(AsyncClient("http://127.0.0.1:9"), plan_of(), choice)
+        assert generator._fields(image).get("model") == expected
 
 
 def test_a_form_becomes_paired_cells() -> None:

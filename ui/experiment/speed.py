@@ -198,7 +198,7 @@ class SpeedProbe:
     """Cache of the measured speed of each model; old measurements are repeated."""
 
     def __init__(self) -> None:
-        self._speeds = TTLCache[str, ServerSpeed](MAX_MODELS, FRESH_S)
+        self._speeds: TTLCache[str, ServerSpeed] = TTLCache(MAX_MODELS, FRESH_S)
         self._lock = asyncio.Lock()
 
     async def speed(self, client: AsyncClient, model: str = "") -> ServerSpeed:
