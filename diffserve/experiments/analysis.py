@@ -49,6 +49,11 @@ class PictureSet:
         return Moments.of(self.features, self.prompts, self.num_prompts)
 
     @cached_property
+    def roots(self) -> list[tuple[Floats, Floats]]:
+        """Mean and covariance root of each resample, for Frechet distances to this set."""
+        return reference_roots(self.moments, resamples(self.num_prompts))
+
+    @cached_property
     def kernel(self) -> KernelSums:
         """Kernel sums of the features, for the maximum mean discrepancy."""
         return KernelSums.of(self.features, self.prompts, self.num_prompts)
@@ -89,7 +94,6 @@ class Analysis:
         self._has_intervals = len(set(self._groups or places)) >= least_groups
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
-        self._roots: dict[int, list[tuple[Floats, Floats]]] = {}
         self._sets: dict[Cell, PictureSet] = {}
 
     def records(self, cell: Cell) -> list[ImageRecord]:
@@ -172,15 +176,10 @@ class Analysis:
             reference, images = self.reference_set(cell, measure), self.picture_set(cell)
             assert reference is not None, "a distance between sets needs both"
             if measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
-                replicates = frechet_replicates(images.moments, self._roots_of(reference), self._times)
+                replicates = frechet_replicates(images.moments, reference.roots, self._times)
             else:
                 other = (reference.features, reference.prompts)
                 between = KernelSums.of(images.features, images.prompts, images.num_prompts, other)
                 replicates = kernel_replicates(images.kernel, between, reference.kernel, self._times)
             self._replicates[cell, measure] = replicates
         return self._replicates[cell, measure]
-
-    def _roots_of(self, reference: PictureSet) -> list[tuple[Floats, Floats]]:
-        if id(reference) not in self._roots:
-            self._roots[id(reference)] = reference_roots(reference.moments, self._times)
-        return self._roots[id(reference)]

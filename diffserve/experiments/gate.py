@@ -265,10 +265,7 @@ def judge(result: _PrecisionResult, cell: Cell, reference: _PrecisionResult, lim
 
 
 def _write(
-    report: GateReport,
-    plan: SweepPlan,
-    results: Mapping[str, _PrecisionResult],
-    initial_machine: Mapping[str, Any],
+    report: GateReport, plan: SweepPlan, results: Mapping[str, _PrecisionResult], initial_machine: Mapping[str, Any]
 ) -> None:
     """Write gate.json, gate.md to commit with a project, and gate.png with sample images of each precision."""
     why_not = next((result.why_not for result in results.values() if result.why_not), None)

@@ -112,7 +112,8 @@ def figure_html(charts: Sequence[Chart]) -> str:
         return ""
     names = dict(sorted((line.number, line.name) for chart in charts for line in chart.lines))
     items = [
-        f'<li><span style="color: {_page_color(_color(number))}">{MARKERS[_marker(number)]}</span> {escape(name)}</li>'
+        f'<li><span aria-hidden="true" style="color: {_page_color(_color(number))}">{MARKERS[_marker(number)]}</span> '
+        f"{escape(name)}</li>"
         for number, name in names.items()
     ]
     if any(chart.num_upon(line, dot) for chart in charts for line in chart.lines for dot in line.dots):

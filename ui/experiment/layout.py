@@ -92,12 +92,7 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
     held_out = gr.Button(f"Use {NUM_HELD_OUT} test prompts", size="sm", visible=False, elem_id="exp-held-out")
     with gr.Row():
         num_seeds = gr.Number(
-            DEFAULT_SEEDS,
-            label="Seeds",
-            info="per prompt",
-            precision=0,
-            min_width=80,
-            elem_id="exp-seeds",
+            DEFAULT_SEEDS, label="Seeds", info="per prompt", precision=0, min_width=80, elem_id="exp-seeds"
         )
         first_seed = gr.Number(
             0, label="First seed", info="then ascending", precision=0, min_width=80, elem_id="exp-first-seed"
@@ -151,12 +146,7 @@ def _connect(
 ) -> None:
     events = ExperimentHandlers(server)
     outputs.run.click(
-        events.run,
-        list(fields),
-        list(outputs),
-        api_name="experiment",
-        show_progress="hidden",
-        concurrency_limit=None,
+        events.run, list(fields), list(outputs), api_name="experiment", show_progress="hidden", concurrency_limit=None
     )
     outputs.stop.click(events.stop, **PRIVATE)
     estimated = gr.on(
