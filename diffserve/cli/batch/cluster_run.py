@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -17,21 +16,22 @@ import msgspec
 from rich.console import Console
 
 from diffserve.api.errors import ConfigError, DiffserveError
-from diffserve.cli.batch.manifest import Outcome, alone_in
-from diffserve.cli.batch.run import (
+from diffserve.cli.batch.manifest import alone_in
+from diffserve.cli.batch.runner import (
     CONTINUE_HINT,
-    MAX_ERRORS_SHOWN,
-    PROGRESS_NOTE_S,
-    bar_of_lines,
+    WorkerThreads,
     check_concurrency,
-    print_summary,
+    explain_stop,
+    follow,
+    summarize,
 )
 from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
 from diffserve.cli.batch.shards import ShardFolder
 from diffserve.cli.generate import note
+from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import write_output
 from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
-from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag
+from diffserve.settings.layers import ENV_PREFIX, PROFILES
 
 PART_SCAN_S: Final = 2.0
 """Interval at which unfinished shards are counted for the progress bar."""
@@ -41,8 +41,6 @@ PATH_SETTINGS: Final = tuple(
     for name in ("vae", "text_encoder", "embeddings_dir", "lora_dir", "controlnet_dir", "refiner", "scorer")
 )
 """Settings that can name a file on this machine."""
-
-ShardMessage = ShardTold | BaseException | None
 
 PaintShards = Callable[[Iterable[bytes], tuple[type[ShardWorker], bytes], str | None, int | None], Iterator[bytes]]
 
@@ -89,11 +87,9 @@ def run(
     prompts: Path,
     output: Path,
     options: ClusterOptions,
+    sources: SettingsOptions,
     *,
     concurrency: int,
-    model: str | None,
-    config: str | None,
-    flags: Mapping[str, Flag],
 ) -> int:
     """Generate images for every line of a batch file and return the exit code: 0, or 1 if some lines failed.
 
@@ -101,10 +97,8 @@ def run(
         prompts: The batch file.
         output: Folder for the images and results, shared by all machines of the cluster.
         options: Cluster options.
+        sources: Options for the settings.
         concurrency: Number of lines in progress at a time, per worker.
-        model: Model name or path.
-        config: Configuration name or file.
-        flags: Settings of the command line.
 
     Raises:
         DiffserveError: The whole batch cannot continue. The same command continues it later.
@@ -120,12 +114,12 @@ def run(
             token=secrets.token_hex(8),
             layout=place.layout,
             concurrency=concurrency,
-            model=_from_anywhere(model),
-            config=_from_anywhere(config),
+            model=_from_anywhere(sources.model),
+            config=_from_anywhere(sources.config),
             environment={name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)},
             flags={
                 key: (flag.name, _from_anywhere(flag.value) if key in PATH_SETTINGS else flag.value)
-                for key, flag in flags.items()
+                for key, flag in sources.flags.items()
                 if flag.value is not None
             },
         )
@@ -139,93 +133,60 @@ def run(
             make = (ShardWorker, msgspec.msgpack.encode(job))
             results = paint_shards(chain([first], missing), make, options.address, options.num_workers)
             try:
-                _ProgressMonitor(place, scan, console).follow(results)
+                _follow(results, place, scan, console)
             except KeyboardInterrupt:
                 note(console, f"stopped; {CONTINUE_HINT}.")
                 raise
             finally:
                 place.seen.unlink(missing_ok=True)
                 place.clear()
-        failures: list[Outcome] = []
-        num_painted = num_failed = 0
-        for outcome in place.write_results(scan.num_shards):
-            num_painted += outcome.error is None
-            num_failed += outcome.error is not None
-            if outcome.error is not None and len(failures) < MAX_ERRORS_SHOWN:
-                failures.append(outcome)
-    return print_summary(scan.num_lines, scan.num_before, num_painted, num_failed, failures, output, console)
+        outcomes = place.write_results(scan.num_shards)
+        return summarize(outcomes, scan.num_lines, scan.num_before, output, console)
 
 
-class _ProgressMonitor:
-    """Receives shard results and shows the progress of the batch."""
+def _follow(results: Iterable[bytes], place: ShardFolder, scan: _Scan, console: Console) -> None:
+    """Show the progress until all shards are done.
 
-    def __init__(self, place: ShardFolder, scan: _Scan, console: Console) -> None:
-        self._place = place
-        self._scan = scan
-        self._console = console
-        self._messages: queue.SimpleQueue[ShardMessage] = queue.SimpleQueue()
+    Args:
+        results: Encoded ``ShardTold`` objects.
+        place: The output folder.
+        scan: The counts of finished lines, to which ``results`` are added.
+        console: Console for the progress.
 
-    def follow(self, results: Iterable[bytes]) -> None:
-        """Show the progress until all shards are done.
+    Raises:
+        DiffserveError: The batch cannot continue.
+    """
+    num_partial, last_scan_s = 0, 0.0
 
-        Args:
-            results: Encoded ``ShardTold`` objects.
+    def add(report: ShardTold) -> None:
+        if report.error:
+            error = DiffserveError(report.error, param=report.param)
+            explain_stop(error)
+            raise error
+        scan.num_over += report.num_painted + report.num_failed
 
-        Raises:
-            DiffserveError: The batch cannot continue.
-        """
-        threading.Thread(target=self._receive, args=(results,), daemon=True).start()
-        num_done, last_scan_s, last_note_s, num_partial = 0, 0.0, time.monotonic(), 0
-        with bar_of_lines(self._console) as progress:
-            bar = progress.add_task("painting", total=None, count="")
-            while True:
-                try:
-                    message = self._messages.get(timeout=0.5)
-                except queue.Empty:
-                    pass
-                else:
-                    if isinstance(message, BaseException):
-                        raise message
-                    if message is None:
-                        return
-                    num_done += self._num_lines_of(message)
-                now_s = time.monotonic()
-                if now_s - last_scan_s > PART_SCAN_S:
-                    last_scan_s, num_partial = now_s, self._num_lines_of_parts()
-                total, done = self._scan.num_lines, self._scan.num_over + num_done + num_partial
-                progress.update(bar, total=total or None, completed=done, count=f"{done}/{total}")
-                if not self._console.is_terminal and now_s - last_note_s > PROGRESS_NOTE_S:
-                    last_note_s = now_s
-                    note(self._console, f"{done} of {total} lines are done.")
+    def count_lines() -> tuple[int, int, float]:
+        nonlocal num_partial, last_scan_s
+        if time.monotonic() - last_scan_s > PART_SCAN_S:
+            last_scan_s, num_partial = time.monotonic(), _num_partial_lines(place)
+        done = scan.num_over + num_partial
+        return done, scan.num_lines, done
 
-    def _receive(self, results: Iterable[bytes]) -> None:
-        try:
-            for result in results:
-                self._messages.put(msgspec.msgpack.decode(result, type=ShardTold))
-            self._messages.put(None)
-        except BaseException as error:
-            self._messages.put(error)
+    follow(WorkerThreads(partial(msgspec.msgpack.decode, type=ShardTold), results, 1), add, count_lines, console)
 
-    def _num_lines_of(self, result: ShardTold) -> int:
-        if result.error:
-            hint = " Free some space there:" if result.error.startswith("cannot write") else ""
-            message = " ".join(result.error.split())
-            raise DiffserveError(f"{message}{hint} {CONTINUE_HINT}.", param=result.param)
-        return result.num_painted + result.num_failed
 
-    def _num_lines_of_parts(self) -> int:
-        """Return the number of finished lines in unfinished shards.
+def _num_partial_lines(place: ShardFolder) -> int:
+    """Return the number of finished lines in unfinished shards.
 
-        Lost workers leave their part files behind, so only the largest part of a shard counts.
-        """
-        lines: dict[str, int] = {}
-        for part in self._place.parts():
-            number = part.name[1:7]
-            with suppress(OSError):
-                if self._place.outcomes_path(int(number)).exists():
-                    continue
+    Lost workers leave their part files behind, so only the largest part of a shard counts.
+    """
+    lines: dict[str, int] = {}
+    for part in place.parts():
+        number = part.name[1:7]
+        with suppress(OSError):
+            if not place.outcomes_path(int(number)).exists():
                 lines[number] = max(lines.get(number, 0), part.read_bytes().count(b"\n"))
-        return sum(lines.values())
+    return sum(lines.values())
 
 
 def _from_anywhere(path: str | None) -> str | None:

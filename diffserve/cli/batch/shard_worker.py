@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
@@ -14,9 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
-from diffserve.cli.batch.manifest import Outcome
-from diffserve.cli.batch.painters import LinePainter, LocalPainter, PaintedFile
-from diffserve.cli.batch.painting import paint_line
+from diffserve.cli.batch.painters import LinePainter, LocalPainter
+from diffserve.cli.batch.runner import Work, WorkerThreads, paint_line
 from diffserve.cli.batch.shards import Layout, Shard, ShardFolder, ShardRow, ShardWriter
 from diffserve.cli.generate import open_engine
 from diffserve.processes.wait_policy import bound_spinning
@@ -26,8 +24,6 @@ from diffserve.settings.layers import Flag, load_settings
 
 MOST_TRIES: Final = 4
 """How many workers a shard may lose before it fails, because the shard itself may crash them."""
-
-Work = tuple[Outcome, Sequence[PaintedFile]]
 
 
 class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,42 +104,28 @@ class ShardWorker:
             raise InvalidRequest(f"{message}; {hint}", param="prompts")
         earlier = self._place.outcomes(shard)
         num_painted = num_failed = 0
+        missing = [row for row in shard.rows if row.number not in earlier]
+        concurrency = self._job.concurrency
         with ShardWriter(self._place, shard.number) as writer:
-            for outcome, pictures in self._in_order(shard.rows, earlier):
-                if outcome.line in earlier:
-                    writer.keep(outcome)
-                else:
-                    writer.add(outcome, pictures)
-                num_painted += outcome.error is None
-                num_failed += outcome.error is not None
+            # Finished images wait in memory for a slow earlier row, so only some rows are begun ahead of it.
+            work = partial(self._paint_row, self._painter)
+            threads = WorkerThreads(work, missing, concurrency, max_ahead=2 * concurrency)
+            try:
+                painted = threads.in_order()
+                for row in shard.rows:
+                    if outcome := earlier.get(row.number):
+                        writer.keep(outcome)
+                    else:
+                        outcome, pictures = next(painted)
+                        writer.add(outcome, pictures)
+                    num_painted += outcome.error is None
+                    num_failed += outcome.error is not None
+            finally:
+                threads.stop()
         return ShardTold(shard=shard.number, num_painted=num_painted, num_failed=num_failed)
 
-    def _in_order(self, rows: Sequence[ShardRow], earlier: dict[int, Outcome]) -> Iterator[Work]:
-        """Yield the result of each row in order.
-
-        The number of rows in progress is limited, because finished images wait in memory for a slow earlier row.
-        """
-        ahead: deque[Future[Work] | Work] = deque()
-        prompts = Path(self._job.prompts)
-        max_ahead = 2 * self._job.concurrency
-        with ThreadPoolExecutor(self._job.concurrency) as threads:
-            try:
-                for row in rows:
-                    outcome = earlier.get(row.number)
-                    ahead.append((outcome, ()) if outcome else threads.submit(self._paint_row, row, prompts))
-                    if len(ahead) > max_ahead:
-                        yield _done(ahead.popleft())
-                while ahead:
-                    yield _done(ahead.popleft())
-            except BaseException:
-                for work in ahead:
-                    if isinstance(work, Future):
-                        work.cancel()
-                raise
-
-    def _paint_row(self, row: ShardRow, prompts: Path) -> Work:
-        assert self._painter is not None
-        return paint_line(row.line(prompts), self._painter, lambda share: None)
+    def _paint_row(self, painter: LinePainter, row: ShardRow) -> Work:
+        return paint_line(row.line(Path(self._job.prompts)), painter, lambda share: None)
 
     def _check_folder(self) -> None:
         """Check that the folder is shared with the command.
@@ -158,10 +140,6 @@ class ShardWorker:
         if not is_shared:
             message = f"{self._job.folder!r} on {gethostname()!r} is not the folder that the command writes to"
             raise InvalidRequest(f"{message}; give one that all machines of the cluster share.", param="output")
-
-
-def _done(work: Future[Work] | Work) -> Work:
-    return work.result() if isinstance(work, Future) else work
 
 
 def _local_painter(settings: Settings) -> LinePainter:

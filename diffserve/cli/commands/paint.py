@@ -9,31 +9,23 @@ import typer
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
-    ConfigOption,
-    ControlNetDirOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingsOption,
-    LoraDirOption,
-    ModelOption,
-    OffloadOption,
-    RefinerOption,
-    ScorerOption,
+    COMPONENTS,
+    FURTHER_FILES,
+    MODEL_HELP,
     ServerOption,
-    TextEncoderOption,
-    VAEOption,
-    WatermarkOption,
+    SettingsOptions,
+    complete_model,
     complete_quality,
     complete_sampler,
-    model_extra_flags,
-    placement_flags,
+    with_settings,
     with_shared_fields,
 )
 
 
 @with_shared_fields
+@with_settings("watermark", "config", *FURTHER_FILES, "device", *COMPONENTS, "embeddings_dir")
 def generate(
+    *,
     context: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompt in quotes; - reads standard input.", metavar="PROMPT")
@@ -57,7 +49,9 @@ def generate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing files instead of numbering new ones.")
     ] = False,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help=MODEL_HELP, metavar="MODEL", autocompletion=complete_model)
+    ] = None,
     quality: Annotated[
         str | None,
         typer.Option("--quality", help="Step count preset: draft, standard or fine.", autocompletion=complete_quality),
@@ -82,7 +76,7 @@ def generate(
     prompt_syntax: Annotated[
         str, typer.Option("--prompt-syntax", help="a1111: brackets weight words; plain: brackets are literal.")
     ] = "a1111",
-    shared: dict[str, Any] = {},  # noqa: B006 # replaced by options
+    shared: dict[str, Any],
     sizes: Annotated[
         str | None,
         typer.Option(
@@ -125,19 +119,7 @@ def generate(
         Path | None,
         typer.Option("--mask", help="Change only the white or transparent parts of --init.", metavar="IMAGE"),
     ] = None,
-    watermark: WatermarkOption = None,
-    config: ConfigOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
+    settings: SettingsOptions,
     server: ServerOption = None,
 ) -> int:
     """Generate images from a prompt.
@@ -152,7 +134,6 @@ def generate(
     from diffserve.cli.recorded import read_recorded
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
-    from diffserve.settings.layers import Flag
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
@@ -161,6 +142,7 @@ def generate(
         text = recorded.prompt
     else:
         raise InvalidRequest("Missing argument 'PROMPT'; give a prompt in quotes.", param="PROMPT")
+    has_refiner = bool(settings.flags["model.refiner"].value)
     order = GenerateArguments(
         prompt=text, output=output, overwrite=overwrite,
         negative=in_a1111(negative, prompt_syntax), size=size,
@@ -170,7 +152,7 @@ def generate(
             "variation_seed": None if variation_seed == -1 else variation_seed,
             "loras": tuple(map(Lora.read, lora or ())),
             "micro_conditioning": MicroConditioning.read(sizes) if sizes else None,
-            "switch_at": SWITCH_AT if refiner and switch_at is None else switch_at,
+            "switch_at": SWITCH_AT if has_refiner and switch_at is None else switch_at,
         },
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
@@ -180,16 +162,17 @@ def generate(
         order = recorded.fill(
             order, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
         )
-    flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    settings = settings._replace(model=model)
     if server:
         from diffserve.cli.remote import run as run_there
 
-        return run_there(order, server, model=model, flags={**flags, "": Flag("--config", config)})
-    return run(order, model=model, config=config, flags=flags)
+        return run_there(order, server, settings)
+    return run(order, settings)
 
 
+@with_settings("watermark", "model", "config", *FURTHER_FILES, "device", *COMPONENTS, "embeddings_dir")
 def batch(
+    *,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -225,20 +208,7 @@ def batch(
     webdataset: Annotated[
         bool, typer.Option("--webdataset", help="With --cluster: write one tar of images and JSON per shard.")
     ] = False,
-    watermark: WatermarkOption = None,
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Generate images for every line of FILE. Run the same command again to continue.
 
@@ -247,8 +217,6 @@ def batch(
     """
     from diffserve.cli.batch.run import run
 
-    flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
         from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
@@ -261,7 +229,7 @@ def batch(
         if server:
             raise InvalidRequest("--cluster and --server name two places to run; give one of them.", param="--cluster")
         options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
-        return run_there(prompts, output, options, concurrency=concurrency, model=model, config=config, flags=flags)
+        return run_there(prompts, output, options, settings, concurrency=concurrency)
     if cluster_options := [
         name
         for name, value in (
@@ -280,14 +248,13 @@ def batch(
         from diffserve.cli.batch.lines import standard_input
 
         with standard_input() as lines:
-            return run(
-                lines, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags,
-                folder=Path.cwd(),
-            )  # fmt: skip
-    return run(prompts, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags)
+            return run(lines, output, settings, server=server, concurrency=concurrency, folder=Path.cwd())
+    return run(prompts, output, settings, server=server, concurrency=concurrency)
 
 
+@with_settings("device")
 def rewrite(
+    *,
     wish: Annotated[
         list[str],
         typer.Argument(help="What the image should show, in your own words; - reads standard input.", metavar="WISH"),
@@ -308,7 +275,7 @@ def rewrite(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of all prompts but the first (default 0).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all details as JSON.")] = False,
-    device: DeviceOption = None,
+    settings: SettingsOptions,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Precision: auto, float32, bfloat16, float16, int8 or int4.")
     ] = None,
@@ -328,8 +295,7 @@ def rewrite(
         from diffserve.settings.layers import Flag
 
         model_flag = None if model == "embedded" else model
-        refuse_placement(
-            {"model": Flag("--model", model_flag), "d": Flag("--device", device), "t": Flag("--dtype", dtype)}
-        )
+        refuse_placement({"model": Flag("--model", model_flag), **settings.flags, "dtype": Flag("--dtype", dtype)})
         return rewrite_there(request, style, server, is_json=as_json)
+    device = settings.flags["model.device"].value
     return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)
