@@ -18,10 +18,9 @@ import pytest
 from benchmarks.bench_bulk import Batch, Bulk, counted
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
-from diffserve.cli.batch.cluster_run import _from_anywhere
+from diffserve.cli.batch.cluster_run import MOST_TRIES, ShardJob, ShardTold, ShardWorker, _from_anywhere
 from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
 from diffserve.cli.batch.painters import PaintedFile, Tell
-from diffserve.cli.batch.shard_worker import MOST_TRIES, ShardJob, ShardTold, ShardWorker
 from diffserve.cli.batch.shards import Layout, ShardFolder
 from diffserve.settings.config import Settings
 from tests.cluster.ports import check_refusals, listening

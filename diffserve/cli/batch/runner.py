@@ -1,7 +1,6 @@
 """Execution of batch lines: worker threads, progress and summary.
 
-Batches on this machine and on a server (``run``), the workers of a cluster (``shard_worker``) and its command
-(``cluster_run``) share it.
+Batches on this machine and on a server (``run``) and on a cluster (``cluster_run``) share it.
 """
 
 from __future__ import annotations

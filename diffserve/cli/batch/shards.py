@@ -13,6 +13,7 @@ import os
 import socket
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -208,14 +209,12 @@ class ShardFolder:
         """
         path = self.folder / NAME
         part = self._shards / f".{NAME}"
-        try:
+        with _write_errors(path):
             with part.open("wb") as file:
                 for outcome in self.in_order(num_shards):
                     file.write(msgspec.json.encode(outcome) + b"\n")
                     yield outcome
             part.replace(path)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {str(path)!r}: {error.strerror}.", param="output") from error
 
     def _is_there(self, name: str, files: frozenset[str] | None) -> bool:
         return (self.folder / name).is_file() if files is None else name in files
@@ -308,15 +307,10 @@ class ShardWriter:
             self._file.flush()
 
 
-class _write_errors:  # noqa: N801 # used as a function
-    """Context manager that converts an OSError to an InvalidRequest which names ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise InvalidRequest(f"cannot write {str(self._path)!r}: {error.strerror}.", param="output") from error
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError to an InvalidRequest which names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {str(path)!r}: {error.strerror}.", param="output") from error

@@ -130,8 +130,7 @@ def generate(
     from diffserve.api.prompt_syntax import in_a1111
     from diffserve.api.types import SWITCH_AT
     from diffserve.cli.generate import GenerateArguments, run
-    from diffserve.cli.prompts import read_text_argument
-    from diffserve.cli.recorded import read_recorded
+    from diffserve.cli.inputs import read_recorded, read_text_argument
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
 
@@ -284,7 +283,7 @@ def rewrite(
     """Rewrite WISH into prompts for an image model, one per line."""
     from diffserve.api.rewrite_types import RewriteRequest
     from diffserve.api.types import RewriteOptions
-    from diffserve.cli.prompts import read_text_argument
+    from diffserve.cli.inputs import read_text_argument
     from diffserve.cli.rewrite import run
 
     text = read_text_argument(wish, command="rewrite", name="wish")

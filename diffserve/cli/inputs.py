@@ -1,19 +1,24 @@
-"""``diffserve generate --infotext``: uses the parameters in an image file for options that are not given."""
+"""Inputs of a command: the prompt argument, and the parameters in an image file (``generate --infotext``)."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import MicroConditioning
+from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.cli.generate import GenerateArguments, read_bytes
 from diffserve.media.images import read_infotext
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.infotext_recipe import request_of, sampler_text
+
+STDIN = "-"
+
 
 OPTION: Final = "--infotext"
 ORDER: Final = {
@@ -89,3 +94,35 @@ def read_recorded(file: Path, *, has_start: bool) -> RecordedPicture:
     for warning in recorded.warnings:
         print(warning, file=sys.stderr)
     return RecordedPicture(recorded.fields)
+
+
+def read_text_argument(words: Sequence[str], *, command: str, name: str = "prompt") -> str:
+    """Return the only argument of ``command``, or the text on standard input if it is ``-``.
+
+    Args:
+        words: The arguments as the shell passed them.
+        command: Name of the command, for the error message.
+        name: Name of the argument, for the error message.
+
+    Raises:
+        InvalidRequest: There are several arguments (a prompt without quotes), or standard input is empty or not UTF-8.
+    """
+    if len(words) > 1:
+        quoted = shlex.quote(" ".join(words)[:60])
+        raise InvalidRequest(
+            f"the {name} must be one argument, got {len(words)}; put it in quotes: diffserve {command} {quoted}",
+            param=name,
+        )
+    return _read_stdin(name) if words[0] == STDIN else words[0]
+
+
+def _read_stdin(name: str) -> str:
+    try:
+        text = sys.stdin.buffer.read(4 * MAX_PROMPT_CHARS + 1).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the {name} on standard input is not UTF-8 text ({error.reason} at byte {error.start}).", param=name
+        ) from None
+    if not text.strip():
+        raise InvalidRequest(f"standard input has no {name}; write a text.", param=name, code="empty_prompt")
+    return text.strip()
