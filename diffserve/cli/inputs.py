@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import MicroConditioning
@@ -35,42 +35,30 @@ OPTIONS: Final = {"micro_conditioning": "sizes"}
 """Maps request fields to options that have another name."""
 
 
-class RecordedPicture(NamedTuple):
-    """The API request fields that reproduce an image."""
-
-    fields: dict[str, Any]
-
-    @property
-    def prompt(self) -> str:
-        """The prompt."""
-        return str(self.fields["prompt"])
-
-    def fill(self, order: GenerateArguments, options: Collection[str]) -> GenerateArguments:
-        """Return ``order`` with the parameters of the image, except for those in ``options``."""
-        fields = {name: value for name, value in self.fields.items() if name not in ("prompt", "sampler")}
-        sampler = sampler_text(self.fields)
-        fields.pop("sigma_schedule", None)
-        if "quality" in options:
-            fields.pop("num_inference_steps", None)
-        if (sizes := fields.get("micro_conditioning")) is not None:
-            fields["micro_conditioning"] = MicroConditioning(**sizes)
-        changed = {
-            attribute: fields[name]
-            for name, (attribute, option) in ORDER.items()
-            if name in fields and option not in options
-        }
-        further = {
-            name: value
-            for name, value in fields.items()
-            if name not in ORDER and OPTIONS.get(name, name) not in options
-        }
-        if "sampler" not in options and sampler is not None:
-            changed["sampler"] = sampler
-        return replace(order, **changed, further={**order.further, **further})
+def fill_in(order: GenerateArguments, recorded: dict[str, Any], options: Collection[str]) -> GenerateArguments:
+    """Return ``order`` with the request fields ``recorded`` in an image, except for those in ``options``."""
+    fields = {name: value for name, value in recorded.items() if name not in ("prompt", "sampler")}
+    sampler = sampler_text(recorded)
+    fields.pop("sigma_schedule", None)
+    if "quality" in options:
+        fields.pop("num_inference_steps", None)
+    if (sizes := fields.get("micro_conditioning")) is not None:
+        fields["micro_conditioning"] = MicroConditioning(**sizes)
+    changed = {
+        attribute: fields[name]
+        for name, (attribute, option) in ORDER.items()
+        if name in fields and option not in options
+    }
+    further = {
+        name: value for name, value in fields.items() if name not in ORDER and OPTIONS.get(name, name) not in options
+    }
+    if "sampler" not in options and sampler is not None:
+        changed["sampler"] = sampler
+    return replace(order, **changed, further={**order.further, **further})
 
 
-def read_recorded(file: Path, *, has_start: bool) -> RecordedPicture:
-    """Read the parameters in an image or a text file, and print warnings for those that cannot be reproduced.
+def read_recorded(file: Path, *, has_start: bool) -> dict[str, Any]:
+    """Return the API request fields that reproduce an image, and print warnings for those that cannot be reproduced.
 
     Args:
         file: The image or text file.
@@ -93,7 +81,7 @@ def read_recorded(file: Path, *, has_start: bool) -> RecordedPicture:
     recorded = request_of(read, has_start=has_start)
     for warning in recorded.warnings:
         print(warning, file=sys.stderr)
-    return RecordedPicture(recorded.fields)
+    return recorded.fields
 
 
 def read_text_argument(words: Sequence[str], *, command: str, name: str = "prompt") -> str:

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from diffserve.api.errors import ConfigError, DiffserveError, InvalidRequest
-from diffserve.cli.batch.manifest import alone_in
+from diffserve.cli.batch.lines import alone_in
 from diffserve.cli.batch.painters import LinePainter, LocalPainter
 from diffserve.cli.batch.runner import (
     CONTINUE_HINT,
@@ -62,7 +62,7 @@ class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompts: Absolute path of the batch file, the same on all machines.
         folder: Absolute path of the output folder, the same on all machines.
-        token: Content of ``ShardFolder.seen``, which proves that the folder is shared.
+        token: Content of ``ShardFolder.token_path``, which proves that the folder is shared.
         layout: Shard size and output format.
         concurrency: Number of lines in progress at a time.
         model: Model name or path.
@@ -92,7 +92,7 @@ class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
         return load_settings(model=self.model, config=self.config, env=self.environment, flags=flags)
 
 
-class ShardTold(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class ShardReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The result of a shard, or the ``error`` that stops the batch, with the invalid parameter."""
 
     shard: int
@@ -112,18 +112,18 @@ class ShardWorker:
         self._painter: LinePainter | None = None
 
     def paint(self, shard: bytes) -> bytes:
-        """Generate a shard and return its ``ShardTold``; both are encoded as msgpack."""
+        """Generate a shard and return its ``ShardReport``; both are encoded as msgpack."""
         decoded = msgspec.msgpack.decode(shard, type=Shard)
         try:
             result = self._paint(decoded)
         except DiffserveError as error:
-            result = ShardTold(shard=decoded.number, error=error.message, param=error.param)
+            result = ShardReport(shard=decoded.number, error=error.message, param=error.param)
         except OSError as error:
             message = f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}."
-            result = ShardTold(shard=decoded.number, error=message)
+            result = ShardReport(shard=decoded.number, error=message)
         return msgspec.msgpack.encode(result)
 
-    def _paint(self, shard: Shard) -> ShardTold:
+    def _paint(self, shard: Shard) -> ShardReport:
         self._check_folder()
         if self._painter is None:
             self._painter = self._open(self._job.settings)
@@ -137,7 +137,7 @@ class ShardWorker:
         missing = [row for row in shard.rows if row.number not in earlier]
         concurrency = self._job.concurrency
         with ShardWriter(self._place, shard.number) as writer:
-            # Finished images wait in memory for a slow earlier row, so only some rows are begun ahead of it.
+            # Finished images wait in memory for a slow earlier row, so the number of rows after it is limited.
             work = partial(self._paint_row, self._painter)
             threads = WorkerThreads(work, missing, concurrency, max_ahead=2 * concurrency)
             try:
@@ -152,7 +152,7 @@ class ShardWorker:
                     num_failed += outcome.error is not None
             finally:
                 threads.stop()
-        return ShardTold(shard=shard.number, num_painted=num_painted, num_failed=num_failed)
+        return ShardReport(shard=shard.number, num_painted=num_painted, num_failed=num_failed)
 
     def _paint_row(self, painter: LinePainter, row: ShardRow) -> Work:
         return paint_line(row.line(Path(self._job.prompts)), painter, lambda share: None)
@@ -164,7 +164,7 @@ class ShardWorker:
             InvalidRequest: The folder on this machine is not the folder of the command.
         """
         try:
-            is_shared = self._place.seen.read_text(encoding="utf-8") == self._job.token
+            is_shared = self._place.token_path.read_text(encoding="utf-8") == self._job.token
         except OSError:
             is_shared = False
         if not is_shared:
@@ -267,7 +267,7 @@ def run(
         missing = scan.missing()
         first = next(missing, None)
         if first is not None:
-            write_output(place.seen, job.token.encode())
+            write_output(place.token_path, job.token.encode())
             make = (ShardWorker, msgspec.msgpack.encode(job))
             results = paint_shards(chain([first], missing), make, options.address, options.num_workers)
             try:
@@ -276,7 +276,7 @@ def run(
                 note(console, f"stopped; {CONTINUE_HINT}.")
                 raise
             finally:
-                place.seen.unlink(missing_ok=True)
+                place.token_path.unlink(missing_ok=True)
                 place.clear()
         outcomes = place.write_results(scan.num_shards)
         return summarize(outcomes, scan.num_lines, scan.num_before, output, console)
@@ -286,7 +286,7 @@ def _follow(results: Iterable[bytes], place: ShardFolder, scan: _Scan, console: 
     """Show the progress until all shards are done.
 
     Args:
-        results: Encoded ``ShardTold`` objects.
+        results: Encoded ``ShardReport`` objects.
         place: The output folder.
         scan: The counts of finished lines, to which ``results`` are added.
         console: Console for the progress.
@@ -296,7 +296,7 @@ def _follow(results: Iterable[bytes], place: ShardFolder, scan: _Scan, console: 
     """
     num_partial, last_scan_s = 0, 0.0
 
-    def add(report: ShardTold) -> None:
+    def add(report: ShardReport) -> None:
         if report.error:
             error = DiffserveError(report.error, param=report.param)
             explain_stop(error)
@@ -310,7 +310,7 @@ def _follow(results: Iterable[bytes], place: ShardFolder, scan: _Scan, console: 
         done = scan.num_over + num_partial
         return done, scan.num_lines, done
 
-    follow(WorkerThreads(partial(msgspec.msgpack.decode, type=ShardTold), results, 1), add, count_lines, console)
+    follow(WorkerThreads(partial(msgspec.msgpack.decode, type=ShardReport), results, 1), add, count_lines, console)
 
 
 def _num_partial_lines(place: ShardFolder) -> int:

@@ -11,8 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
-from diffserve.cli.batch.lines import Line, read_lines
-from diffserve.cli.batch.manifest import NAME, Manifest, Outcome
+from diffserve.cli.batch.lines import NAME, Line, Manifest, Outcome, read_lines
 from diffserve.cli.batch.painters import LinePainter, LocalPainter, ServerPainter, Stopped
 from diffserve.cli.batch.runner import (
     CONTINUE_HINT,
@@ -122,8 +121,8 @@ class _Run:
     def _paint_line(self, line: Line) -> Outcome:
         """Generate a line and write its files. Raises errors that would affect every line."""
         try:
-            tell = partial(self._shares.__setitem__, line.number)
-            outcome, pictures = paint_line(line, self._painter, tell)
+            report_progress = partial(self._shares.__setitem__, line.number)
+            outcome, pictures = paint_line(line, self._painter, report_progress)
         finally:
             self._shares.pop(line.number, None)
         if pictures and self._is_stopping.is_set():

@@ -19,9 +19,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from diffserve.api.bounds import check
 from diffserve.api.errors import DiffserveError, EngineUnavailable
-from diffserve.cli.batch.lines import Line
-from diffserve.cli.batch.manifest import NAME, Outcome
-from diffserve.cli.batch.painters import LinePainter, PaintedFile, Stopped, Tell
+from diffserve.cli.batch.lines import NAME, Line, Outcome
+from diffserve.cli.batch.painters import LinePainter, PaintedFile, ReportProgress, Stopped
 from diffserve.cli.generate import EXIT_FAILED, note
 from diffserve.client import ServerLost, ServerUnreachable
 
@@ -48,13 +47,13 @@ def check_concurrency(concurrency: int) -> None:
     check(1 <= concurrency <= MAX_CONCURRENCY, message, "--concurrency")
 
 
-def paint_line(line: Line, painter: LinePainter, tell: Tell) -> Work:
+def paint_line(line: Line, painter: LinePainter, report_progress: ReportProgress) -> Work:
     """Generate the images of a line.
 
     Args:
         line: The line.
         painter: Generates the images.
-        tell: Called with the completed share of the line, 0 to 1.
+        report_progress: Called with the completed share of the line, 0 to 1.
 
     Raises:
         DiffserveError: The error would affect every line, such as an unreachable server or an invalid API key.
@@ -63,7 +62,7 @@ def paint_line(line: Line, painter: LinePainter, tell: Tell) -> Work:
     try:
         if line.error is not None:
             raise line.error
-        pictures = painter.paint(line.fields, tell)
+        pictures = painter.paint(line.fields, report_progress)
     except (ServerLost, ServerUnreachable, EngineUnavailable):
         raise
     except DiffserveError as error:
@@ -114,7 +113,7 @@ class WorkerThreads(Generic[T, R]):
             work: Called with an item; Stopped ends its thread without an error.
             items: The items, which a thread iterates when it needs the next one.
             num_threads: Number of calls at a time.
-            max_ahead: Number of items that may be begun and not yet read from ``in_order``.
+            max_ahead: Number of items that may be started and not yet read from ``in_order``.
         """
         self.results: queue.SimpleQueue[tuple[int, R] | BaseException | None] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
@@ -142,7 +141,7 @@ class WorkerThreads(Generic[T, R]):
             yield early.pop(index)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Begin no further items, and wait for the threads, at most ``timeout_s``."""
+        """Start no further items, and wait for the threads, at most ``timeout_s``."""
         self._is_stopping.set()
         self._ahead.release(len(self._threads))
         until_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -20,14 +20,13 @@ from typing import BinaryIO, Final
 import msgspec
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
-from diffserve.cli.batch.lines import Line, parse_line, stream_lines
-from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
+from diffserve.cli.batch.lines import NAME, Line, Outcome, parse_line, read_outcomes, stream_lines
 from diffserve.cli.batch.painters import PaintedFile
 from diffserve.cli.outputs import write_output
 
 FOLDER: Final = "shards"
 LAYOUT: Final = "layout.json"
-SEEN: Final = "seen-by-all"
+TOKEN_FILE: Final = "seen-by-all"
 """Name of the file by which workers check that they see the folder of the command."""
 
 SHARD_LINES: Final = 200
@@ -130,9 +129,9 @@ class ShardFolder:
         return cls(folder, layout)
 
     @property
-    def seen(self) -> Path:
+    def token_path(self) -> Path:
         """The file by which workers recognize the folder of the command."""
-        return self._shards / SEEN
+        return self._shards / TOKEN_FILE
 
     def outcomes_path(self, number: int) -> Path:
         """Return the path of the results of a finished shard."""

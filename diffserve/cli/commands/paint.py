@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
     COMPONENTS,
@@ -130,7 +131,7 @@ def generate(
     from diffserve.api.prompt_syntax import in_a1111
     from diffserve.api.types import SWITCH_AT
     from diffserve.cli.generate import GenerateArguments, run
-    from diffserve.cli.inputs import read_recorded, read_text_argument
+    from diffserve.cli.inputs import fill_in, read_recorded, read_text_argument
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
 
@@ -138,7 +139,7 @@ def generate(
     if prompt:
         text = in_a1111(read_text_argument(prompt, command="generate"), prompt_syntax)
     elif recorded is not None:
-        text = recorded.prompt
+        text = str(recorded["prompt"])
     else:
         raise InvalidRequest("Missing argument 'PROMPT'; give a prompt in quotes.", param="PROMPT")
     has_refiner = bool(settings.flags["model.refiner"].value)
@@ -158,9 +159,8 @@ def generate(
     )  # fmt: skip
     if recorded is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
-        order = recorded.fill(
-            order, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-        )
+        options = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+        order = fill_in(order, recorded, options)
     settings = settings._replace(model=model)
     if server:
         from diffserve.cli.remote import run as run_there
@@ -220,29 +220,17 @@ def batch(
         from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
 
-        if str(prompts) == "-":
-            raise InvalidRequest(
-                "--cluster cannot read standard input, FILE is -; give a file that the workers can read.",
-                param="prompts",
-            )
-        if server:
-            raise InvalidRequest("--cluster and --server name two places to run; give one of them.", param="--cluster")
+        message = "--cluster cannot read standard input, FILE is -; give a file that the workers can read."
+        check(str(prompts) != "-", message, "prompts")
+        check(not server, "--cluster and --server name two places to run; give one of them.", "--cluster")
         options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
         return run_there(prompts, output, options, settings, concurrency=concurrency)
-    if cluster_options := [
-        name
-        for name, value in (
-            ("--address", address),
-            ("--workers", workers),
-            ("--shard-lines", shard_lines),
-            ("--webdataset", webdataset),
-        )
-        if value
-    ]:
-        option = cluster_options[0]
-        raise InvalidRequest(
-            f"{option} is given without --cluster; add --cluster, or leave {option} out.", param=option
-        )
+    cluster_options = {
+        "--address": address, "--workers": workers, "--shard-lines": shard_lines, "--webdataset": webdataset,
+    }  # fmt: skip
+    for option, value in cluster_options.items():
+        message = f"{option} is given without --cluster; add --cluster, or leave {option} out."
+        check(not value, message, option)
     if str(prompts) == "-":
         from diffserve.cli.batch.lines import standard_input
 

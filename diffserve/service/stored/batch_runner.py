@@ -150,7 +150,9 @@ class BatchRunner:
         """Run a batch to its end; after disk or database errors it is resumed later."""
         facts = {"batch": batch.id, "num_lines": batch.num_lines}
         try:
-            await self._advance(batch)
+            result = await self._advance(batch)
+            if result is not None:
+                await _run_to_end(self._batches.finish, batch.id, *result)
             log.info("batch over", extra=facts)
         except (OSError, sqlite3.Error) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
@@ -159,31 +161,29 @@ class BatchRunner:
             log.exception("a batch failed", extra=facts)
             await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
 
-    async def _advance(self, batch: Batch) -> None:
+    async def _advance(self, batch: Batch) -> tuple[str, str] | None:
+        """Run all lines; return the final status and the reason if it failed, or None if the batch has ended."""
         if batch.status == "cancelling":
-            await _run_to_end(self._batches.finish, batch.id, "cancelled")
-            return
-        if batch.status != "finalizing":
-            if batch.endpoint not in self._endpoints:
-                message = f"unknown_endpoint: {batch.endpoint} is not offered any more."
-                await _run_to_end(self._batches.finish, batch.id, "failed", message)
-                return
-            moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
-            if moved is None or moved.status != "in_progress":
-                return
-            try:
-                async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
-                    await self._run_lines(batch)
-            except TimeoutError:
-                await self._expire(batch)
-                return
-            except (FileNotFoundError, KeyGoneError) as error:
-                is_key = isinstance(error, KeyGoneError)
-                message = "invalid_key: its key is good no more." if is_key else "no_file: its file is there no more."
-                await _run_to_end(self._batches.finish, batch.id, "failed", message)
-                return
-            await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
-        await _run_to_end(self._batches.finish, batch.id, "completed")
+            return "cancelled", ""
+        if batch.status == "finalizing":
+            return "completed", ""
+        if batch.endpoint not in self._endpoints:
+            return "failed", f"unknown_endpoint: {batch.endpoint} is not offered any more."
+        moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
+        if moved is None or moved.status != "in_progress":
+            return None
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
+                await self._run_lines(batch)
+        except TimeoutError:
+            await self._expire_lines(batch)
+            return "expired", ""
+        except KeyGoneError:
+            return "failed", "invalid_key: its key is good no more."
+        except FileNotFoundError:
+            return "failed", "no_file: its file is there no more."
+        await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
+        return "completed", ""
 
     async def _run_lines(self, batch: Batch) -> None:
         """Run all unfinished lines in order, as many at once as there are free slots."""
@@ -286,12 +286,11 @@ class BatchRunner:
         }
         return Request(scope, receive)
 
-    async def _expire(self, batch: Batch) -> None:
+    async def _expire_lines(self, batch: Batch) -> None:
         """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
         await _run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
-        await _run_to_end(self._batches.finish, batch.id, "expired")
 
 
 async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
