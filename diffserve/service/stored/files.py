@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import re
 import unicodedata
-from typing import Annotated, Any, Final, Literal, Protocol, cast
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast
 
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
@@ -36,6 +37,10 @@ MAX_NAME_CHARS: Final = 255
 MAX_UPLOADS: Final = 4
 """Uploads that are copied to their place at a time, one of each client."""
 
+MAX_PICTURE_BYTES: Final = 10 << 20
+MAX_REQUEST_BYTES: Final = 20 << 20
+"""Limit on the total size of the files that one request names."""
+
 UPLOAD: Final = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -47,10 +52,7 @@ UPLOAD: Final = {
     },
 }
 
-
-MAX_PICTURE_BYTES: Final = 10 << 20
-MAX_REQUEST_BYTES: Final = 20 << 20
-"""Limit on the total size of the files that one request names."""
+T = TypeVar("T")
 
 
 class FileRoutes:
@@ -104,7 +106,7 @@ class FileRoutes:
         """List the files of the key, page by page."""
         selection = PageAsked(limit, after, order)
         page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
-        return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
+        return list_response(page, file_object)
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
@@ -149,11 +151,17 @@ def file_object(file: File) -> dict[str, Any]:
     }
 
 
-def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
-    """Return a page in OpenAI's list format; None means that the entry ``after`` does not exist."""
+def list_response(page: tuple[list[T], bool] | None, describe: Callable[[T], dict[str, Any]]) -> Response:
+    """Return a page in OpenAI's list format.
+
+    Args:
+        page: The entries, and whether more follow; None: the entry ``after`` does not exist.
+        describe: Returns the API's object for an entry.
+    """
     if page is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
-    data, has_more = page
+    entries, has_more = page
+    data = [describe(entry) for entry in entries]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
