@@ -31,7 +31,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffserve.cli.batch.manifest import NAME, read_outcomes
+from diffserve.cli.batch.lines import NAME, read_outcomes
 from tests.tiny_models import save_model
 
 ENV: Final = {"RAY_worker_niceness": "0"}  # which lets everything else go first

@@ -16,8 +16,7 @@ import pytest
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
-from diffserve.cli.batch.lines import read_lines
-from diffserve.cli.batch.manifest import NAME, Manifest, Outcome
+from diffserve.cli.batch.lines import NAME, Manifest, Outcome, read_lines
 from diffserve.cli.generate import open_engine
 from diffserve.media.images import read_infotext
 from diffserve.settings.config import Settings

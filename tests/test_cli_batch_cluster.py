@@ -18,22 +18,21 @@ import pytest
 from benchmarks.bench_bulk import Batch, Bulk, counted
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli import main
-from diffserve.cli.batch.cluster_run import _from_anywhere
-from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
-from diffserve.cli.batch.painters import PaintedFile, Tell
-from diffserve.cli.batch.shard_worker import MOST_TRIES, ShardJob, ShardTold, ShardWorker
+from diffserve.cli.batch.cluster_run import MOST_TRIES, ShardJob, ShardReport, ShardWorker, _from_anywhere
+from diffserve.cli.batch.lines import NAME, Outcome, read_outcomes
+from diffserve.cli.batch.painters import PaintedFile, ReportProgress
 from diffserve.cli.batch.shards import Layout, ShardFolder
 from diffserve.settings.config import Settings
 from tests.cluster.ports import check_refusals, listening
 
 
-class Draughtsman:
+class FakePainter:
     """A worker that returns the seed as the image; the prompt "stop" kills it."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
+    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
         seed = fields["seed"]
         if fields["prompt"] == "none":
             raise InvalidRequest("nothing to see.")
@@ -54,7 +53,7 @@ class Draughtsman:
         """Nothing goes on."""
 
 
-class Desk:
+class ShardedBatch:
     """A folder, a file of prompts, and workers for them."""
 
     def __init__(self, folder: Path, layout: Layout, *lines: object) -> None:
@@ -62,22 +61,24 @@ class Desk:
         self.prompts = folder / "p.jsonl"
         self.write(*lines)
         self.place = ShardFolder.open(folder / "out", lines=layout.lines, webdataset=layout.webdataset)
-        self.place.seen.write_text("token")
+        self.place.token_path.write_text("token")
         self.job = ShardJob(
             prompts=str(self.prompts), folder=str(self.place.folder), token="token", layout=layout, concurrency=3
         )
-        self.painter = Draughtsman()
+        self.painter = FakePainter()
 
     def write(self, *lines: object) -> None:
         self.prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
-    def paint(self, **changed: Any) -> list[ShardTold]:
+    def paint(self, **changed: Any) -> list[ShardReport]:
         """All shards, by a worker that is new."""
         worker = ShardWorker(msgspec.msgpack.encode(msgspec.structs.replace(self.job, **changed)), self._open)
         shards = list(self.place.shards(self.prompts))
-        return [msgspec.msgpack.decode(worker.paint(msgspec.msgpack.encode(shard)), type=ShardTold) for shard in shards]
+        return [
+            msgspec.msgpack.decode(worker.paint(msgspec.msgpack.encode(shard)), type=ShardReport) for shard in shards
+        ]
 
-    def _open(self, settings: Settings) -> Draughtsman:
+    def _open(self, settings: Settings) -> FakePainter:
         return self.painter
 
 
@@ -88,7 +89,7 @@ PROMPTS = ("a", {"prompt": "b", "seed": 7}, {"prompt": "none"}, PAIR, [1], "a")
 @pytest.mark.parametrize("webdataset", [False, True])
 def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Path, *, webdataset: bool) -> None:
     layout = Layout(lines=4, webdataset=webdataset)
-    once, again = (Desk(tmp_path / name, layout, *PROMPTS) for name in ("once", "again"))
+    once, again = (ShardedBatch(tmp_path / name, layout, *PROMPTS) for name in ("once", "again"))
     assert [(report.num_painted, report.num_failed, report.error) for report in once.paint()] == [
         (3, 1, ""),
         (1, 1, ""),
@@ -120,46 +121,46 @@ def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Pa
 
 @pytest.mark.parametrize("webdataset", [False, True])
 def test_a_shard_resumes_by_line_and_changed_prompts_are_generated(tmp_path: Path, *, webdataset: bool) -> None:
-    desk = Desk(tmp_path / "one", Layout(lines=6, webdataset=webdataset), *PROMPTS)
-    desk.paint()
-    desk.painter.seeds.clear()
-    desk.write(*PROMPTS[:2], {"prompt": "now", "seed": 3}, *PROMPTS[3:])
-    [shard] = desk.place.shards(desk.prompts)
-    assert list(desk.place.outcomes(shard)) == [1, 2, 4, 5, 6]
-    [report] = desk.paint()
-    assert (report.num_painted, report.num_failed, desk.painter.seeds) == (5, 1, [3])
-    assert [bool(outcome.files) for outcome in desk.place.in_order(1)] == [True, True, True, True, False, True]
-    [shard] = desk.place.shards(desk.prompts)
-    assert len(desk.place.outcomes(shard)) == 6, "nothing is left to do"
+    batch = ShardedBatch(tmp_path / "one", Layout(lines=6, webdataset=webdataset), *PROMPTS)
+    batch.paint()
+    batch.painter.seeds.clear()
+    batch.write(*PROMPTS[:2], {"prompt": "now", "seed": 3}, *PROMPTS[3:])
+    [shard] = batch.place.shards(batch.prompts)
+    assert list(batch.place.outcomes(shard)) == [1, 2, 4, 5, 6]
+    [report] = batch.paint()
+    assert (report.num_painted, report.num_failed, batch.painter.seeds) == (5, 1, [3])
+    assert [bool(outcome.files) for outcome in batch.place.in_order(1)] == [True, True, True, True, False, True]
+    [shard] = batch.place.shards(batch.prompts)
+    assert len(batch.place.outcomes(shard)) == 6, "nothing is left to do"
     if webdataset:
-        with tarfile.open(desk.place.tar_path(0)) as tar:
+        with tarfile.open(batch.place.tar_path(0)) as tar:
             assert tar.getnames()[4:8] == ["3.png", "3.json", "pair-1.png", "pair-1.json"]
 
 
 def test_a_shard_that_ends_early_is_not_reported(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "one", Layout(lines=4, webdataset=True), "a", "b", "stop", "c")
+    batch = ShardedBatch(tmp_path / "one", Layout(lines=4, webdataset=True), "a", "b", "stop", "c")
     with pytest.raises(KeyboardInterrupt):
-        desk.paint()
-    assert not list(desk.place.in_order(1))
-    assert not desk.place.tar_path(0).exists()
-    assert not list(desk.place.parts())
+        batch.paint()
+    assert not list(batch.place.in_order(1))
+    assert not batch.place.tar_path(0).exists()
+    assert not list(batch.place.parts())
 
 
 def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "one", Layout(lines=4), "a")
-    [report] = desk.paint(token="another")
+    batch = ShardedBatch(tmp_path / "one", Layout(lines=4), "a")
+    [report] = batch.paint(token="another")
     assert "give one that all machines of the cluster share" in report.error
     for number in range(MOST_TRIES):
-        desk.place.part_path(0).with_name(f".000000-there-{number}.part").write_bytes(b"")
-    [report] = desk.paint()
+        batch.place.part_path(0).with_name(f".000000-there-{number}.part").write_bytes(b"")
+    [report] = batch.paint()
     assert "4 workers were lost while they painted lines 1 to 1" in report.error
     with pytest.raises(InvalidRequest, match="was begun with --shard-lines 4;"):
-        ShardFolder.open(desk.place.folder, lines=5, webdataset=False)
+        ShardFolder.open(batch.place.folder, lines=5, webdataset=False)
     with pytest.raises(InvalidRequest, match="was begun with"):
-        ShardFolder.open(desk.place.folder, lines=None, webdataset=True)
-    desk.place.clear()
-    desk.place.folder.joinpath("1.png").mkdir()
-    [report] = desk.paint()
+        ShardFolder.open(batch.place.folder, lines=None, webdataset=True)
+    batch.place.clear()
+    batch.place.folder.joinpath("1.png").mkdir()
+    [report] = batch.paint()
     assert "cannot write" in report.error
 
 

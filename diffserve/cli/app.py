@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -17,13 +17,32 @@ from diffserve.cli.commands.paint import batch, generate, rewrite
 from diffserve.cli.commands.serve import cluster_app, keys_app, mcp, serve
 from diffserve.cli.commands.study import sweep, verify
 from diffserve.cli.start import end_soon, own_process, refuse
-from diffserve.cli.wrong_options import suggestion_for
 from diffserve.version import __version__
 
 EXIT_INTERRUPTED = 130
 
 _ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """Base class of usage errors. Typer may use its own copy of click, so the class is looked up."""
+
+SIZE: Final = "--size WIDTHxHEIGHT, such as --size 512x512"
+OTHER_NAMES: Final = {
+    **dict.fromkeys(("--cfg", "--cfg-scale", "--guidance-scale", "--scale", "--cfg_scale"), "--guidance"),
+    **dict.fromkeys(("--width", "--height", "-W", "-H", "--resolution", "--w", "--h"), SIZE),
+    **dict.fromkeys(("--negative-prompt", "--neg", "--negative_prompt", "--uc"), "--negative"),
+    **dict.fromkeys(("--num-inference-steps", "--num-steps", "--ddim-steps", "--sample-steps"), "--steps"),
+    **dict.fromkeys(("--scheduler", "--sampling-method", "--sampler-name"), "--sampler"),
+    **dict.fromkeys(("--num-images", "--count", "--n", "--num", "--batch-size", "--n-samples"), "-n"),
+    **dict.fromkeys(("--out", "--outfile", "--outdir", "--output-dir", "--save"), "--output"),
+    **dict.fromkeys(("--ckpt", "--checkpoint", "--model-path", "--model-id"), "--model"),
+    **dict.fromkeys(("--init-image", "--init-img", "--image", "--input"), "--init"),
+    **dict.fromkeys(("--denoising-strength", "--denoise"), "--strength"),
+    **dict.fromkeys(("--lora-path", "--loras"), "--lora"),
+    **dict.fromkeys(("--url", "--api", "--endpoint"), "--server"),
+    **dict.fromkeys(("--listen", "--bind"), "--host"),
+    **dict.fromkeys(("--precision", "--fp16", "--half"), "--dtype"),
+}
+"""Maps options of other programs to the equivalent option of this one."""
+
 
 app = typer.Typer(
     name="diffserve",
@@ -88,3 +107,20 @@ for command in (generate, batch, rewrite, serve, sweep, verify, doctor, warm, pr
 app.command("list")(list_names)
 for group in (keys_app, cluster_app):
     app.add_typer(group)
+
+
+def suggestion_for(error: Any) -> str | None:
+    """Return an error message that suggests the equivalent of an unknown option, or None.
+
+    Args:
+        error: A usage error of click.
+    """
+    option = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
+    right = OTHER_NAMES.get(option) if isinstance(option, str) else None
+    if right is None or context is None:
+        return None
+    options = {name for parameter in context.command.params for name in parameter.opts}
+    if right.split()[0] not in options:
+        return None
+    return f"No such option: {option}; give {right}."

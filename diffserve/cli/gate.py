@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.cli.generate import open_engine
+from diffserve.cli.options import SettingsOptions
 from diffserve.cli.sweep import SweepOptions, check_prompts, lasting_interrupt, make_progress, plan_of
 from diffserve.disk_cache import DiskCache
 from diffserve.experiments.gate import (
@@ -27,7 +28,6 @@ from diffserve.experiments.gate import (
 from diffserve.experiments.run import SweepProgress
 from diffserve.experiments.store import refuse_folder
 from diffserve.settings.config import Settings
-from diffserve.settings.layers import Flag, load_settings
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -56,26 +56,22 @@ class GateOptions:
         return GateLimits(**{name: value for name, value in values.items() if value is not None})
 
 
-def run(
-    options: GateOptions, pictures: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]
-) -> int:
+def run(options: GateOptions, pictures: SweepOptions, sources: SettingsOptions) -> int:
     """Run the gate and return the exit code: 0 if every candidate passes, otherwise ``EXIT_GATE_FAILED``.
 
     Args:
         options: Arguments of the gate.
         pictures: Arguments of the sweep that selects the images.
-        model: Model name or path.
-        config: Configuration name or file.
-        flags: Settings of the command line.
+        sources: Options for the settings.
 
     Raises:
         DiffserveError: The user made an error, or a precision is not supported on this device; it is raised before
             any image is generated.
     """
-    if flags["model.dtype"].value is not None:
+    if sources.flags["model.dtype"].value is not None:
         raise InvalidRequest("--dtype and --gate both name precisions; give --gate alone.", param="dtype")
     gate, limits = PrecisionGate.parse(options.gate), options.limits
-    settings = load_settings(model=model, config=config, flags=flags)
+    settings = sources.load()
     plan = plan_of(pictures, settings, gated=True)
     refuse_folder(pictures.output, RESULTS)
     check_prompts(plan, settings)

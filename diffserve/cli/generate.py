@@ -20,6 +20,7 @@ from diffserve.api import types
 from diffserve.api.bounds import check
 from diffserve.api.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
 from diffserve.api.sizes import SizePlan, fit_controls, parse_size, plan_size
+from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
 from diffserve.media.images import decode_image, decode_mask, image_format_of
@@ -30,7 +31,7 @@ from diffserve.media.watermark import Kind
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
-from diffserve.settings.layers import Flag, load_settings
+from diffserve.settings.layers import Flag
 from diffserve.settings.quality import QUALITIES, is_quality, steps_of
 
 if TYPE_CHECKING:
@@ -85,14 +86,12 @@ class GenerateArguments:
     controlnets: tuple[tuple[Control, str], ...] = ()
 
 
-def run(order: GenerateArguments, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
+def run(order: GenerateArguments, sources: SettingsOptions) -> int:
     """Generate the images of ``order`` and return the exit code: 0, or 1 if an image failed.
 
     Args:
         order: The arguments of the command.
-        model: Model name or path.
-        config: Configuration name or file.
-        flags: Settings of the command line.
+        sources: Options for the settings.
 
     Raises:
         DiffserveError: The user made an error, such as an invalid value.
@@ -102,7 +101,7 @@ def run(order: GenerateArguments, *, model: str | None, config: str | None, flag
         "model.num_steps": Flag("--steps", order.num_steps),
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
-    settings = load_settings(model=model, config=config, flags={**flags, **sampling_flags})
+    settings = sources.load(sampling_flags)
     check_quality(order)
     marks = Marks.of(settings.serve)
     start, controls = read_pictures(order), _read_controls(order)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
+from cachetools import LRUCache
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
@@ -109,7 +109,7 @@ class Tools:
     def __init__(self, client: AsyncClient, *, reads_files: bool) -> None:
         self._client = client
         self._reads_files = reads_files
-        self._recent: OrderedDict[str, bytes] = OrderedDict()
+        self._recent: LRUCache[str, bytes] = LRUCache(NUM_RECENT_IMAGES)
 
     def server(self) -> MCPServer[Any]:
         """Create an MCP server that offers the tools."""
@@ -246,8 +246,6 @@ class Tools:
     def _remember(self, painted: CompletedImage) -> str:
         name = f"{painted.id}-{painted.image_index}"
         self._recent[name] = painted.file
-        while len(self._recent) > NUM_RECENT_IMAGES:
-            self._recent.popitem(last=False)
         return name
 
     def _image_bytes(self, text: str, param: str) -> bytes:

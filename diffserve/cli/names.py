@@ -53,16 +53,12 @@ def run_on_server(kind: Kind, server: str) -> int:
 
     with Client(server) as client:
         models = client.models()
-    capabilities_of_models = [model.capabilities for model in models if model.capabilities is not None]
-    image = next(
-        (capabilities.image for capabilities in capabilities_of_models if capabilities.image is not None), None
-    )
+    capabilities = [model.capabilities for model in models if model.capabilities is not None]
+    image = next((model.image for model in capabilities if model.image is not None), None)
     if kind == "models":
         _print({model.id: "" for model in models})
     elif kind == "styles":
-        languages = (
-            capabilities.language for capabilities in capabilities_of_models if capabilities.language is not None
-        )
+        languages = (model.language for model in capabilities if model.language is not None)
         _print({style: REWRITER_STYLE for language in languages for style in language.styles})
     elif image is not None and kind == "samplers":
         _print({choice.name: choice.label for choice in image.samplers})

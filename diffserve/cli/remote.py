@@ -30,6 +30,7 @@ from diffserve.cli.generate import (
     read_bytes,
     read_pictures,
 )
+from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.rewrite import NUM_FURTHER, distinct, shortage_warning
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, RewrittenPrompt, Stream
@@ -41,7 +42,7 @@ from diffserve.settings.layers import Flag
 VARIABLE: Final = "DIFFSERVE_SERVER"
 
 
-def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapping[str, Flag]) -> int:
+def run(order: GenerateArguments, server: str, sources: SettingsOptions) -> int:
     """Generate the images of ``order`` on ``server`` and return the exit code: 0, or 1 if an image failed.
 
     An exception, such as Ctrl-C, cancels the request on the server.
@@ -49,13 +50,13 @@ def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapp
     Raises:
         DiffserveError: The user made an error, or the server is unreachable.
     """
-    refuse_placement(flags)
+    refuse_placement(sources.loading_flags)
     check_quality(order)
     read_pictures(order)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
     fields = fields_of(order, files[0])
-    if model is not None:
-        fields["model"] = model
+    if sources.model is not None:
+        fields["model"] = sources.model
     console = Console(stderr=True, highlight=False)
     started_s = time.perf_counter()
     with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.generate import open_engine
+from diffserve.cli.options import SettingsOptions
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
     DEFAULT_SAMPLERS,
@@ -32,7 +33,6 @@ from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
-from diffserve.settings.layers import Flag, load_settings
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,17 @@ class SweepOptions:
     output: Path
 
 
-def run(options: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
+def run(options: SweepOptions, sources: SettingsOptions) -> int:
     """Run the sweep and return the exit code.
 
     Args:
         options: Arguments of the sweep.
-        model: Model name or path.
-        config: Configuration name or file.
-        flags: Settings of the command line.
+        sources: Options for the settings.
 
     Raises:
         DiffserveError: The user made an error; it is raised before any image or file is created.
     """
-    settings = load_settings(model=model, config=config, flags=flags)
+    settings = sources.load()
     plan = plan_of(options, settings)
     refuse_early(plan, options.output)
     check_prompts(plan, settings)

@@ -11,12 +11,13 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -58,22 +59,19 @@ METRIC_PORTS: Final = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 NO_PORT: Final = "-1"
 
 
-class ReplicaDeployment(Protocol):
-    """A deployment with zero or one replica."""
-
-    def has_replica(self) -> bool:
-        """Return whether it has a replica, also one that is stopping."""
-
-    def deploy(self, settings: Settings) -> Any:
-        """Deploy it with ``settings`` and without a replica; return its DeploymentHandle."""
-
-
 class RayCalls:
     """Calls to the replica of a deployment: see :class:`~diffserve.cluster.replica.Calls`."""
 
-    def __init__(self, deployment: ReplicaDeployment, settings: Settings) -> None:
-        """Deploy the replica with ``settings``."""
-        self._deployment = deployment
+    def __init__(self, deploy: Callable[[Settings], Any], has_replica: Callable[[], bool], settings: Settings) -> None:
+        """Deploy the replica with ``settings``.
+
+        Args:
+            deploy: Deploys it with settings and without a replica, and returns its DeploymentHandle.
+            has_replica: Returns whether it has a replica, also one that is stopping.
+            settings: Settings of the replica.
+        """
+        self._deploy_with = deploy
+        self._has_replica = has_replica
         self._settings = settings
         self._was_started = False
         self._deploy()
@@ -99,7 +97,7 @@ class RayCalls:
 
         Ray Serve may have decided to stop the earlier replica, but still sends it calls until it is killed.
         """
-        if self._was_started and await asyncio.to_thread(self._deployment.has_replica):
+        if self._was_started and await asyncio.to_thread(self._has_replica):
             await asyncio.to_thread(self._deploy)
         self._was_started = True
 
@@ -110,64 +108,41 @@ class RayCalls:
         self._was_started = False
 
     def _deploy(self) -> None:
-        self._handle = self._deployment.deploy(self._settings)
+        self._handle = self._deploy_with(self._settings)
         self._streams = self._handle.options(stream=True)
 
 
-class ApplicationDeployment:
-    """A replica as an application of its own in Ray Serve."""
-
-    def __init__(self, serve: Any, name: str, resources: ReplicaConfig, lock: Lock) -> None:
-        """Create a deployment; ``lock`` serializes the deployments of all replicas."""
-        self._serve = serve
-        self._name = name
-        self._resources = resources
-        self._lock = lock
-
-    @property
-    def _application(self) -> str:
-        return f"{APPLICATION}-{self._name}"
-
-    def has_replica(self) -> bool:
-        """Return whether it has a replica, also one that is stopping."""
-        return _has_replica(self._serve, self._application, self._name)
-
-    def deploy(self, settings: Settings) -> Any:
-        """Deploy it with ``settings`` and without a replica; return its DeploymentHandle."""
-        bound = bind_replica(self._serve, self._name, self._resources, settings)
-        with self._lock:
-            if self._application in self._serve.status().applications:
-                self._serve.delete(self._application)
-            return self._serve.run(bound, name=self._application, route_prefix=None)
-
-
-class SharedDeployment:
-    """A replica in the same application as the front, so that it cannot be deployed alone."""
-
-    def __init__(self, serve: Any, application: str, name: str, handle: Any) -> None:
-        """Create the deployment ``name`` of ``application``, which ``handle`` addresses."""
-        self._serve = serve
-        self._application = application
-        self._name = name
-        self._handle = handle
-
-    def has_replica(self) -> bool:
-        """Return whether it has a replica, also one that is stopping."""
-        return _has_replica(self._serve, self._application, self._name)
-
-    def deploy(self, settings: Settings) -> Any:
-        """Wait until Ray Serve has stopped the replica; return the DeploymentHandle. ``settings`` are not used."""
-        deadline_s = time.monotonic() + DRAIN_S
-        while self.has_replica() and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-        return self._handle
-
-
-def _has_replica(serve: Any, application: str, name: str) -> bool:
-    """Return whether the deployment ``name`` has a replica, also one that is stopping."""
+def has_replica(serve: Any, application: str, name: str) -> bool:
+    """Return whether the deployment ``name`` of ``application`` has a replica, also one that is stopping."""
     status = serve.status().applications.get(application)
     deployment = None if status is None else status.deployments.get(name)
     return deployment is not None and any(deployment.replica_states.values())
+
+
+def application_calls(serve: Any, name: str, resources: ReplicaConfig, settings: Settings, lock: Lock) -> RayCalls:
+    """Return the calls to a replica that is an application of its own; ``lock`` serializes all deployments."""
+    application = f"{APPLICATION}-{name}"
+
+    def deploy(settings: Settings) -> Any:
+        bound = bind_replica(serve, name, resources, settings)
+        with lock:
+            if application in serve.status().applications:
+                serve.delete(application)
+            return serve.run(bound, name=application, route_prefix=None)
+
+    return RayCalls(deploy, partial(has_replica, serve, application, name), settings)
+
+
+def shared_calls(serve: Any, application: str, name: str, handle: Any, settings: Settings) -> RayCalls:
+    """Return the calls to a replica in the front's ``application``, where it cannot be deployed alone."""
+
+    def wait_until_stopped(_: Settings) -> Any:
+        deadline_s = time.monotonic() + DRAIN_S
+        while has_replica(serve, application, name) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        return handle
+
+    return RayCalls(wait_until_stopped, partial(has_replica, serve, application, name), settings)
 
 
 def bind_replica(serve: Any, name: str, resources: ReplicaConfig, settings: Settings, drain_s: float = DRAIN_S) -> Any:
@@ -271,9 +246,8 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
 def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str, RayCalls]:
     lock = Lock()
     return {
-        deployment.name: RayCalls(
-            ApplicationDeployment(serve, deployment.name, deployment.resources, lock),
-            settings_of(settings, deployment.stage),
+        deployment.name: application_calls(
+            serve, deployment.name, deployment.resources, settings_of(settings, deployment.stage), lock
         )
         for deployment in cluster.deployments
     }

@@ -21,7 +21,7 @@ from ray import serve
 
 from diffserve.cluster.actor import bind_grpc_to_loopback, is_on_loopback
 from diffserve.cluster.config import ClusterConfig, read_arguments, settings_of
-from diffserve.cluster.ray_calls import DRAIN_S, UNLIMITED, RayCalls, SharedDeployment, bind_replica, check_environment
+from diffserve.cluster.ray_calls import DRAIN_S, UNLIMITED, RayCalls, bind_replica, check_environment, shared_calls
 from diffserve.cluster.run import StateReporter, open_pool
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.logs import json_logs
@@ -122,14 +122,15 @@ class Ingress:
     async def _calls(self) -> dict[str, RayCalls]:
         """Return the calls to the replicas, by name, after those of an earlier front have stopped."""
         application = serve.get_replica_context().app_name
-        replica_settings = {
-            deployment.name: settings_of(self._settings, deployment.stage) for deployment in self._cluster.deployments
-        }
+        deployments = self._cluster.deployments
         calls = (
-            asyncio.to_thread(RayCalls, SharedDeployment(serve, application, name, self._handles[name]), settings)
-            for name, settings in replica_settings.items()
+            asyncio.to_thread(
+                shared_calls, serve, application, name, self._handles[name], settings_of(self._settings, stage)
+            )
+            for name, stage, _ in deployments
         )
-        return dict(zip(replica_settings, await asyncio.gather(*calls), strict=True))
+        names = [deployment.name for deployment in deployments]
+        return dict(zip(names, await asyncio.gather(*calls), strict=True))
 
     def check_health(self) -> None:
         """Raise the error at which all replicas failed; Ray Serve then restarts the front."""

@@ -56,8 +56,7 @@ from diffserve.service.responses.schemas import ResponseBody
 from diffserve.service.responses.turns import MAX_PAGE
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.batches import BatchBody, BatchRoutes
-from diffserve.service.stored.file_pictures import FilePictures
-from diffserve.service.stored.files import FileRoutes
+from diffserve.service.stored.files import FilePictures, FileRoutes
 from diffserve.service.stored.history import HistoryRoutes
 from diffserve.service.stored.idempotency import PARAMETER, Idempotency
 from diffserve.service.stored.owners import Owners

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -53,6 +54,7 @@ ENGINE_BOUNDS = {
     "activation_bytes": Between(1, 1 << 42),
     "threads": Between(1, 1024),
 }
+ENGINE_CHOICES = {"offload": OFFLOADS, "device_map": DEVICE_MAPS, "policy": POLICIES}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,17 +152,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_bounds(self, ENGINE_BOUNDS)
-        if self.offload not in OFFLOADS:
-            raise ConfigError(f"offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
-        if self.device_map not in DEVICE_MAPS:
-            message = f"device_map is {self.device_map!r}; choose one of {', '.join(DEVICE_MAPS)}."
-            raise ConfigError(message, param="device_map")
-        if self.device_map != "none" and self.offload != "none":
-            raise ConfigError(
-                f"device_map is {self.device_map!r} and offload {self.offload!r}; give one of them.", param="device_map"
-            )
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.", param="policy")
+        for name, choices in ENGINE_CHOICES.items():
+            _require_choice(name, getattr(self, name), choices)
+        message = f"device_map is {self.device_map!r} and offload {self.offload!r}; give one of them."
+        _require("none" in (self.device_map, self.offload), message, "device_map")
 
 
 class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,21 +184,14 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         TextConfig.__post_init__(self)
-        if DTYPE_ALIASES.get(self.dtype, self.dtype) not in TEXT_DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(TEXT_DTYPES)}.", param="dtype")
-        if not self.rewriter_style.strip():
-            raise ConfigError("rewriter_style is empty; give auto or a style's name.", param="rewriter_style")
-        entropy = self.rewriter_entropy
-        if entropy is not None and not (math.isfinite(entropy) and entropy > 0):
-            raise ConfigError(
-                f"rewriter_entropy is {entropy}; it must be a positive number of nats, or auto.",
-                param="rewriter_entropy",
-            )
-        if not 0.0 < self.time_share < 1.0:
-            raise ConfigError(
-                f"time_share is {self.time_share}; it must lie between 0 and 1, so that images and texts both advance.",
-                param="time_share",
-            )
+        message = f"dtype is {self.dtype!r}; choose one of {', '.join(TEXT_DTYPES)}."
+        _require(DTYPE_ALIASES.get(self.dtype, self.dtype) in TEXT_DTYPES, message, "dtype")
+        _require(self.rewriter_style.strip(), "rewriter_style is empty; give auto or a style's name.", "rewriter_style")
+        entropy, share = self.rewriter_entropy, self.time_share
+        message = f"rewriter_entropy is {entropy}; it must be a positive number of nats, or auto."
+        _require(entropy is None or (math.isfinite(entropy) and entropy > 0), message, "rewriter_entropy")
+        message = f"time_share is {share}; it must lie between 0 and 1, so that images and texts both advance."
+        _require(0.0 < share < 1.0, message, "time_share")
 
 
 class HourlyPrice(NamedTuple):
@@ -211,6 +199,16 @@ class HourlyPrice(NamedTuple):
 
     per_hour: float
     currency: str
+
+
+SERVE_MINIMA = {
+    "max_body_bytes": 1,
+    "min_size_px": 1,
+    "max_connections": 16,
+    "url_pictures_bytes": 0,
+    "files_bytes": 0,
+    "history_bytes": 0,
+}
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -285,69 +283,53 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     currency: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must lie between 0 (any free port) and 65535.", param="port")
-        if not self.host.strip():
-            raise ConfigError("host is empty; give 127.0.0.1, or 0.0.0.0 for every interface.", param="host")
-        _at_least(1, max_body_bytes=self.max_body_bytes, min_size_px=self.min_size_px)
-        _at_least(16, max_connections=self.max_connections)
-        _at_least(self.min_size_px, max_size_px=self.max_size_px)
-        _at_least(0, url_pictures_bytes=self.url_pictures_bytes, files_bytes=self.files_bytes)
-        _at_least(0, history_bytes=self.history_bytes)
-        if not 0.0 <= self.history_days <= 36_500.0:
-            message = f"history_days is {self.history_days}; it must lie between 0 (keep none) and 36500."
-            raise ConfigError(message, param="history_days")
-        if not (math.isfinite(self.price_per_hour) and 0.0 <= self.price_per_hour <= MOST_PRICE_PER_HOUR):
-            raise ConfigError(
-                f"price_per_hour is {self.price_per_hour}; give the price of an hour of the device, or 0 for none.",
-                param="price_per_hour",
-            )
-        if not re.fullmatch("[A-Z]{3}", self.currency):
-            raise ConfigError(f"currency is {self.currency!r}; give three letters, such as EUR.", param="currency")
+        message = f"port is {self.port}; it must lie between 0 (any free port) and 65535."
+        _require(0 <= self.port <= 65535, message, "port")
+        _require(self.host.strip(), "host is empty; give 127.0.0.1, or 0.0.0.0 for every interface.", "host")
+        for name, low in SERVE_MINIMA.items():
+            _require_at_least(name, getattr(self, name), low)
+        _require_at_least("max_size_px", self.max_size_px, self.min_size_px)
+        message = f"history_days is {self.history_days}; it must lie between 0 (keep none) and 36500."
+        _require(0.0 <= self.history_days <= 36_500.0, message, "history_days")
+        price = self.price_per_hour
+        message = f"price_per_hour is {price}; give the price of an hour of the device, or 0 for none."
+        _require(math.isfinite(price) and 0.0 <= price <= MOST_PRICE_PER_HOUR, message, "price_per_hour")
+        message = f"currency is {self.currency!r}; give three letters, such as EUR."
+        _require(re.fullmatch("[A-Z]{3}", self.currency), message, "currency")
         for device in self.devices:
             self._check_device(device)
-        if self.public_url and not _PUBLIC_URL.fullmatch(self.public_url):
-            raise ConfigError(
-                f"public_url is {self.public_url[:80]!r}; write it as https://paint.example.org, or leave it empty.",
-                param="public_url",
-            )
+        message = f"public_url is {self.public_url[:80]!r}; write it as https://paint.example.org, or leave it empty."
+        _require(not self.public_url or _PUBLIC_URL.fullmatch(self.public_url), message, "public_url")
         for origin in self.cors_origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"cors_origins has {origin[:80]!r}; give each origin as a browser sends it, without a path: "
-                    "https://app.example.org, in lower case, with the port if it is not the default one.",
-                    param="cors_origins",
-                )
+            message = (
+                f"cors_origins has {origin[:80]!r}; give each origin as a browser sends it, without a path: "
+                "https://app.example.org, in lower case, with the port if it is not the default one."
+            )
+            _require(_ORIGIN.fullmatch(origin), message, "cors_origins")
         for host in self.fetch_hosts:
-            if not _FETCH_HOST.fullmatch(host):
-                raise ConfigError(
-                    f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT.",
-                    param="fetch_hosts",
-                )
-        if bool(self.c2pa_certificate) is not bool(self.c2pa_key):
-            present = "c2pa_key" if self.c2pa_key else "c2pa_certificate"
-            message = f"{present} is given alone; give c2pa_certificate and c2pa_key together, or neither."
-            raise ConfigError(message, param=present)
-        if self.safety_filter not in ("", "model") and not _FACTORY.fullmatch(self.safety_filter):
-            message = f"safety_filter is {self.safety_filter[:80]!r}; give model, MODULE:FACTORY, or leave it empty."
-            raise ConfigError(message, param="safety_filter")
-        durations = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
-        for name, value in durations.items():
-            may_be_never = name == "unload_after_s" and value == 0
-            if not (math.isfinite(value) and (value > 0 or may_be_never)):
-                never = ", or 0 for never" if name == "unload_after_s" else ""
-                raise ConfigError(f"{name} is {value}; it must be a positive number of seconds{never}.", param=name)
+            message = f"fetch_hosts has {host[:80]!r}; give exact names such as pictures.example.org, or NAME:PORT."
+            _require(_FETCH_HOST.fullmatch(host), message, "fetch_hosts")
+        present = "c2pa_key" if self.c2pa_key else "c2pa_certificate"
+        message = f"{present} is given alone; give c2pa_certificate and c2pa_key together, or neither."
+        _require(bool(self.c2pa_certificate) is bool(self.c2pa_key), message, present)
+        is_filter = self.safety_filter in ("", "model") or _FACTORY.fullmatch(self.safety_filter)
+        message = f"safety_filter is {self.safety_filter[:80]!r}; give model, MODULE:FACTORY, or leave it empty."
+        _require(is_filter, message, "safety_filter")
+        for name in self.__struct_fields__:
+            if name.endswith("_s"):
+                value, may_be_never = getattr(self, name), name == "unload_after_s"
+                never = ", or 0 for never" if may_be_never else ""
+                message = f"{name} is {value}; it must be a positive number of seconds{never}."
+                _require(math.isfinite(value) and (value > 0 or (may_be_never and value == 0)), message, name)
 
     def _check_device(self, device: str) -> None:
-        if not _DEVICE.fullmatch(device):
-            raise ConfigError(
-                f"devices has {device[:40]!r}; name each as cpu, mps, cuda, cuda:N, xpu or xpu:N, with commas between "
-                "them.",
-                param="devices",
-            )
-        if device != "cpu" and [name.removesuffix(":0") for name in self.devices].count(device.removesuffix(":0")) > 1:
-            message = f"devices has {device!r} twice; an engine takes a whole device, only cpu can be divided."
-            raise ConfigError(message, param="devices")
+        message = (
+            f"devices has {device[:40]!r}; name each as cpu, mps, cuda, cuda:N, xpu or xpu:N, with commas between them."
+        )
+        _require(_DEVICE.fullmatch(device), message, "devices")
+        num_uses = [name.removesuffix(":0") for name in self.devices].count(device.removesuffix(":0"))
+        message = f"devices has {device!r} twice; an engine takes a whole device, only cpu can be divided."
+        _require(device == "cpu" or num_uses == 1, message, "devices")
 
     @property
     def price(self) -> HourlyPrice | None:
@@ -392,7 +374,15 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _at_least(low: int, **numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < low:
-            raise ConfigError(f"{name} is {number}; it must be {low} or more.", param=name)
+def _require(ok: object, message: str, param: str) -> None:
+    """Raise ConfigError with ``message`` about the key ``param`` unless ``ok`` is true."""
+    if not ok:
+        raise ConfigError(message, param=param)
+
+
+def _require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    _require(value in choices, f"{name} is {value!r}; choose one of {', '.join(choices)}.", name)
+
+
+def _require_at_least(name: str, number: int, low: int) -> None:
+    _require(number >= low, f"{name} is {number}; it must be {low} or more.", name)

@@ -15,7 +15,7 @@ from diffserve.api.errors import DiffserveError, EngineUnavailable, ModelLoadErr
 from diffserve.api.types import Finished, GenerationRequest
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
 from diffserve.cluster.pool import RayPool
-from diffserve.cluster.redeploy import redeploy
+from diffserve.cluster.run import redeploy
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import load_settings
 from tests.cluster.pretenders import BROKEN, PretendReplica

@@ -13,8 +13,7 @@ from starlette.requests import Request
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.responses.schemas import ResponseBody
-from diffserve.service.stored import file_pictures
-from diffserve.service.stored.file_pictures import FilePictures
+from diffserve.service.stored.files import FilePictures
 from diffserve.service.stored.owners import Owners
 from diffserve.settings.layers import load_settings
 from diffserve.store.database import Database
@@ -34,7 +33,7 @@ def test_own_files_are_read_and_other_files_are_not_found(tmp_path: Path, monkey
         files.add(owner, "vision", "a.png", BytesIO(data), max_bytes=1 << 20).id
         for owner, data in (("", b"ours"), ("key-2", b"theirs"), ("", b"much longer"))
     )
-    monkeypatch.setattr(file_pictures, "MAX_REQUEST_BYTES", 10)
+    monkeypatch.setattr("diffserve.service.stored.files.MAX_REQUEST_BYTES", 10)
     file_images = FilePictures(files, Owners(load_settings(env={}).serve, None))
     url = f"data:;base64,{base64.b64encode(b'ours').decode()}"
 

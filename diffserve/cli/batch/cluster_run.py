@@ -1,37 +1,47 @@
-"""``diffserve batch --cluster``: splits a batch into shards for the workers of a Ray cluster."""
+"""``diffserve batch --cluster``: splits a batch into shards for the workers of a Ray cluster.
+
+``ShardWorker`` generates shards with an engine in its own process, on any machine of the cluster.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
-import queue
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from socket import gethostname
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 
-from diffserve.api.errors import ConfigError, DiffserveError
-from diffserve.cli.batch.manifest import Outcome, alone_in
-from diffserve.cli.batch.run import (
+from diffserve.api.errors import ConfigError, DiffserveError, InvalidRequest
+from diffserve.cli.batch.lines import alone_in
+from diffserve.cli.batch.painters import LinePainter, LocalPainter
+from diffserve.cli.batch.runner import (
     CONTINUE_HINT,
-    MAX_ERRORS_SHOWN,
-    PROGRESS_NOTE_S,
-    bar_of_lines,
+    Work,
+    WorkerThreads,
     check_concurrency,
-    print_summary,
+    explain_stop,
+    follow,
+    paint_line,
+    summarize,
 )
-from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
-from diffserve.cli.batch.shards import ShardFolder
-from diffserve.cli.generate import note
+from diffserve.cli.batch.shards import Layout, Shard, ShardFolder, ShardRow, ShardWriter
+from diffserve.cli.generate import note, open_engine
+from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import write_output
 from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
-from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag
+from diffserve.processes.wait_policy import bound_spinning
+from diffserve.service.safety import Safety
+from diffserve.settings.config import Settings
+from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag, load_settings
 
 PART_SCAN_S: Final = 2.0
 """Interval at which unfinished shards are counted for the progress bar."""
@@ -42,7 +52,133 @@ PATH_SETTINGS: Final = tuple(
 )
 """Settings that can name a file on this machine."""
 
-ShardMessage = ShardTold | BaseException | None
+MOST_TRIES: Final = 4
+"""How many workers a shard may lose before it fails, because the shard itself may crash them."""
+
+
+class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that all shards of a command share.
+
+    Attributes:
+        prompts: Absolute path of the batch file, the same on all machines.
+        folder: Absolute path of the output folder, the same on all machines.
+        token: Content of ``ShardFolder.token_path``, which proves that the folder is shared.
+        layout: Shard size and output format.
+        concurrency: Number of lines in progress at a time.
+        model: Model name or path.
+        config: Configuration name or file.
+        environment: Settings from the environment of the command.
+        flags: Options of the command: key -> (option, value).
+    """
+
+    prompts: str
+    folder: str
+    token: str
+    layout: Layout
+    concurrency: int
+    model: str | None = None
+    config: str | None = None
+    environment: dict[str, str] = {}
+    flags: dict[str, tuple[str, Any]] = {}
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the command.
+
+        Raises:
+            ConfigError: A setting is invalid.
+        """
+        flags = {key: Flag(*flag) for key, flag in self.flags.items()}
+        return load_settings(model=self.model, config=self.config, env=self.environment, flags=flags)
+
+
+class ShardReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The result of a shard, or the ``error`` that stops the batch, with the invalid parameter."""
+
+    shard: int
+    num_painted: int = 0
+    num_failed: int = 0
+    error: str = ""
+    param: str | None = None
+
+
+class ShardWorker:
+    """Generates shards one after the other. The engine is loaded for the first shard."""
+
+    def __init__(self, job: bytes, open_painter: Callable[[Settings], LinePainter] | None = None) -> None:
+        self._job = msgspec.msgpack.decode(job, type=ShardJob)
+        self._place = ShardFolder(Path(self._job.folder), self._job.layout)
+        self._open = open_painter or _local_painter
+        self._painter: LinePainter | None = None
+
+    def paint(self, shard: bytes) -> bytes:
+        """Generate a shard and return its ``ShardReport``; both are encoded as msgpack."""
+        decoded = msgspec.msgpack.decode(shard, type=Shard)
+        try:
+            result = self._paint(decoded)
+        except DiffserveError as error:
+            result = ShardReport(shard=decoded.number, error=error.message, param=error.param)
+        except OSError as error:
+            message = f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}."
+            result = ShardReport(shard=decoded.number, error=message)
+        return msgspec.msgpack.encode(result)
+
+    def _paint(self, shard: Shard) -> ShardReport:
+        self._check_folder()
+        if self._painter is None:
+            self._painter = self._open(self._job.settings)
+        if len(list(self._place.parts(shard.number))) >= MOST_TRIES:
+            first, last = shard.rows[0].number, shard.rows[-1].number
+            message = f"{MOST_TRIES} workers were lost while they painted lines {first} to {last}"
+            hint = f"if they ran out of memory, lower --concurrency {self._job.concurrency}."
+            raise InvalidRequest(f"{message}; {hint}", param="prompts")
+        earlier = self._place.outcomes(shard)
+        num_painted = num_failed = 0
+        missing = [row for row in shard.rows if row.number not in earlier]
+        concurrency = self._job.concurrency
+        with ShardWriter(self._place, shard.number) as writer:
+            # Finished images wait in memory for a slow earlier row, so the number of rows after it is limited.
+            work = partial(self._paint_row, self._painter)
+            threads = WorkerThreads(work, missing, concurrency, max_ahead=2 * concurrency)
+            try:
+                painted = threads.in_order()
+                for row in shard.rows:
+                    if outcome := earlier.get(row.number):
+                        writer.keep(outcome)
+                    else:
+                        outcome, pictures = next(painted)
+                        writer.add(outcome, pictures)
+                    num_painted += outcome.error is None
+                    num_failed += outcome.error is not None
+            finally:
+                threads.stop()
+        return ShardReport(shard=shard.number, num_painted=num_painted, num_failed=num_failed)
+
+    def _paint_row(self, painter: LinePainter, row: ShardRow) -> Work:
+        return paint_line(row.line(Path(self._job.prompts)), painter, lambda share: None)
+
+    def _check_folder(self) -> None:
+        """Check that the folder is shared with the command.
+
+        Raises:
+            InvalidRequest: The folder on this machine is not the folder of the command.
+        """
+        try:
+            is_shared = self._place.token_path.read_text(encoding="utf-8") == self._job.token
+        except OSError:
+            is_shared = False
+        if not is_shared:
+            message = f"{self._job.folder!r} on {gethostname()!r} is not the folder that the command writes to"
+            raise InvalidRequest(f"{message}; give one that all machines of the cluster share.", param="output")
+
+
+def _local_painter(settings: Settings) -> LinePainter:
+    bound_spinning(os.environ)
+    safety = Safety.of(settings)
+    if safety is not None:
+        atexit.register(safety.stop)
+    return LocalPainter(open_engine(settings), settings.serve, safety)
+
 
 PaintShards = Callable[[Iterable[bytes], tuple[type[ShardWorker], bytes], str | None, int | None], Iterator[bytes]]
 
@@ -89,11 +225,9 @@ def run(
     prompts: Path,
     output: Path,
     options: ClusterOptions,
+    sources: SettingsOptions,
     *,
     concurrency: int,
-    model: str | None,
-    config: str | None,
-    flags: Mapping[str, Flag],
 ) -> int:
     """Generate images for every line of a batch file and return the exit code: 0, or 1 if some lines failed.
 
@@ -101,10 +235,8 @@ def run(
         prompts: The batch file.
         output: Folder for the images and results, shared by all machines of the cluster.
         options: Cluster options.
+        sources: Options for the settings.
         concurrency: Number of lines in progress at a time, per worker.
-        model: Model name or path.
-        config: Configuration name or file.
-        flags: Settings of the command line.
 
     Raises:
         DiffserveError: The whole batch cannot continue. The same command continues it later.
@@ -120,12 +252,12 @@ def run(
             token=secrets.token_hex(8),
             layout=place.layout,
             concurrency=concurrency,
-            model=_from_anywhere(model),
-            config=_from_anywhere(config),
+            model=_from_anywhere(sources.model),
+            config=_from_anywhere(sources.config),
             environment={name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)},
             flags={
                 key: (flag.name, _from_anywhere(flag.value) if key in PATH_SETTINGS else flag.value)
-                for key, flag in flags.items()
+                for key, flag in sources.flags.items()
                 if flag.value is not None
             },
         )
@@ -135,97 +267,64 @@ def run(
         missing = scan.missing()
         first = next(missing, None)
         if first is not None:
-            write_output(place.seen, job.token.encode())
+            write_output(place.token_path, job.token.encode())
             make = (ShardWorker, msgspec.msgpack.encode(job))
             results = paint_shards(chain([first], missing), make, options.address, options.num_workers)
             try:
-                _ProgressMonitor(place, scan, console).follow(results)
+                _follow(results, place, scan, console)
             except KeyboardInterrupt:
                 note(console, f"stopped; {CONTINUE_HINT}.")
                 raise
             finally:
-                place.seen.unlink(missing_ok=True)
+                place.token_path.unlink(missing_ok=True)
                 place.clear()
-        failures: list[Outcome] = []
-        num_painted = num_failed = 0
-        for outcome in place.write_results(scan.num_shards):
-            num_painted += outcome.error is None
-            num_failed += outcome.error is not None
-            if outcome.error is not None and len(failures) < MAX_ERRORS_SHOWN:
-                failures.append(outcome)
-    return print_summary(scan.num_lines, scan.num_before, num_painted, num_failed, failures, output, console)
+        outcomes = place.write_results(scan.num_shards)
+        return summarize(outcomes, scan.num_lines, scan.num_before, output, console)
 
 
-class _ProgressMonitor:
-    """Receives shard results and shows the progress of the batch."""
+def _follow(results: Iterable[bytes], place: ShardFolder, scan: _Scan, console: Console) -> None:
+    """Show the progress until all shards are done.
 
-    def __init__(self, place: ShardFolder, scan: _Scan, console: Console) -> None:
-        self._place = place
-        self._scan = scan
-        self._console = console
-        self._messages: queue.SimpleQueue[ShardMessage] = queue.SimpleQueue()
+    Args:
+        results: Encoded ``ShardReport`` objects.
+        place: The output folder.
+        scan: The counts of finished lines, to which ``results`` are added.
+        console: Console for the progress.
 
-    def follow(self, results: Iterable[bytes]) -> None:
-        """Show the progress until all shards are done.
+    Raises:
+        DiffserveError: The batch cannot continue.
+    """
+    num_partial, last_scan_s = 0, 0.0
 
-        Args:
-            results: Encoded ``ShardTold`` objects.
+    def add(report: ShardReport) -> None:
+        if report.error:
+            error = DiffserveError(report.error, param=report.param)
+            explain_stop(error)
+            raise error
+        scan.num_over += report.num_painted + report.num_failed
 
-        Raises:
-            DiffserveError: The batch cannot continue.
-        """
-        threading.Thread(target=self._receive, args=(results,), daemon=True).start()
-        num_done, last_scan_s, last_note_s, num_partial = 0, 0.0, time.monotonic(), 0
-        with bar_of_lines(self._console) as progress:
-            bar = progress.add_task("painting", total=None, count="")
-            while True:
-                try:
-                    message = self._messages.get(timeout=0.5)
-                except queue.Empty:
-                    pass
-                else:
-                    if isinstance(message, BaseException):
-                        raise message
-                    if message is None:
-                        return
-                    num_done += self._num_lines_of(message)
-                now_s = time.monotonic()
-                if now_s - last_scan_s > PART_SCAN_S:
-                    last_scan_s, num_partial = now_s, self._num_lines_of_parts()
-                total, done = self._scan.num_lines, self._scan.num_over + num_done + num_partial
-                progress.update(bar, total=total or None, completed=done, count=f"{done}/{total}")
-                if not self._console.is_terminal and now_s - last_note_s > PROGRESS_NOTE_S:
-                    last_note_s = now_s
-                    note(self._console, f"{done} of {total} lines are done.")
+    def count_lines() -> tuple[int, int, float]:
+        nonlocal num_partial, last_scan_s
+        if time.monotonic() - last_scan_s > PART_SCAN_S:
+            last_scan_s, num_partial = time.monotonic(), _num_partial_lines(place)
+        done = scan.num_over + num_partial
+        return done, scan.num_lines, done
 
-    def _receive(self, results: Iterable[bytes]) -> None:
-        try:
-            for result in results:
-                self._messages.put(msgspec.msgpack.decode(result, type=ShardTold))
-            self._messages.put(None)
-        except BaseException as error:
-            self._messages.put(error)
+    follow(WorkerThreads(partial(msgspec.msgpack.decode, type=ShardReport), results, 1), add, count_lines, console)
 
-    def _num_lines_of(self, result: ShardTold) -> int:
-        if result.error:
-            hint = " Free some space there:" if result.error.startswith("cannot write") else ""
-            message = " ".join(result.error.split())
-            raise DiffserveError(f"{message}{hint} {CONTINUE_HINT}.", param=result.param)
-        return result.num_painted + result.num_failed
 
-    def _num_lines_of_parts(self) -> int:
-        """Return the number of finished lines in unfinished shards.
+def _num_partial_lines(place: ShardFolder) -> int:
+    """Return the number of finished lines in unfinished shards.
 
-        Lost workers leave their part files behind, so only the largest part of a shard counts.
-        """
-        lines: dict[str, int] = {}
-        for part in self._place.parts():
-            number = part.name[1:7]
-            with suppress(OSError):
-                if self._place.outcomes_path(int(number)).exists():
-                    continue
+    Lost workers leave their part files behind, so only the largest part of a shard counts.
+    """
+    lines: dict[str, int] = {}
+    for part in place.parts():
+        number = part.name[1:7]
+        with suppress(OSError):
+            if not place.outcomes_path(int(number)).exists():
                 lines[number] = max(lines.get(number, 0), part.read_bytes().count(b"\n"))
-        return sum(lines.values())
+    return sum(lines.values())
 
 
 def _from_anywhere(path: str | None) -> str | None:

@@ -40,7 +40,7 @@ NOT_RECIPE: Final = frozenset(
     {"b64_json", "image_index", "created_at", "seed", "variation_seed", "usage", "warnings", "revised_prompt"}
 )
 
-Tell = Callable[[float], None]
+ReportProgress = Callable[[float], None]
 """Progress callback; receives the completed share of a line, 0 to 1."""
 
 
@@ -62,7 +62,7 @@ class Stopped(Exception):  # noqa: N818 # a requested stop, not an error
 class LinePainter(Protocol):
     """Generates the images of a line. Thread-safe."""
 
-    def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
+    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
         """Return all images of a request.
 
         Raises:
@@ -84,12 +84,12 @@ class ServerPainter:
         self._lock = threading.Lock()
         self._streams: set[Stream[ImageEvent]] = set()
 
-    def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
+    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
         """Return all images of a request, as described in ``LinePainter.paint``."""
         until_s = time.monotonic() + LOADING_TIMEOUT_S
         while True:
             try:
-                return self._paint({**self._model, **fields}, tell)
+                return self._paint({**self._model, **fields}, report_progress)
             except QueueFull as full:
                 self._wait(full.retry_after_s)
             except EngineUnavailable as error:
@@ -108,7 +108,7 @@ class ServerPainter:
         if self._stopped.wait(max(0.1, seconds)):
             raise Stopped
 
-    def _paint(self, fields: dict[str, Any], tell: Tell) -> list[PaintedFile]:
+    def _paint(self, fields: dict[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
         painted: list[PaintedFile] = []
         steps: dict[int, float] = {}
         count = fields.get("n", 1)
@@ -117,7 +117,7 @@ class ServerPainter:
                 match event:
                     case ProgressEvent(image_index=int(index), step=int(step), steps=int(num_steps)):
                         steps[index] = step / max(1, num_steps)
-                        tell(sum(steps.values()) / max(count, fields.get("best_of", 1)))
+                        report_progress(sum(steps.values()) / max(count, fields.get("best_of", 1)))
                     case CompletedImage():
                         painted.append(_received(event))
                     case LostImage():
@@ -167,7 +167,7 @@ class LocalPainter:
         self._marks = Marks.of(config)
         self._stopped = threading.Event()
 
-    def paint(self, fields: Mapping[str, Any], tell: Tell) -> list[PaintedFile]:
+    def paint(self, fields: Mapping[str, Any], report_progress: ReportProgress) -> list[PaintedFile]:
         """Return all images of a request, as described in ``LinePainter.paint``."""
         painting = self._plan(fields)
         with _filter_errors():
@@ -175,7 +175,7 @@ class LocalPainter:
                 self._safety.check_texts(painting.request.texts)
         while not self._stopped.is_set():
             try:
-                return self._follow(painting, tell)
+                return self._follow(painting, report_progress)
             except QueueFull as full:
                 self._stopped.wait(min(1.0, full.retry_after_s))
         raise Stopped
@@ -210,7 +210,7 @@ class LocalPainter:
         request = msgspec.structs.replace(painting.request, deadline_s=None)
         return msgspec.structs.replace(painting, request=request)
 
-    def _follow(self, painting: ImagePlan, tell: Tell) -> list[PaintedFile]:
+    def _follow(self, painting: ImagePlan, report_progress: ReportProgress) -> list[PaintedFile]:
         painted: list[PaintedFile] = []
         steps: dict[int, float] = {}
         warnings = painting.warnings
@@ -224,7 +224,7 @@ class LocalPainter:
                         warnings += event.warnings
                     case types.Progress():
                         steps[event.image_index] = event.step_index / event.num_steps
-                        tell(sum(steps.values()) / painting.request.num_painted)
+                        report_progress(sum(steps.values()) / painting.request.num_painted)
                     case types.Painted(result=result):
                         with _filter_errors():
                             painted.append(_encoded(painting, result, warnings))

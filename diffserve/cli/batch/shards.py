@@ -13,20 +13,20 @@ import os
 import socket
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
-from diffserve.cli.batch.lines import Line, parse_line, stream_lines
-from diffserve.cli.batch.manifest import NAME, Outcome, read_outcomes
+from diffserve.cli.batch.lines import NAME, Line, Outcome, parse_line, read_outcomes, stream_lines
 from diffserve.cli.batch.painters import PaintedFile
 from diffserve.cli.outputs import write_output
 
 FOLDER: Final = "shards"
 LAYOUT: Final = "layout.json"
-SEEN: Final = "seen-by-all"
+TOKEN_FILE: Final = "seen-by-all"
 """Name of the file by which workers check that they see the folder of the command."""
 
 SHARD_LINES: Final = 200
@@ -129,9 +129,9 @@ class ShardFolder:
         return cls(folder, layout)
 
     @property
-    def seen(self) -> Path:
+    def token_path(self) -> Path:
         """The file by which workers recognize the folder of the command."""
-        return self._shards / SEEN
+        return self._shards / TOKEN_FILE
 
     def outcomes_path(self, number: int) -> Path:
         """Return the path of the results of a finished shard."""
@@ -208,14 +208,12 @@ class ShardFolder:
         """
         path = self.folder / NAME
         part = self._shards / f".{NAME}"
-        try:
+        with _write_errors(path):
             with part.open("wb") as file:
                 for outcome in self.in_order(num_shards):
                     file.write(msgspec.json.encode(outcome) + b"\n")
                     yield outcome
             part.replace(path)
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {str(path)!r}: {error.strerror}.", param="output") from error
 
     def _is_there(self, name: str, files: frozenset[str] | None) -> bool:
         return (self.folder / name).is_file() if files is None else name in files
@@ -308,15 +306,10 @@ class ShardWriter:
             self._file.flush()
 
 
-class _write_errors:  # noqa: N801 # used as a function
-    """Context manager that converts an OSError to an InvalidRequest which names ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise InvalidRequest(f"cannot write {str(self._path)!r}: {error.strerror}.", param="output") from error
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError to an InvalidRequest which names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {str(path)!r}: {error.strerror}.", param="output") from error

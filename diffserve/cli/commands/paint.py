@@ -7,33 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.options import (
-    ConfigOption,
-    ControlNetDirOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingsOption,
-    LoraDirOption,
-    ModelOption,
-    OffloadOption,
-    RefinerOption,
-    ScorerOption,
+    COMPONENTS,
+    FURTHER_FILES,
+    MODEL_HELP,
     ServerOption,
-    TextEncoderOption,
-    VAEOption,
-    WatermarkOption,
+    SettingsOptions,
+    complete_model,
     complete_quality,
     complete_sampler,
-    model_extra_flags,
-    placement_flags,
+    with_settings,
     with_shared_fields,
 )
 
 
 @with_shared_fields
+@with_settings("watermark", "config", *FURTHER_FILES, "device", *COMPONENTS, "embeddings_dir")
 def generate(
+    *,
     context: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompt in quotes; - reads standard input.", metavar="PROMPT")
@@ -57,7 +50,9 @@ def generate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing files instead of numbering new ones.")
     ] = False,
-    model: ModelOption = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help=MODEL_HELP, metavar="MODEL", autocompletion=complete_model)
+    ] = None,
     quality: Annotated[
         str | None,
         typer.Option("--quality", help="Step count preset: draft, standard or fine.", autocompletion=complete_quality),
@@ -82,7 +77,7 @@ def generate(
     prompt_syntax: Annotated[
         str, typer.Option("--prompt-syntax", help="a1111: brackets weight words; plain: brackets are literal.")
     ] = "a1111",
-    shared: dict[str, Any] = {},  # noqa: B006 # replaced by options
+    shared: dict[str, Any],
     sizes: Annotated[
         str | None,
         typer.Option(
@@ -125,19 +120,7 @@ def generate(
         Path | None,
         typer.Option("--mask", help="Change only the white or transparent parts of --init.", metavar="IMAGE"),
     ] = None,
-    watermark: WatermarkOption = None,
-    config: ConfigOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
+    settings: SettingsOptions,
     server: ServerOption = None,
 ) -> int:
     """Generate images from a prompt.
@@ -148,19 +131,18 @@ def generate(
     from diffserve.api.prompt_syntax import in_a1111
     from diffserve.api.types import SWITCH_AT
     from diffserve.cli.generate import GenerateArguments, run
-    from diffserve.cli.prompts import read_text_argument
-    from diffserve.cli.recorded import read_recorded
+    from diffserve.cli.inputs import fill_in, read_recorded, read_text_argument
     from diffserve.models.controlnets import read_control
     from diffserve.models.loras import Lora
-    from diffserve.settings.layers import Flag
 
     recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
     if prompt:
         text = in_a1111(read_text_argument(prompt, command="generate"), prompt_syntax)
     elif recorded is not None:
-        text = recorded.prompt
+        text = str(recorded["prompt"])
     else:
         raise InvalidRequest("Missing argument 'PROMPT'; give a prompt in quotes.", param="PROMPT")
+    has_refiner = bool(settings.flags["model.refiner"].value)
     order = GenerateArguments(
         prompt=text, output=output, overwrite=overwrite,
         negative=in_a1111(negative, prompt_syntax), size=size,
@@ -170,26 +152,26 @@ def generate(
             "variation_seed": None if variation_seed == -1 else variation_seed,
             "loras": tuple(map(Lora.read, lora or ())),
             "micro_conditioning": MicroConditioning.read(sizes) if sizes else None,
-            "switch_at": SWITCH_AT if refiner and switch_at is None else switch_at,
+            "switch_at": SWITCH_AT if has_refiner and switch_at is None else switch_at,
         },
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
     )  # fmt: skip
     if recorded is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
-        order = recorded.fill(
-            order, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-        )
-    flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
+        options = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+        order = fill_in(order, recorded, options)
+    settings = settings._replace(model=model)
     if server:
         from diffserve.cli.remote import run as run_there
 
-        return run_there(order, server, model=model, flags={**flags, "": Flag("--config", config)})
-    return run(order, model=model, config=config, flags=flags)
+        return run_there(order, server, settings)
+    return run(order, settings)
 
 
+@with_settings("watermark", "model", "config", *FURTHER_FILES, "device", *COMPONENTS, "embeddings_dir")
 def batch(
+    *,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -225,20 +207,7 @@ def batch(
     webdataset: Annotated[
         bool, typer.Option("--webdataset", help="With --cluster: write one tar of images and JSON per shard.")
     ] = False,
-    watermark: WatermarkOption = None,
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Generate images for every line of FILE. Run the same command again to continue.
 
@@ -247,47 +216,32 @@ def batch(
     """
     from diffserve.cli.batch.run import run
 
-    flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
         from diffserve.cli.batch.cluster_run import ClusterOptions
         from diffserve.cli.batch.cluster_run import run as run_there
 
-        if str(prompts) == "-":
-            raise InvalidRequest(
-                "--cluster cannot read standard input, FILE is -; give a file that the workers can read.",
-                param="prompts",
-            )
-        if server:
-            raise InvalidRequest("--cluster and --server name two places to run; give one of them.", param="--cluster")
+        message = "--cluster cannot read standard input, FILE is -; give a file that the workers can read."
+        check(str(prompts) != "-", message, "prompts")
+        check(not server, "--cluster and --server name two places to run; give one of them.", "--cluster")
         options = ClusterOptions(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
-        return run_there(prompts, output, options, concurrency=concurrency, model=model, config=config, flags=flags)
-    if cluster_options := [
-        name
-        for name, value in (
-            ("--address", address),
-            ("--workers", workers),
-            ("--shard-lines", shard_lines),
-            ("--webdataset", webdataset),
-        )
-        if value
-    ]:
-        option = cluster_options[0]
-        raise InvalidRequest(
-            f"{option} is given without --cluster; add --cluster, or leave {option} out.", param=option
-        )
+        return run_there(prompts, output, options, settings, concurrency=concurrency)
+    cluster_options = {
+        "--address": address, "--workers": workers, "--shard-lines": shard_lines, "--webdataset": webdataset,
+    }  # fmt: skip
+    for option, value in cluster_options.items():
+        message = f"{option} is given without --cluster; add --cluster, or leave {option} out."
+        check(not value, message, option)
     if str(prompts) == "-":
         from diffserve.cli.batch.lines import standard_input
 
         with standard_input() as lines:
-            return run(
-                lines, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags,
-                folder=Path.cwd(),
-            )  # fmt: skip
-    return run(prompts, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags)
+            return run(lines, output, settings, server=server, concurrency=concurrency, folder=Path.cwd())
+    return run(prompts, output, settings, server=server, concurrency=concurrency)
 
 
+@with_settings("device")
 def rewrite(
+    *,
     wish: Annotated[
         list[str],
         typer.Argument(help="What the image should show, in your own words; - reads standard input.", metavar="WISH"),
@@ -308,7 +262,7 @@ def rewrite(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of all prompts but the first (default 0).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all details as JSON.")] = False,
-    device: DeviceOption = None,
+    settings: SettingsOptions,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Precision: auto, float32, bfloat16, float16, int8 or int4.")
     ] = None,
@@ -317,7 +271,7 @@ def rewrite(
     """Rewrite WISH into prompts for an image model, one per line."""
     from diffserve.api.rewrite_types import RewriteRequest
     from diffserve.api.types import RewriteOptions
-    from diffserve.cli.prompts import read_text_argument
+    from diffserve.cli.inputs import read_text_argument
     from diffserve.cli.rewrite import run
 
     text = read_text_argument(wish, command="rewrite", name="wish")
@@ -328,8 +282,7 @@ def rewrite(
         from diffserve.settings.layers import Flag
 
         model_flag = None if model == "embedded" else model
-        refuse_placement(
-            {"model": Flag("--model", model_flag), "d": Flag("--device", device), "t": Flag("--dtype", dtype)}
-        )
+        refuse_placement({"model": Flag("--model", model_flag), **settings.flags, "dtype": Flag("--dtype", dtype)})
         return rewrite_there(request, style, server, is_json=as_json)
+    device = settings.flags["model.device"].value
     return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)

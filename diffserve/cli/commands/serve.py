@@ -4,92 +4,45 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from diffserve.api.errors import ConfigError
-from diffserve.cli.options import (
-    AllowOpenOption,
-    ConfigOption,
-    ControlNetDirOption,
-    DataDirOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingsOption,
-    HostOption,
-    LoraDirOption,
-    ModelsOption,
-    OffloadOption,
-    PageOption,
-    PortOption,
-    RefinerOption,
-    ScorerOption,
-    TextEncoderOption,
-    UnloadAfterOption,
-    VAEOption,
-    WatermarkOption,
-    folder_settings,
-    model_extra_flags,
-    placement_flags,
-    serving_flags,
-)
+from diffserve.cli.options import COMPONENTS, FURTHER_FILES, SettingsOptions, with_settings
 
 if TYPE_CHECKING:
     from diffserve.cluster.config import ClusterConfig
+    from diffserve.service.page import MountPage
     from diffserve.settings.config import Settings
 
 
-def serve(
-    host: HostOption = None,
-    port: PortOption = None,
-    allow_open: AllowOpenOption = None,
-    config: ConfigOption = None,
-    model: ModelsOption = None,
-    unload_after: UnloadAfterOption = None,
-    data_dir: Annotated[
-        str | None, typer.Option("--data-dir", help="Data folder of the server: database, keys and images.")
-    ] = None,
-    page: PageOption = None,
-    watermark: WatermarkOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices", help="Run an engine on each device: cuda:0,cuda:1; cpu,cpu splits the cores.", metavar="LIST"
-        ),
-    ] = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
-) -> int:
+SERVING: Final = ("host", "port", "allow_open", "config", "models", "unload_after", "data_dir", "page", "watermark")
+
+
+@with_settings(*SERVING, *FURTHER_FILES, "device", "devices", *COMPONENTS, "embeddings_dir")
+def serve(*, settings: SettingsOptions) -> int:
     """Serve models over HTTP until stopped.
 
     The server has OpenAI-compatible image endpoints and a web page.
     """
+    from diffserve.service.run import serve as run
+
+    devices = settings.flags["serve.devices"]
+    if devices.value is not None:
+        names = [device.strip() for device in devices.value.split(",")]
+        settings.flags["serve.devices"] = devices._replace(value=names)
+    loaded = settings.load()
+    return run(loaded, mount_page=_mount_page(loaded))
+
+
+def _mount_page(settings: Settings) -> MountPage | None:
+    """Return the function that adds the web page to the server, or None if there is no page."""
     from functools import partial
 
-    from diffserve.service.run import serve as run
-    from diffserve.settings.layers import Flag, load_settings
     from ui import mount_page
 
-    flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)
-    flags["serve.devices"] = Flag(
-        "--devices", None if devices is None else [device.strip() for device in devices.split(",")]
-    )
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
-    flags |= placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
-    settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
-    mount = partial(mount_page, grace_s=settings.serve.page_grace_s)
-    return run(settings, mount_page=mount if settings.serve.page else None)
+    return partial(mount_page, grace_s=settings.serve.page_grace_s) if settings.serve.page else None
 
 
 def mcp(
@@ -126,40 +79,43 @@ keys_app = typer.Typer(
 
 
 @keys_app.command("add")
+@with_settings("data_dir", "config")
 def add_key(
+    *,
     name: Annotated[str, typer.Argument(help="Name of the key.", metavar="NAME")],
     scope: Annotated[
         list[str] | None, typer.Option(help="Scope: generate (default), metrics or admin; repeatable.")
     ] = None,
     rate: Annotated[int | None, typer.Option(help="Limit generation requests per minute.")] = None,
     share: Annotated[float, typer.Option(help="Weight of this key when requests of several keys compete.")] = 1.0,
-    data_dir: DataDirOption = None,
-    config: ConfigOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Create a key and print it once."""
     from diffserve.cli.keys import add
 
-    return add(folder_settings(data_dir, config), name, scope or [], rate, share)
+    return add(settings.load(), name, scope or [], rate, share)
 
 
 @keys_app.command("list")
-def list_keys(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
+@with_settings("data_dir", "config")
+def list_keys(*, settings: SettingsOptions) -> int:
     """List all keys. The secrets are not stored and cannot be shown."""
     from diffserve.cli.keys import show
 
-    return show(folder_settings(data_dir, config))
+    return show(settings.load())
 
 
 @keys_app.command("revoke")
+@with_settings("data_dir", "config")
 def revoke_key(
+    *,
     name: Annotated[str, typer.Argument(help="Name or id of the key.", metavar="NAME")],
-    data_dir: DataDirOption = None,
-    config: ConfigOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Revoke a key. A running server applies this within a second."""
     from diffserve.cli.keys import revoke
 
-    return revoke(folder_settings(data_dir, config), name)
+    return revoke(settings.load(), name)
 
 
 cluster_app = typer.Typer(
@@ -170,13 +126,12 @@ cluster_app = typer.Typer(
 
 
 @cluster_app.command("up")
+@with_settings(*SERVING, *FURTHER_FILES, "device", *COMPONENTS, "embeddings_dir")
 def cluster_up(
+    *,
     file: Annotated[
         Path | None, typer.Argument(help="Number and size of the replicas; default: one replica.", metavar="TOML")
     ] = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    allow_open: AllowOpenOption = None,
     address: Annotated[
         str,
         typer.Option(
@@ -189,67 +144,45 @@ def cluster_up(
     is_detached: Annotated[
         bool, typer.Option("--detach", help="Run in the background; return when a replica is ready.")
     ] = False,
-    config: ConfigOption = None,
-    model: ModelsOption = None,
-    unload_after: UnloadAfterOption = None,
-    data_dir: DataDirOption = None,
-    page: PageOption = None,
-    watermark: WatermarkOption = None,
-    lora_dir: LoraDirOption = None,
-    controlnet_dir: ControlNetDirOption = None,
-    refiner: RefinerOption = None,
-    scorer: ScorerOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
-    embeddings_dir: EmbeddingsOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Start the replicas and serve until stopped."""
-    from functools import partial
-
     from diffserve.cluster.config import read_cluster
     from diffserve.cluster.run import detach, up
-    from diffserve.settings.layers import load_settings
-    from ui import mount_page
-
-    flags, first = serving_flags(host, port, allow_open, data_dir, page, unload_after, model)
-    flags |= model_extra_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
-    flags |= placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
 
     def read() -> tuple[Settings, ClusterConfig]:
-        settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
-        return settings, read_cluster(file)
+        return settings.load(), read_cluster(file)
 
-    settings, cluster = read()
+    loaded, cluster = read()
     if is_detached:
         arguments = [word for word in sys.argv[1:] if word != "--detach"]
-        return detach(arguments, Path(settings.serve.data_dir).expanduser())
-    mount = partial(mount_page, grace_s=settings.serve.page_grace_s) if settings.serve.page else None
-    return up(settings, cluster, address=address, token_file=token_file, mount_page=mount, read_files=read)
+        return detach(arguments, Path(loaded.serve.data_dir).expanduser())
+    mount = _mount_page(loaded)
+    return up(loaded, cluster, address=address, token_file=token_file, mount_page=mount, read_files=read)
 
 
 @cluster_app.command("status")
-def cluster_status(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
+@with_settings("data_dir", "config")
+def cluster_status(*, settings: SettingsOptions) -> int:
     """Show the replicas in a table."""
     from diffserve.cli.cluster import status
 
-    return status(folder_settings(data_dir, config))
+    return status(settings.load())
 
 
 @cluster_app.command("redeploy")
-def cluster_redeploy(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
+@with_settings("data_dir", "config")
+def cluster_redeploy(*, settings: SettingsOptions) -> int:
     """Reload the configuration files and update the replicas one after the other."""
     from diffserve.cli.cluster import redeploy
 
-    return redeploy(folder_settings(data_dir, config))
+    return redeploy(settings.load())
 
 
 @cluster_app.command("down")
-def cluster_down(data_dir: DataDirOption = None, config: ConfigOption = None) -> int:
+@with_settings("data_dir", "config")
+def cluster_down(*, settings: SettingsOptions) -> int:
     """Stop the server, its replicas and the Ray cluster that it started."""
     from diffserve.cli.cluster import down
 
-    return down(folder_settings(data_dir, config))
+    return down(settings.load())

@@ -8,20 +8,12 @@ from typing import Annotated
 import typer
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.cli.options import (
-    ConfigOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    OffloadOption,
-    TextEncoderOption,
-    VAEOption,
-    placement_flags,
-)
+from diffserve.cli.options import COMPONENTS, SettingsOptions, with_settings
 
 
+@with_settings("model", "config", "device", *COMPONENTS)
 def sweep(
+    *,
     output: Annotated[
         Path,
         typer.Option("-o", "--output", help="Folder for the report; an existing sweep is continued.", metavar="DIR"),
@@ -84,14 +76,7 @@ def sweep(
     gate_frechet: Annotated[
         float | None, typer.Option("--gate-frechet", help="Largest allowed Frechet distance.", metavar="NUMBER")
     ] = None,
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    offload: OffloadOption = None,
-    device_map: DeviceMapOption = None,
-    vae: VAEOption = None,
-    text_encoder: TextEncoderOption = None,
+    settings: SettingsOptions,
 ) -> int:
     """Compare samplers and step counts on the same prompts and seeds.
 
@@ -114,18 +99,17 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder)
     limits = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
         from diffserve.cli.gate import GateOptions
         from diffserve.cli.gate import run as run_gate
 
-        return run_gate(GateOptions(gate, **limits), options, model=model, config=config, flags=flags)
+        return run_gate(GateOptions(gate, **limits), options, settings)
     if any(value is not None for value in limits.values()):
         raise InvalidRequest(
             "--gate-exact, --gate-psnr and --gate-frechet need --gate; add --gate REFERENCE:CANDIDATES."
         )
-    return run(options, model=model, config=config, flags=flags)
+    return run(options, settings)
 
 
 def verify(

@@ -38,7 +38,7 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import Gate, InFlight, while_connected
 from diffserve.service.models import find_model, refused_fields
 from diffserve.service.safety import Safety
-from diffserve.service.stored.file_pictures import FilePictures
+from diffserve.service.stored.files import FilePictures
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.service.threads import ANSWERS
 from diffserve.settings.config import ServeConfig, Settings

@@ -10,14 +10,16 @@ import asyncio
 import fcntl
 import logging
 import os
+import secrets
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,15 +28,7 @@ from starlette.types import Message
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.api.types import new_request_id
 from diffserve.service.admission import BATCH, Admission
-from diffserve.service.http.errors import log_failure
-from diffserve.service.stored.batch_lines import (
-    LineAnswer,
-    custom_id_of,
-    error_answer,
-    expired_lines,
-    is_stream,
-    line_done,
-)
+from diffserve.service.http.errors import log_failure, reply_to
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
@@ -156,7 +150,9 @@ class BatchRunner:
         """Run a batch to its end; after disk or database errors it is resumed later."""
         facts = {"batch": batch.id, "num_lines": batch.num_lines}
         try:
-            await self._advance(batch)
+            result = await self._advance(batch)
+            if result is not None:
+                await _run_to_end(self._batches.finish, batch.id, *result)
             log.info("batch over", extra=facts)
         except (OSError, sqlite3.Error) as error:
             log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
@@ -165,31 +161,29 @@ class BatchRunner:
             log.exception("a batch failed", extra=facts)
             await _run_to_end(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
 
-    async def _advance(self, batch: Batch) -> None:
+    async def _advance(self, batch: Batch) -> tuple[str, str] | None:
+        """Run all lines; return the final status and the reason if it failed, or None if the batch has ended."""
         if batch.status == "cancelling":
-            await _run_to_end(self._batches.finish, batch.id, "cancelled")
-            return
-        if batch.status != "finalizing":
-            if batch.endpoint not in self._endpoints:
-                message = f"unknown_endpoint: {batch.endpoint} is not offered any more."
-                await _run_to_end(self._batches.finish, batch.id, "failed", message)
-                return
-            moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
-            if moved is None or moved.status != "in_progress":
-                return
-            try:
-                async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
-                    await self._run_lines(batch)
-            except TimeoutError:
-                await self._expire(batch)
-                return
-            except (FileNotFoundError, KeyGoneError) as error:
-                is_key = isinstance(error, KeyGoneError)
-                message = "invalid_key: its key is good no more." if is_key else "no_file: its file is there no more."
-                await _run_to_end(self._batches.finish, batch.id, "failed", message)
-                return
-            await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
-        await _run_to_end(self._batches.finish, batch.id, "completed")
+            return "cancelled", ""
+        if batch.status == "finalizing":
+            return "completed", ""
+        if batch.endpoint not in self._endpoints:
+            return "failed", f"unknown_endpoint: {batch.endpoint} is not offered any more."
+        moved = await _run_to_end(self._batches.move, batch.id, "in_progress", of=("validating",))
+        if moved is None or moved.status != "in_progress":
+            return None
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
+                await self._run_lines(batch)
+        except TimeoutError:
+            await self._expire_lines(batch)
+            return "expired", ""
+        except KeyGoneError:
+            return "failed", "invalid_key: its key is good no more."
+        except FileNotFoundError:
+            return "failed", "no_file: its file is there no more."
+        await _run_to_end(self._batches.move, batch.id, "finalizing", of=("in_progress",))
+        return "completed", ""
 
     async def _run_lines(self, batch: Batch) -> None:
         """Run all unfinished lines in order, as many at once as there are free slots."""
@@ -292,12 +286,11 @@ class BatchRunner:
         }
         return Request(scope, receive)
 
-    async def _expire(self, batch: Batch) -> None:
+    async def _expire_lines(self, batch: Batch) -> None:
         """Mark all unfinished lines as expired."""
         done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
         await _run_to_end(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
-        await _run_to_end(self._batches.finish, batch.id, "expired")
 
 
 async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -310,3 +303,64 @@ async def _run_to_end(work: Callable[..., T], *arguments: Any, **keywords: Any) 
         if task.done() and not task.cancelled():
             task.exception()  # marks the error as retrieved; the caller is cancelled
         raise
+
+
+class LineAnswer(NamedTuple):
+    """Response of an endpoint to one line."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
+    """Return an error for each line of the input file at ``path`` whose number is not in ``done``."""
+    error = {"code": "batch_expired", "message": "the batch was over before this line was done."}
+    with path.open("rb") as file:
+        return [
+            LineDone(number, _encode_line(custom_id_of(line), None, error), is_error=True)
+            for number, line in lines_of(file)
+            if number not in done
+        ]
+
+
+def line_done(number: int, name: str | None, answer: LineAnswer) -> LineDone:
+    """Format the output of line ``number`` with the custom ID ``name``."""
+    body = answer.body if b"\n" not in answer.body else msgspec.json.encode(msgspec.json.decode(answer.body))
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(body)}
+    return LineDone(number, _encode_line(name, response, None), is_error=answer.status >= 400)
+
+
+def _encode_line(name: str | None, response: Any, error: Any) -> bytes:
+    answer = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": name, "response": response, "error": error}
+    return msgspec.json.encode(answer) + b"\n"
+
+
+def error_answer(error: Exception, request_id: str) -> LineAnswer:
+    """Return the response that an endpoint would give for ``error``."""
+    reply = reply_to(error)
+    return LineAnswer(reply.status, request_id, reply.body)
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """Return the custom ID in a line, which may be an invalid request; None if it has none."""
+    try:
+        return msgspec.json.decode(line, type=_Named).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _MayStream(msgspec.Struct):
+    stream: bool | None = None
+
+
+def is_stream(body: msgspec.Raw) -> bool:
+    """Return whether ``body`` requests a stream."""
+    try:
+        return bool(msgspec.json.decode(body, type=_MayStream).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False  # the endpoint reports the error

@@ -111,7 +111,7 @@ class BatchRoutes:
     ) -> Response:
         """List the batches of the key, page by page."""
         page = await LISTINGS.run(self._batches.page, self._owners.of(request), PageAsked(limit, after, order))
-        return list_response(None if page is None else ([batch_object(batch) for batch in page[0]], page[1]))
+        return list_response(page, batch_object)
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
         """Answer with the state of a batch."""

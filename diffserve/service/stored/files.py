@@ -1,12 +1,15 @@
-"""``/v1/files``: files that clients upload, mainly for batches."""
+"""``/v1/files``: uploaded files, mainly for batches, and images that requests reference by ``file_id``."""
 
 from __future__ import annotations
 
+import base64
 import re
 import unicodedata
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast
 
 from fastapi import FastAPI, Query
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,7 +22,7 @@ from diffserve.service.http.middleware import FILE_BYTES
 from diffserve.service.http.routing import After, Order, error_responses
 from diffserve.service.http.streams import send_file
 from diffserve.service.stored.owners import Owners
-from diffserve.service.threads import FILES, LISTINGS
+from diffserve.service.threads import ANSWERS, FILES, LISTINGS
 from diffserve.store.batches import Batches
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
 from diffserve.store.pages import PageAsked
@@ -34,6 +37,10 @@ MAX_NAME_CHARS: Final = 255
 MAX_UPLOADS: Final = 4
 """Uploads that are copied to their place at a time, one of each client."""
 
+MAX_PICTURE_BYTES: Final = 10 << 20
+MAX_REQUEST_BYTES: Final = 20 << 20
+"""Limit on the total size of the files that one request names."""
+
 UPLOAD: Final = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -44,6 +51,8 @@ UPLOAD: Final = {
         "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_S, "maximum": int(KEPT_S)},
     },
 }
+
+T = TypeVar("T")
 
 
 class FileRoutes:
@@ -97,7 +106,7 @@ class FileRoutes:
         """List the files of the key, page by page."""
         selection = PageAsked(limit, after, order)
         page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
-        return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
+        return list_response(page, file_object)
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
@@ -142,11 +151,17 @@ def file_object(file: File) -> dict[str, Any]:
     }
 
 
-def list_response(page: tuple[list[dict[str, Any]], bool] | None) -> Response:
-    """Return a page in OpenAI's list format; None means that the entry ``after`` does not exist."""
+def list_response(page: tuple[list[T], bool] | None, describe: Callable[[T], dict[str, Any]]) -> Response:
+    """Return a page in OpenAI's list format.
+
+    Args:
+        page: The entries, and whether more follow; None: the entry ``after`` does not exist.
+        describe: Returns the API's object for an entry.
+    """
     if page is None:
         raise InvalidRequest("there is no entry of the id in after; give the id of one that was listed.", param="after")
-    data, has_more = page
+    entries, has_more = page
+    data = [describe(entry) for entry in entries]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
@@ -171,3 +186,75 @@ def _kept_s(text: Any) -> float:
         )
         raise InvalidRequest(message, param="expires_after[seconds]")
     return float(text)
+
+
+class Reference(Protocol):
+    """Image within a body: a URL or a file ID."""
+
+    image_url: str | None
+    file_id: str | None
+
+
+class FilePictures:
+    """Resolves file IDs; ``files`` is None if the server stores no files."""
+
+    def __init__(self, files: Files | None, owners: Owners | None) -> None:
+        self._files = files
+        self._owners = owners
+
+    async def fill(self, request: Request, *bodies: BaseModel) -> None:
+        """Replace each ``file_id`` in ``bodies`` by a data URL in ``image_url``. Raises InvalidRequest."""
+        left_bytes = MAX_REQUEST_BYTES
+        for holder, name in [place for body in bodies for place in _find_references(body, "")]:
+            data = await FILES.run(self._read, request, holder, name, left_bytes)
+            left_bytes -= len(data)
+            holder.image_url = f"data:;base64,{await ANSWERS.run(_base64, data)}"
+            holder.file_id = None
+
+    def _read(self, request: Request, holder: Reference, name: str, left_bytes: int) -> bytes:
+        file_id = str(holder.file_id)
+        if holder.image_url is not None:
+            message = f"{name} is given beside image_url; give one of them."
+            raise InvalidRequest(message, param=name, code="invalid_image")
+        if self._files is None or self._owners is None:
+            message = f"{name} is given, and this server keeps no files; send the picture as a data URL in image_url."
+            raise InvalidRequest(message, param=name, code="file_not_found")
+        file = self._files.get(self._owners.of(request), file_id)
+        if file is None:
+            raise _no_file(file_id, name)
+        if file.num_bytes > min(MAX_PICTURE_BYTES, left_bytes):
+            message = (
+                f"{name} is a file of {file.num_bytes} bytes; at most {MAX_PICTURE_BYTES} are read of a picture, "
+                f"{MAX_REQUEST_BYTES} for a request."
+            )
+            raise InvalidRequest(message, param=name, code="image_too_large")
+        try:
+            with self._files.open(file) as opened:
+                return opened.read()
+        except FileNotFoundError:
+            raise _no_file(file_id, name) from None
+
+
+def _find_references(value: object, path: str) -> list[tuple[Reference, str]]:
+    """Return the models in ``value`` with a file ID, and the field's name for errors."""
+    references: list[tuple[Reference, str]] = []
+    if isinstance(value, BaseModel):
+        fields, values = type(value).model_fields, value.__dict__
+        if values.get("file_id") and "file_id" in fields:
+            references.append((cast(Reference, value), f"{path}.file_id"))
+        for name, item in values.items():
+            if isinstance(item, (BaseModel, list)) and name in fields:
+                references += _find_references(item, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            references += _find_references(item, f"{path}[{place}]")
+    return references
+
+
+def _no_file(file_id: str, name: str) -> InvalidRequest:
+    message = f"{name} is {show(file_id)}, and there is no such file of yours; upload it to /v1/files first."
+    return InvalidRequest(message, param=name, code="file_not_found")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -73,7 +73,7 @@ class HistoryRoutes:
         owner, selection = self._owners.of(request), PageAsked(limit, after, order)
         entry_filter = Wanted(words, model, since, until)
         page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
-        return list_response(None if page is None else ([entry_object(entry) for entry in page[0]], page[1]))
+        return list_response(page, entry_object)
 
     async def retrieve(self, request: Request, history_id: str) -> Response:
         """Describe an entry."""
