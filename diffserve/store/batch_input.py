@@ -72,6 +72,8 @@ def read_line(line: bytes) -> BatchLine:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         problem = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise InvalidRequest(f"not a valid request: {problem}.", code="invalid_line") from None
+    except RecursionError:
+        raise InvalidRequest("not a valid request: it is nested too deeply.", code="invalid_line") from None
     if request.method != "POST":
         raise InvalidRequest(f"method must be POST, got {request.method[:16]!r}.", code="invalid_line")
     if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_CHARS:

@@ -55,11 +55,16 @@ def chunk_prompt(
     room = window_tokens - 2
     bodies: list[list[Token]] = []
     for index, section in enumerate(sections):
-        tokens = [(token, piece.weight) for piece in section for token in tokenize(piece.text)]
+        tokens: list[Token] = []
+        for piece in section:
+            tokens += [(token, piece.weight) for token in tokenize(piece.text)]
+            if len(tokens) > (MAX_CHUNKS - len(bodies)) * room:  # thousands of pieces would take seconds to tokenize
+                raise _too_long(room, "the prompt")
         parts = _cut(tokens, room, special.comma, whole or {})
         is_trailing_break = index == len(sections) - 1 and index > 0 and not tokens
         bodies.extend([] if is_trailing_break else parts)
-        _check_num(bodies, room, "the prompt")
+        if len(bodies) > MAX_CHUNKS:
+            raise _too_long(room, "the prompt")
     return [_seal(body, special, window_tokens) for body in bodies]
 
 
@@ -71,17 +76,14 @@ def chunk_tokens(
     ``whole`` is as in ``chunk_prompt``. Raises InvalidRequest beyond MAX_CHUNKS chunks.
     """
     bodies = _cut([(token, 1.0) for token in tokens], window_tokens - 2, special.comma, whole or {})
-    _check_num(bodies, window_tokens - 2, "the text")
+    if len(bodies) > MAX_CHUNKS:
+        raise _too_long(window_tokens - 2, "the text")
     return [(_seal(body, special, window_tokens).ids, len(body)) for body in bodies]
 
 
-def _check_num(bodies: Sequence[object], room: int, what: str) -> None:
-    if len(bodies) > MAX_CHUNKS:
-        raise InvalidRequest(
-            f"{what} needs more than {MAX_CHUNKS} chunks of {room} tokens; shorten it.",
-            param="prompt",
-            code="string_above_max_length",
-        )
+def _too_long(room: int, what: str) -> InvalidRequest:
+    message = f"{what} needs more than {MAX_CHUNKS} chunks of {room} tokens; shorten it."
+    return InvalidRequest(message, param="prompt", code="string_above_max_length")
 
 
 def _cut(tokens: Sequence[Token], room: int, comma: int, run_lengths: Mapping[int, int]) -> list[list[Token]]:

@@ -346,7 +346,7 @@ def custom_id_of(line: bytes) -> str | None:
     """Return the custom ID in a line, which may be an invalid request; None if it has none."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -362,5 +362,5 @@ def is_stream(body: msgspec.Raw) -> bool:
     """Return whether ``body`` requests a stream."""
     try:
         return bool(msgspec.json.decode(body, type=_MayStream).stream)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False  # the endpoint reports the error
