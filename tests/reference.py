@@ -108,10 +108,18 @@ def request_fields() -> str:
     options = {option.name: option.opts[0] for option in generate.params if not option.hidden}
     lines = ["| field | type | range | default | unit | meaning | A1111 | option | infotext |", "|---" * 9 + "|"]
     for name, field in REQUEST_FIELDS.items():
-        default = field.absent if field.default is None else _number(field.default)
         a1111 = field.a1111 or (f"override_settings.{field.a1111_setting}" if field.a1111_setting else "")
         names = [f"`{text}`" if text else "" for text in (a1111, options.get(OPTIONS.get(name, name), ""))]
-        cells = [f"`{name}`", _type(field), _range(field), default, field.unit, field.help, *names, field.label]
+        cells = [
+            f"`{name}`",
+            _type(field),
+            _range(field),
+            field.default_text,
+            field.unit,
+            field.help,
+            *names,
+            field.label,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -131,8 +139,6 @@ def _range(field: RequestField) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(_number, value))
     return str(int(value)) if value == int(value) else str(value)
 
 

@@ -29,22 +29,14 @@ NoiseSource = Literal["cpu", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormText:
-    """Texts of a field in the page's form: its label, and a line of help below it."""
-
-    label: str
-    info: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class RequestField:
     """A field of image requests.
 
     Attributes:
         type: The Python type of a value that is given.
-        help: One sentence for OpenAPI, the command line and the documentation.
+        help: One sentence for OpenAPI, the command line, the page's form and the documentation.
         default: Value of ``DiffusionParams`` if the field is not given.
-        absent: Text for a missing value, in the documentation and in the empty field of the page's form.
+        absent: Text for a missing value, if ``default`` does not say it.
         unit: Unit of the value in the documentation; "": none.
         minimum: Smallest value; ``None``: none. For an interval: of both ends.
         maximum: Largest value; ``None``: none.
@@ -57,7 +49,7 @@ class RequestField:
         is_hidden: Whether the option is left out of the help text.
         a1111: Name in the bodies of A1111's API; "": none.
         a1111_setting: Name in ``override_settings`` of A1111's API, where 0 stands for the default; "": none.
-        form: Texts of the page's form; ``None``: not one of the typed fields of the form.
+        form: Label in the page's form; "": not one of the typed fields of the form.
     """
 
     type: Any
@@ -75,12 +67,17 @@ class RequestField:
     is_hidden: bool = False
     a1111: str = ""
     a1111_setting: str = ""
-    form: FormText | None = None
+    form: str = ""
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed values of a field with a fixed list of them; empty for other fields."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def default_text(self) -> str:
+        """The meaning of a missing value, for the documentation and the empty field of the page's form."""
+        return self.absent or f"{self.default:g}"
 
     def check(self, name: str, value: Any) -> None:
         """Check a value against the bounds and choices of this field; ``None`` is allowed if it is the default.
@@ -153,13 +150,12 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         maximum=MAX_SEED,
         label="Variation seed",
         a1111="subseed",
-        form=FormText(label="Variation seed", info="Seed of the variation noise; image i adds i."),
+        form="Variation seed",
     ),
     "variation_strength": RequestField(
         type=float,
         help="Amount of variation noise mixed into the start noise, 0 to 1.",
         default=0.0,
-        absent="none",
         unit="fraction",
         minimum=0.0,
         maximum=1.0,
@@ -167,7 +163,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--variation-strength",
         metavar="SHARE",
         a1111="subseed_strength",
-        form=FormText(label="Variation", info="Share of variation noise, 0 to 1."),
+        form="Variation",
     ),
     "strength": RequestField(
         type=float,
@@ -189,7 +185,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Eta",
         option="--eta",
         a1111="eta",
-        form=FormText(label="Eta", info="Noise added by ddim, euler_a and tcd, 0 to 1."),
+        form="Eta",
     ),
     "guidance_interval": RequestField(
         type=tuple[float, float],
@@ -202,13 +198,12 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Guidance interval",
         option="--guidance-interval",
         metavar="FROM TO",
-        form=FormText(label="Guidance interval", info="Start and end as fractions: 0.2-0.8."),
+        form="Guidance interval",
     ),
     "clip_skip": RequestField(
         type=int,
         help="Use the N-th last text encoder layer; 1: the last.",
         default=1,
-        absent="1",
         unit="layers",
         minimum=1,
         maximum=MAX_CLIP_SKIP,
@@ -217,26 +212,24 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--clip-skip",
         metavar="N",
         a1111="clip_skip",
-        form=FormText(label="Clip skip", info="Text encoder layer, counted from the last."),
+        form="Clip skip",
     ),
     "guidance_rescale": RequestField(
         type=float,
         help="Rescale the guided output to the unguided standard deviation, 0 to 1.",
         default=0.0,
-        absent="none",
         unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="CFG rescale phi",
         option="--guidance-rescale",
         metavar="SHARE",
-        form=FormText(label="Guidance rescale", info="To the unguided standard deviation, 0 to 1."),
+        form="Guidance rescale",
     ),
     "cache_interval": RequestField(
         type=int,
         help="Run the full UNet only every N-th evaluation (DeepCache); 1: always.",
         default=1,
-        absent="1",
         unit="evaluations",
         minimum=1,
         maximum=MAX_CACHE_INTERVAL,
@@ -244,7 +237,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Cache interval",
         option="--cache-interval",
         metavar="N",
-        form=FormText(label="Cache interval", info="DeepCache: full UNet every N-th evaluation."),
+        form="Cache interval",
     ),
     "sigma_min": RequestField(
         type=float,
@@ -259,7 +252,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--sigma-min",
         metavar="SIGMA",
         a1111_setting="sigma_min",
-        form=FormText(label="Smallest sigma", info="End of karras, exponential and beta."),
+        form="Smallest sigma",
     ),
     "sigma_max": RequestField(
         type=float,
@@ -274,7 +267,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--sigma-max",
         metavar="SIGMA",
         a1111_setting="sigma_max",
-        form=FormText(label="Largest sigma", info="Start of karras, exponential and beta."),
+        form="Largest sigma",
     ),
     "token_merging": RequestField(
         type=float,
@@ -298,27 +291,25 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Similarity threshold",
         option="--similarity-threshold",
         metavar="COSINE",
-        form=FormText(label="Similarity threshold", info="Start from a cached similar image, above 0 to 1."),
+        form="Similarity threshold",
     ),
     "micro_conditioning": RequestField(
         type=object,
-        help="Size conditioning of SDXL; original_size, crop and target_size, also with the prefix negative_.",
+        help="SDXL only: original_size 640x480 crop 0x0 target_size 1024x1024, also negative_*.",
         absent="image size",
         unit="pixels",
         label="Micro conditioning",
-        form=FormText(
-            label="Size conditioning", info="SDXL only: original_size 640x480 crop 0x0 target_size 1024x1024."
-        ),
+        form="Size conditioning",
     ),
     "switch_at": RequestField(
         type=float,
-        help="Part of the noise levels after which the refiner takes over; 0.8 with only refiner: true.",
+        help="Share of the noise levels after which the refiner takes over, such as 0.8.",
         absent="never",
         unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="Refiner switch at",
-        form=FormText(label="Refiner switch", info="Where the refiner takes over, 0 to 1: 0.8."),
+        form="Refiner switch",
     ),
     "noise_source": RequestField(
         type=NoiseSource,
@@ -339,7 +330,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         help="Generate this many images and return the n with the highest scores; at most 10.",
         absent="n",
         unit="images",
-        form=FormText(label="Best of", info="Generate this many, return the best."),
+        form="Best of",
     ),
 }
 """Image request fields by name, in the order in which infotext keys are read."""

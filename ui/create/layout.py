@@ -336,8 +336,8 @@ def _upload(label: str, elem_id: str) -> gr.UploadButton:
 
 def _typed(name: str) -> gr.Textbox:
     """Return the text field for the entry ``name`` of ``TYPED``."""
-    text = TYPED[name]
-    return _number(text.label, REQUEST_FIELDS[name].absent, name.replace("_", "-"), info=text.info)
+    field = REQUEST_FIELDS[name]
+    return _number(field.form, field.default_text, name.replace("_", "-"), info=field.help)
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
