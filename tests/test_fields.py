@@ -44,7 +44,7 @@ def test_the_http_body_takes_every_field() -> None:
 
 
 def test_the_fields_of_the_form_are_those_with_texts() -> None:
-    assert set(FORM_FIELDS) == {name for name, field in REQUEST_FIELDS.items() if field.form is not None}
+    assert set(FORM_FIELDS) == {name for name, field in REQUEST_FIELDS.items() if field.form}
 
 
 def outside_values() -> list[tuple[str, Any]]:

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffserve.api.fields import REQUEST_FIELDS
 from diffserve.cli import main
 from diffserve.settings.layers import KEYS, load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
-from tests import cli_reference, config_reference
+from tests import reference
 from tests.readme import DOCS, README, ROOT, Block, blocks, command
 from tests.service.server import RunningServer
 
@@ -237,18 +238,27 @@ def test_pictures_of_the_readme_are_there() -> None:
             image.verify()
 
 
-def test_the_configuration_reference_is_that_of_the_built_in_files() -> None:
-    written = config_reference.PAGE.read_text(encoding="utf-8")
-    assert written == config_reference.page(), "run python tests/config_reference.py"
-    assert not [line for line in written.splitlines() if line.endswith("|  |")], "every key has a meaning"
-    missing = [key for key in KEYS if f"| `{key.partition('.')[2]}` |" not in written]
+@pytest.mark.parametrize("name", sorted(reference.PARTS))
+def test_generated_parts_of_the_documentation_are_current(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == reference.page(name), "run python tests/reference.py"
+
+
+@pytest.mark.parametrize("name", ["cli.md", "configuration.md"])
+def test_every_option_and_every_key_has_a_meaning(name: str) -> None:
+    lines = reference.PARTS[name]().splitlines()
+    assert not [line for line in lines if line.endswith("|  |")]
+
+
+def test_the_configuration_reference_has_every_key() -> None:
+    missing = [key for key in KEYS if f"| `{key.partition('.')[2]}` |" not in reference.configuration()]
     assert missing == [], missing
 
 
-def test_the_command_line_reference_is_that_of_the_program() -> None:
-    written = cli_reference.PAGE.read_text(encoding="utf-8")
-    assert written == cli_reference.page(), "run python tests/cli_reference.py"
-    assert not [line for line in written.splitlines() if line.endswith("|  |")], "every option has a meaning"
+def test_the_table_of_request_fields_has_every_field_with_its_meaning() -> None:
+    rows = dict(row.split(" | ", 1) for row in reference.request_fields().splitlines()[2:])
+    assert rows.keys() == {f"| `{name}`" for name in REQUEST_FIELDS}
+    assert all(field.help for field in REQUEST_FIELDS.values())
+    assert all(field.default_text for field in REQUEST_FIELDS.values())
 
 
 def test_the_architecture_page_names_every_package_of_diffserve() -> None:

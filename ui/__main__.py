@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from diffserve.api.errors import DiffserveError
 from diffserve.client import DEFAULT_URL
-from diffserve.client.calls import base_url
+from diffserve.client.transport import base_url
 
 EXIT_USER_ERROR = 2
 

@@ -141,13 +141,13 @@ def read_typed(name: str, text: str | None, image: ImageCapabilities) -> Any:
     if name == "variation_seed":
         return read_seed(text, name)
     if field.type == tuple[float, float]:
-        return read_interval(text, name, TYPED[name].label.lower())
+        return read_interval(text, name, TYPED[name].lower())
     maximum = image.max_images if name == "best_of" or field.maximum is None else field.maximum
     return read_count(text, name, int(maximum)) if field.type is int else read_number(text, name, maximum)
 
 
-TYPED: Final = {name: text for name in FORM_FIELDS if (text := REQUEST_FIELDS[name].form) is not None}
-"""Form texts of the text inputs under Advanced, by request field, in the order of the page."""
+TYPED: Final = {name: REQUEST_FIELDS[name].form for name in FORM_FIELDS}
+"""Labels of the text inputs under Advanced, by request field, in the order of the page."""
 
 
 def told(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -155,12 +155,12 @@ def told(fields: Mapping[str, Any]) -> Iterator[str]:
 
     Sizes are omitted, and so are seeds, which differ between the images of a request.
     """
-    for name, text in TYPED.items():
+    for name, label in TYPED.items():
         match fields.get(name):
             case (first, last):
-                yield f"{text.label.lower()} {first:g}-{last:g}"
+                yield f"{label.lower()} {first:g}-{last:g}"
             case int() | float() as number if name != "variation_seed":
-                yield f"{text.label.lower()} {number:g}"
+                yield f"{label.lower()} {number:g}"
 
 
 KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(TYPED)})\b", re.IGNORECASE)
@@ -168,4 +168,4 @@ KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(TYPED)})\b", re.IGNORECA
 
 def as_labelled(text: str) -> str:
     """Replace the names of request fields in ``text`` by their labels on the page."""
-    return KNOWN_BY.sub(lambda match: f"“{TYPED[match[1].lower()].label}”", text)
+    return KNOWN_BY.sub(lambda match: f"“{TYPED[match[1].lower()]}”", text)

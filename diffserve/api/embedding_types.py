@@ -6,8 +6,17 @@ from functools import partial
 
 import msgspec
 
-from diffserve.api.bounds import check, check_chars, check_deadline
-from diffserve.api.types import MAX_PROMPT_CHARS, Asks, Cancelled, Failed, Priority, check_priority, new_request_id
+from diffserve.api.bounds import check, check_chars
+from diffserve.api.types import (
+    MAX_PROMPT_CHARS,
+    Asks,
+    Cancelled,
+    Failed,
+    Priority,
+    RequestEvent,
+    check_scheduling,
+    new_request_id,
+)
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 8192
@@ -48,8 +57,7 @@ class EmbeddingRequest(
         for ids in self.token_ids:
             message = f"input has a text of {len(ids)} tokens; at most {MAX_INPUT_TOKENS} are allowed."
             check(len(ids) <= MAX_INPUT_TOKENS, message, "input", "array_above_max_length")
-        check_deadline(self.deadline_s)
-        check_priority(self.priority)
+        check_scheduling(self.deadline_s, self.priority)
 
     @property
     def inputs(self) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
@@ -62,7 +70,7 @@ class EmbeddingRequest(
         return len(self.inputs)
 
 
-class Embedded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Embedded(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the vectors, each normalized to length 1.
 
     Attributes:
@@ -71,7 +79,6 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         num_tokens: Tokens of all inputs, without special tokens and padding.
     """
 
-    request_id: str
     model: str
     dimensions: int
     data: bytes

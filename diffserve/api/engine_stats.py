@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from diffserve.api.text_types import TextStats
 
+AnyT = TypeVar("AnyT")
 STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Upper bounds of the step duration buckets in seconds; one more bucket is unbounded."""
 
@@ -125,13 +126,13 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
         steps: Steps by batch size and duration.
     """
 
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_rows: int
-    num_painted: int
-    num_failed: int
-    busy_s: float
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_rows: int = 0
+    num_painted: int = 0
+    num_failed: int = 0
+    busy_s: float = 0.0
     results: CacheStats = CacheStats()
     latents: CacheStats = CacheStats()
     num_lanes: int = 0
@@ -183,17 +184,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sum_of(stats: Iterable[ImageStats]) -> ImageStats:
-    """Return the sum of the image statistics of several engines."""
-    engines = list(stats)
-
-    def sum_caches(name: str) -> CacheStats:
-        return CacheStats(**_sums([getattr(images, name) for images in engines], CacheStats.__struct_fields__))
-
-    counters = [name for name in ImageStats.__struct_fields__ if name not in ("results", "latents", "steps")]
-    steps = _sum_steps([images.steps for images in engines])
-    return ImageStats(
-        **_sums(engines, counters), results=sum_caches("results"), latents=sum_caches("latents"), steps=steps
-    )
+    """Return the sum of the image statistics of several engines, zeros if there are none."""
+    return _sum([ImageStats(), *stats])
 
 
 def merged(stats: Sequence[EngineStats]) -> EngineStats:
@@ -207,11 +199,9 @@ def merged(stats: Sequence[EngineStats]) -> EngineStats:
         num_live=sum(engine.num_live for engine in stats),
         num_wishes=sum(engine.num_wishes for engine in stats),
         images=sum_of(engine.images for engine in stats),
-        share=ShareStats(
-            share=stats[0].share.share, **_sums([engine.share for engine in stats], ("image_s", "text_s"))
-        ),
+        share=replace(_sum([engine.share for engine in stats]), share=stats[0].share.share),
         models=tuple(_sum_models([model for engine in stats for model in engine.models])),
-        texts=TextStats(**_sums(texts, TextStats.__struct_fields__)) if texts else None,
+        texts=_sum(texts) if texts else None,
         pages=_sum_pages(pages) if pages else None,
     )
 
@@ -248,27 +238,23 @@ def _sum_models(models: Sequence[ModelStats]) -> Iterator[ModelStats]:
 
 
 def _sum_pages(pools: Sequence[PageStats]) -> PageStats:
-    all_tenants = [tenant for pool in pools for tenant in pool.tenants]
-    counts = [name for name in TenantPages.__struct_fields__ if name != "tenant"]
-    tenants = tuple(
-        TenantPages(tenant=name, **_sums([pages for pages in all_tenants if pages.tenant == name], counts))
-        for name in dict.fromkeys(pages.tenant for pages in all_tenants)
-    )
-    return PageStats(page_bytes=pools[0].page_bytes, tenants=tenants, **_sums(pools, ("num_pages", "free_pages")))
-
-
-def _sum_steps(stats: Sequence[StepStats]) -> StepStats:
-    terms = (StepStats(), *stats)
-
-    def sum_columns(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return tuple(map(sum, zip(*rows, strict=True)))
-
-    return StepStats(
-        num_steps=sum_columns(steps.num_steps for steps in terms),
-        counts=tuple(map(sum_columns, zip(*(steps.counts for steps in terms), strict=True))),
-        seconds=sum_columns(steps.seconds for steps in terms),
+    tenants: dict[str, list[TenantPages]] = {}
+    for tenant in (tenant for pool in pools for tenant in pool.tenants):
+        tenants.setdefault(tenant.tenant, []).append(tenant)
+    return PageStats(
+        num_pages=sum(pool.num_pages for pool in pools),
+        page_bytes=pools[0].page_bytes,
+        free_pages=sum(pool.free_pages for pool in pools),
+        tenants=tuple(map(_sum, tenants.values())),
     )
 
 
-def _sums(stats: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: sum(getattr(item, name) for item in stats) for name in names}
+def _sum(values: Sequence[AnyT]) -> AnyT:
+    """Return the sum of numbers, of tuples by position, or of structs by field; of strings the first."""
+    first: Any = values[0]
+    if isinstance(first, msgspec.Struct):
+        totals = {name: _sum([getattr(value, name) for value in values]) for name in first.__struct_fields__}
+        return replace(first, **totals)  # type: ignore[return-value]  # of the type of ``first``
+    if isinstance(first, tuple):
+        return tuple(map(_sum, zip(*values, strict=True)))  # type: ignore[return-value]
+    return first if isinstance(first, str) else sum(values)  # type: ignore[arg-type, return-value]

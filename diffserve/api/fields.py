@@ -29,22 +29,15 @@ NoiseSource = Literal["cpu", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormText:
-    """Texts of a field in the page's form: its label, its placeholder when empty, and a line of help below it."""
-
-    label: str
-    placeholder: str
-    info: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class RequestField:
     """A field of image requests.
 
     Attributes:
         type: The Python type of a value that is given.
-        help: One sentence for OpenAPI and the command line.
+        help: One sentence for OpenAPI, the command line, the page's form and the documentation.
         default: Value of ``DiffusionParams`` if the field is not given.
+        absent: Text for a missing value, if ``default`` does not say it.
+        unit: Unit of the value in the documentation; "": none.
         minimum: Smallest value; ``None``: none. For an interval: of both ends.
         maximum: Largest value; ``None``: none.
         is_minimum_excluded: Whether values must be above ``minimum``.
@@ -56,12 +49,14 @@ class RequestField:
         is_hidden: Whether the option is left out of the help text.
         a1111: Name in the bodies of A1111's API; "": none.
         a1111_setting: Name in ``override_settings`` of A1111's API, where 0 stands for the default; "": none.
-        form: Texts of the page's form; ``None``: not one of the typed fields of the form.
+        form: Label in the page's form; "": not one of the typed fields of the form.
     """
 
     type: Any
     help: str = ""
     default: Any = None
+    absent: str = ""
+    unit: str = ""
     minimum: float | None = None
     maximum: float | None = None
     is_minimum_excluded: bool = False
@@ -72,12 +67,17 @@ class RequestField:
     is_hidden: bool = False
     a1111: str = ""
     a1111_setting: str = ""
-    form: FormText | None = None
+    form: str = ""
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed values of a field with a fixed list of them; empty for other fields."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def default_text(self) -> str:
+        """The meaning of a missing value, for the documentation and the empty field of the page's form."""
+        return self.absent or f"{self.default:g}"
 
     def check(self, name: str, value: Any) -> None:
         """Check a value against the bounds and choices of this field; ``None`` is allowed if it is the default.
@@ -102,62 +102,109 @@ class RequestField:
 
 
 REQUEST_FIELDS: Final[dict[str, RequestField]] = {
-    "num_inference_steps": RequestField(type=int, label="Steps", a1111="steps"),
-    "sampler": RequestField(type=str, label="Sampler", a1111="sampler_name"),
-    "sigma_schedule": RequestField(type=str, label="Schedule type"),
-    "guidance_scale": RequestField(type=float, minimum=0.0, maximum=MAX_GUIDANCE, label="CFG scale", a1111="cfg_scale"),
-    "seed": RequestField(type=int, label="Seed", a1111="seed"),
-    "size": RequestField(type=str, label="Size"),
+    "num_inference_steps": RequestField(
+        type=int,
+        help="Number of denoising steps; limited by the training length of the model.",
+        absent="model default",
+        unit="steps",
+        label="Steps",
+        a1111="steps",
+    ),
+    "sampler": RequestField(
+        type=str,
+        help="Sampler: its name, A1111 label or diffusers class.",
+        absent="model default",
+        label="Sampler",
+        a1111="sampler_name",
+    ),
+    "sigma_schedule": RequestField(
+        type=str,
+        help="Sigma schedule: karras, exponential, sgm_uniform, simple or beta.",
+        absent="model default",
+        label="Schedule type",
+    ),
+    "guidance_scale": RequestField(
+        type=float,
+        help="Classifier-free guidance scale; 1: no guidance.",
+        absent="model default",
+        minimum=0.0,
+        maximum=MAX_GUIDANCE,
+        label="CFG scale",
+        a1111="cfg_scale",
+    ),
+    "seed": RequestField(
+        type=int,
+        help="Seed of the first image; image i uses seed + i. -1: random.",
+        absent="random",
+        label="Seed",
+        a1111="seed",
+    ),
+    "size": RequestField(
+        type=str, help="WIDTHxHEIGHT, or auto for the native size.", absent="native size", unit="pixels", label="Size"
+    ),
     "variation_seed": RequestField(
         type=int,
+        help="Seed of the variation noise; image i uses variation_seed + i and the same seed.",
+        absent="random",
         minimum=0,
         maximum=MAX_SEED,
         label="Variation seed",
         a1111="subseed",
-        form=FormText(
-            label="Variation seed", placeholder="random", info="Pictures have the same seed, and these in turn."
-        ),
+        form="Variation seed",
     ),
     "variation_strength": RequestField(
         type=float,
         help="Amount of variation noise mixed into the start noise, 0 to 1.",
         default=0.0,
+        unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="Variation seed strength",
         option="--variation-strength",
         metavar="SHARE",
         a1111="subseed_strength",
-        form=FormText(label="Variation", placeholder="none", info="How far from the seed's picture, 0 to 1."),
+        form="Variation",
     ),
     "strength": RequestField(
-        type=float, default=0.75, minimum=0.0, maximum=1.0, label="Denoising strength", a1111="denoising_strength"
+        type=float,
+        help="Strength of a request that starts from an image: 0 keeps it, 1 ignores it.",
+        default=0.75,
+        unit="fraction",
+        minimum=0.0,
+        maximum=1.0,
+        label="Denoising strength",
+        a1111="denoising_strength",
     ),
     "eta": RequestField(
         type=float,
         help="Noise added by ddim, euler_a and tcd, 0 to 1.",
+        absent="sampler default",
+        unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="Eta",
         option="--eta",
         a1111="eta",
-        form=FormText(label="Fresh noise", placeholder="the sampler's own", info="Of every step (eta), 0 to 1."),
+        form="Eta",
     ),
     "guidance_interval": RequestField(
         type=tuple[float, float],
         help="Apply guidance only in this part of the steps.",
         default=FULL_INTERVAL,
+        absent="0-1 (all steps)",
+        unit="fractions of the steps",
         minimum=0.0,
         maximum=1.0,
         label="Guidance interval",
         option="--guidance-interval",
         metavar="FROM TO",
-        form=FormText(label="Guided part", placeholder="all steps", info="From and to, as parts of the way: 0.2-0.8."),
+        form="Guidance interval",
     ),
     "clip_skip": RequestField(
         type=int,
         help="Use the N-th last text encoder layer; 1: the last.",
         default=1,
+        unit="layers",
         minimum=1,
         maximum=MAX_CLIP_SKIP,
         hint="; 1 is the default layer",
@@ -165,38 +212,38 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--clip-skip",
         metavar="N",
         a1111="clip_skip",
-        form=FormText(label="Clip skip", placeholder="1", info="Layers from the text encoders' end."),
+        form="Clip skip",
     ),
     "guidance_rescale": RequestField(
         type=float,
         help="Rescale the guided output to the unguided standard deviation, 0 to 1.",
         default=0.0,
+        unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="CFG rescale phi",
         option="--guidance-rescale",
         metavar="SHARE",
-        form=FormText(
-            label="Rescaled guidance", placeholder="none", info="To the spread of what is not guided, 0 to 1."
-        ),
+        form="Guidance rescale",
     ),
     "cache_interval": RequestField(
         type=int,
         help="Run the full UNet only every N-th evaluation (DeepCache); 1: always.",
         default=1,
+        unit="evaluations",
         minimum=1,
         maximum=MAX_CACHE_INTERVAL,
         hint="; 1 is off",
         label="Cache interval",
         option="--cache-interval",
         metavar="N",
-        form=FormText(
-            label="Whole network every", placeholder="1", info="So many steps, a part of it between (DeepCache)."
-        ),
+        form="Cache interval",
     ),
     "sigma_min": RequestField(
         type=float,
         help="Smallest noise level of the karras, exponential and beta schedules, such as 0.03.",
+        absent="schedule default",
+        unit="sigma",
         minimum=0.0,
         maximum=MAX_SIGMA,
         is_minimum_excluded=True,
@@ -205,13 +252,13 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--sigma-min",
         metavar="SIGMA",
         a1111_setting="sigma_min",
-        form=FormText(
-            label="Smallest noise", placeholder="the schedule's own", info="Last sigma of Karras, exponential and beta."
-        ),
+        form="Smallest sigma",
     ),
     "sigma_max": RequestField(
         type=float,
         help="Largest noise level of the karras, exponential and beta schedules, such as 14.6.",
+        absent="schedule default",
+        unit="sigma",
         minimum=0.0,
         maximum=MAX_SIGMA,
         is_minimum_excluded=True,
@@ -220,9 +267,7 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         option="--sigma-max",
         metavar="SIGMA",
         a1111_setting="sigma_max",
-        form=FormText(
-            label="Largest noise", placeholder="the schedule's own", info="First sigma of Karras, exponential and beta."
-        ),
+        form="Largest sigma",
     ),
     "token_merging": RequestField(
         type=float,
@@ -237,6 +282,8 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     "similarity_threshold": RequestField(
         type=float,
         help="Start from cached latents of a prompt with at least this similarity, up to 1.",
+        absent="never",
+        unit="cosine",
         minimum=0.0,
         maximum=1.0,
         is_minimum_excluded=True,
@@ -244,35 +291,46 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
         label="Similarity threshold",
         option="--similarity-threshold",
         metavar="COSINE",
-        form=FormText(label="Similar enough", placeholder="never", info="To begin from a kept picture, above 0 to 1."),
+        form="Similarity threshold",
     ),
     "micro_conditioning": RequestField(
         type=object,
+        help="SDXL only: original_size 640x480 crop 0x0 target_size 1024x1024, also negative_*.",
+        absent="image size",
+        unit="pixels",
         label="Micro conditioning",
-        form=FormText(
-            label="Told sizes",
-            placeholder="the picture's own",
-            info="What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024.",
-        ),
+        form="Size conditioning",
     ),
     "switch_at": RequestField(
         type=float,
+        help="Share of the noise levels after which the refiner takes over, such as 0.8.",
+        absent="never",
+        unit="fraction",
         minimum=0.0,
         maximum=1.0,
         label="Refiner switch at",
-        form=FormText(label="Refiner from", placeholder="never", info="Where it takes over, 0 to 1: 0.8."),
+        form="Refiner switch",
     ),
     "noise_source": RequestField(
         type=NoiseSource,
         help="Noise source: cpu, or device for CUDA noise (A1111: NV).",
+        absent="server default",
         label="RNG",
         option="--noise-source",
         metavar="SOURCE",
     ),
-    "spacing": RequestField(type=str, label="Spacing"),
+    "spacing": RequestField(
+        type=str,
+        help="Timestep spacing: leading, trailing, linspace or quadratic.",
+        absent="model default",
+        label="Spacing",
+    ),
     "best_of": RequestField(
         type=int,
-        form=FormText(label="Best of", placeholder="all are kept", info="Painted, of which the best are kept."),
+        help="Generate this many images and return the n with the highest scores; at most 10.",
+        absent="n",
+        unit="images",
+        form="Best of",
     ),
 }
 """Image request fields by name, in the order in which infotext keys are read."""

@@ -211,21 +211,6 @@ def body_length(header: bytes | memoryview) -> int:
     return int(num_bytes)
 
 
-def bodies(frames: bytes) -> Iterator[bytes]:
-    """Yield the bodies of complete ``frames``.
-
-    Raises:
-        ValueError: The last frame is truncated.
-    """
-    at = 0
-    while at < len(frames):
-        begin = at + HEADER.size
-        at = begin + body_length(frames[at:begin]) if begin <= len(frames) else begin
-        if at > len(frames):
-            raise ValueError(f"a frame is cut short after {len(frames)} bytes.")
-        yield frames[begin:at]
-
-
 class FrameReader:
     """Incremental parser that turns received bytes into the bodies of complete frames."""
 
@@ -248,6 +233,23 @@ class FrameReader:
                 yield bytes(view[begin:after])
                 at = after
         del self._buffer[:at]
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """Whether the last frame is incomplete so far."""
+        return bool(self._buffer)
+
+
+def bodies(frames: bytes) -> Iterator[bytes]:
+    """Yield the bodies of complete ``frames``.
+
+    Raises:
+        ValueError: The last frame is truncated.
+    """
+    reader = FrameReader()
+    yield from reader.feed(frames)
+    if reader.is_inside_frame:
+        raise ValueError(f"a frame is cut short after {len(frames)} bytes.")
 
 
 def decode_command(body: bytes) -> Command:
@@ -279,20 +281,12 @@ class EngineEnd:
 
     def commands(self) -> Iterator[Command]:
         """Yield commands as they arrive, until the connection closes."""
-        while (header := self._read(HEADER.size)) is not None:
-            body = self._read(body_length(header))
-            if body is None:
-                return
-            yield _commands.decode(body)
+        reader = FrameReader()
+        while data := self._receive():
+            yield from map(_commands.decode, reader.feed(data))
 
-    def _read(self, num_bytes: int) -> bytes | None:
-        received = bytearray()
-        while len(received) < num_bytes:
-            try:
-                part = self._connection.recv(min(num_bytes - len(received), 1 << 20))
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            received += part
-        return bytes(received)
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(1 << 20)
+        except ConnectionError:
+            return b""

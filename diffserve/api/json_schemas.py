@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diffserve.api.bounds import check, check_chars
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.json_lengths import length_of
-from diffserve.api.json_limits import Schema, limited
+from diffserve.api.json_limits import Schema, length_of, limited
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

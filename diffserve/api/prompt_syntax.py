@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from diffserve.api.bounds import check
@@ -19,8 +19,7 @@ from diffserve.api.errors import InvalidRequest
 PromptSyntax = Literal["a1111", "plain"]
 A1111: Final = "a1111"
 SYNTAXES: Final[tuple[PromptSyntax, ...]] = get_args(PromptSyntax)
-ROUND_WEIGHT = 1.1
-SQUARE_WEIGHT = 1 / 1.1
+DEFAULT_WEIGHTS: Final = {"(": 1.1, "[": 1 / 1.1}
 MAX_WEIGHT = 100.0
 MOST_NAMED: Final = 3
 MOST_NAMED_CHARS: Final = 60
@@ -57,44 +56,14 @@ class Piece(NamedTuple):
     weight: float
 
 
-@dataclass
-class _Brackets:
-    """The forest of one kind of bracket. Node 0 is the root; a factor is final when its bracket closes."""
-
-    default: float
-    parents: list[int] = field(default_factory=lambda: [0])
-    factors: list[float] = field(default_factory=lambda: [1.0])
-    current: int = 0
-
-    def open(self) -> None:
-        self.parents.append(self.current)
-        self.factors.append(self.default)
-        self.current = len(self.parents) - 1
-
-    def close(self, factor: float | None = None) -> None:
-        if factor is not None:
-            self.factors[self.current] = factor
-        self.current = self.parents[self.current]
-
-    def weights(self) -> list[float]:
-        """Return the weight of each node: its factor times those of its ancestors."""
-        totals = [1.0]
-        for parent, factor in zip(self.parents[1:], self.factors[1:], strict=True):
-            totals.append(totals[parent] * factor)
-        return totals
-
-
 def parse_prompt(prompt: str) -> list[list[Piece]]:
     """Split ``prompt`` at BREAKs into sections of pieces; neighbors with equal weight are joined.
 
     Raises:
         InvalidRequest: A weight is beyond +-100.
     """
-    runs, rounds, squares = _read(prompt)
-    round_weights, square_weights = rounds.weights(), squares.weights()
     sections: list[list[Piece]] = [[]]
-    for text, in_round, in_square in runs:
-        weight = round_weights[in_round] * square_weights[in_square]
+    for text, weight in _weighted_texts(prompt):
         if not math.isfinite(weight) or abs(weight) > MAX_WEIGHT:
             raise InvalidRequest(
                 f"the weight of {text[:40]!r} in the prompt is {weight:g}; keep it within {MAX_WEIGHT:g}.",
@@ -119,29 +88,34 @@ def _append(section: list[Piece], text: str, weight: float) -> None:
         section.append(Piece(text, weight))
 
 
-def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets]:
-    """Tokenize ``prompt``.
+def _weighted_texts(prompt: str) -> Iterator[tuple[str, float]]:
+    """Yield the texts of ``prompt`` between brackets, each with its weight.
 
-    Returns:
-        The runs (text, innermost round bracket, innermost square bracket), and both forests of brackets.
+    The first loop finds the factor of each bracket, which follows from its end; the second one multiplies them.
     """
-    rounds, squares = _Brackets(ROUND_WEIGHT), _Brackets(SQUARE_WEIGHT)
-    runs: list[tuple[str, int, int]] = []
-    for token in _TOKEN.findall(prompt):
-        if token == "(":
-            rounds.open()
-        elif token == "[":
-            squares.open()
-        elif token == ")" and rounds.current:
-            rounds.close()
-        elif token == "]" and squares.current:
-            squares.close()
-        elif token[0] == ":" and token[-1] == ")" and rounds.current:
-            rounds.close(float(token[1:-1]))
+    tokens = _TOKEN.findall(prompt)
+    factors: dict[int, float] = {}  # by the place of the opening bracket
+    closed: dict[int, str] = {}  # the kind of a bracket by the place where it closes
+    opened: dict[str, list[int]] = {kind: [] for kind in DEFAULT_WEIGHTS}
+    for place, token in enumerate(tokens):
+        kind = "[" if token == "]" else "("
+        if token in DEFAULT_WEIGHTS:
+            factors[place] = DEFAULT_WEIGHTS[token]
+            opened[token].append(place)
+        elif opened[kind] and (token in ("]", ")") or (token[0] == ":" and token[-1] == ")")):
+            closed[place] = kind
+            start = opened[kind].pop()
+            if token[0] == ":":
+                factors[start] = float(token[1:-1])
+    weights = {kind: [1.0] for kind in DEFAULT_WEIGHTS}  # of all brackets around a place
+    for place, token in enumerate(tokens):
+        if place in factors:
+            weights[token].append(weights[token][-1] * factors[place])
+        elif place in closed:
+            weights[closed[place]].pop()
         elif not _NETWORK.fullmatch(token):
             text = token[1:] if len(token) == 2 and token[0] == "\\" else token
-            runs.append((text, rounds.current, squares.current))
-    return runs, rounds, squares
+            yield text, weights["("][-1] * weights["["][-1]
 
 
 def encoded_text(prompt: str) -> str:

@@ -7,9 +7,18 @@ from typing import Literal
 
 import msgspec
 
-from diffserve.api.bounds import check, check_chars, check_deadline, check_num, check_share
+from diffserve.api.bounds import check, check_chars, check_num
 from diffserve.api.text_types import MAX_TEXT_CHARS, MAX_TEXTS, TextTimings, TextUsage
-from diffserve.api.types import Asks, Cancelled, Failed, Priority, RewriteOptions, check_priority, new_request_id
+from diffserve.api.types import (
+    Asks,
+    Cancelled,
+    Failed,
+    Priority,
+    RequestEvent,
+    RewriteOptions,
+    check_scheduling,
+    new_request_id,
+)
 
 FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", "too_long"]
 
@@ -46,9 +55,7 @@ class RewriteRequest(
         check(bool(self.wish.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
         check_chars(self.wish, MAX_TEXT_CHARS, "prompt", "the prompt")
         check_num(self.num_prompts, MAX_TEXTS, "prompts")
-        check_deadline(self.deadline_s)
-        check_share(self.share)
-        check_priority(self.priority)
+        check_scheduling(self.deadline_s, self.priority, self.share)
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,18 +76,16 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
     warning: str | None = None
 
 
-class RewriteDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RewriteDelta(RequestEvent, frozen=True, kw_only=True):
     """New text of prompt ``index``. It may still change: RewriteFinished has the final text."""
 
-    request_id: str
     index: int
     text: str
 
 
-class RewriteFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RewriteFinished(RequestEvent, frozen=True, kw_only=True):
     """Terminal: every prompt in order, and the ``style`` that was used."""
 
-    request_id: str
     rewrites: tuple[Rewrite, ...]
     style: str
     model: str

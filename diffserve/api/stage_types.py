@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from diffserve.api.tensor_values import Encodings
-from diffserve.api.types import Asks, Cancelled, Failed, GenerationRequest, LatentArray, Picture, Priority
+from diffserve.api.types import Asks, Cancelled, Failed, GenerationRequest, LatentArray, Picture, Priority, RequestEvent
 
 
 class EncodeRequest(msgspec.Struct, Asks["EncodingEvent"], frozen=True, kw_only=True, tag="encoding"):
@@ -28,7 +28,7 @@ class EncodeRequest(msgspec.Struct, Asks["EncodingEvent"], frozen=True, kw_only=
         return self.generation.deadline_s
 
 
-class TextsEncoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TextsEncoded(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the encoded texts of a request, for denoising.
 
     Attributes:
@@ -40,7 +40,6 @@ class TextsEncoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         waited_s: Seconds in all.
     """
 
-    request_id: str
     prompt: str
     encodings: Encodings
     encode_s: float
@@ -65,10 +64,9 @@ class DecodeRequest(msgspec.Struct, Asks["DecodingEvent"], frozen=True, kw_only=
     priority: Priority = "interactive"
 
 
-class PictureDecoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PictureDecoded(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the image; decoding took ``decode_s`` of ``waited_s`` seconds in all."""
 
-    request_id: str
     picture: Picture
     decode_s: float
     waited_s: float

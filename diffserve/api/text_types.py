@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from diffserve.api.bounds import Between, check, check_bounds, check_chars, check_deadline, check_num, check_share
+from diffserve.api.bounds import Between, check, check_bounds, check_chars, check_num
 from diffserve.api.errors import ConfigError
 from diffserve.api.sampling_params import SamplingParams
-from diffserve.api.types import Asks, Cancelled, Failed, Priority, check_priority, new_request_id
+from diffserve.api.types import Asks, Cancelled, Failed, Priority, RequestEvent, check_scheduling, new_request_id
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
@@ -93,9 +93,7 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
             f"n is {self.num_texts} and num_beams {self.params.num_beams}; n must not exceed num_beams.",
             "n",
         )
-        check_deadline(self.deadline_s)
-        check_share(self.share)
-        check_priority(self.priority)
+        check_scheduling(self.deadline_s, self.priority, self.share)
 
 
 class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,23 +168,21 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True):
     score: float | None = None
 
 
-class TextAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TextAccepted(RequestEvent, frozen=True, kw_only=True):
     """The request is queued; ``seed`` is the seed of text 0."""
 
-    request_id: str
     seed: int
     num_texts: int
     num_prompt_tokens: int
     queue_position: int
 
 
-class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TextDelta(RequestEvent, frozen=True, kw_only=True):
     """New tokens of text ``text_index``; ``finish_reason`` is set in the last delta of each text.
 
     ``text`` may be empty while a character or a possible stop text is incomplete.
     """
 
-    request_id: str
     text_index: int
     text: str
     token_ids: tuple[int, ...]
@@ -194,10 +190,9 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     finish_reason: FinishReason | None = None
 
 
-class TextFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TextFinished(RequestEvent, frozen=True, kw_only=True):
     """Terminal: all texts of the request, in order."""
 
-    request_id: str
     results: tuple[TextResult, ...]
     usage: TextUsage
     timings: TextTimings

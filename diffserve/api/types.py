@@ -204,12 +204,14 @@ class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_chars(self.system or "", MAX_PROMPT_CHARS, "system")
 
 
-def check_priority(priority: str) -> None:
-    """Check that ``priority`` is known.
+def check_scheduling(deadline_s: float | None, priority: str, share: float = 1.0) -> None:
+    """Check the deadline in seconds, the priority and the share of a request.
 
     Raises:
-        InvalidRequest: It is not one of ``PRIORITIES``.
+        InvalidRequest: One of them is out of range or unknown.
     """
+    check_deadline(deadline_s)
+    check_share(share)
     message = f"priority is {priority[:40]!r}; give {' or '.join(PRIORITIES)}, or leave it out."
     check(priority in PRIORITIES, message, "priority")
 
@@ -310,9 +312,7 @@ class GenerationRequest(
             "a mask was given without an image to inpaint; give init_image too.",
             "mask",
         )
-        check_deadline(self.deadline_s)
-        check_share(self.share)
-        check_priority(self.priority)
+        check_scheduling(self.deadline_s, self.priority, self.share)
 
     def _check_seed(self, name: str, seed: int | None, num_further: int) -> None:
         """Check that ``seed`` and the ``num_further`` seeds after it are in range."""
@@ -466,7 +466,13 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
         return Image.fromarray(self.pixels)
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RequestEvent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of the events that answer a request."""
+
+    request_id: str
+
+
+class Accepted(RequestEvent, frozen=True, kw_only=True):
     """The request is queued.
 
     Attributes:
@@ -475,7 +481,6 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         seconds_left: Forecast until the last image is finished; ``None`` if unknown.
     """
 
-    request_id: str
     seed: int
     num_images: int
     queue_position: int
@@ -483,15 +488,14 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seconds_left: float | None = None
 
 
-class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Queued(RequestEvent, frozen=True, kw_only=True):
     """The queue position of a waiting request has changed: ``queue_position`` requests are ahead of it."""
 
-    request_id: str
     queue_position: int
     seconds_left: float | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Progress(RequestEvent, frozen=True, kw_only=True):
     """An image has completed ``step_index`` of ``num_steps`` steps.
 
     Attributes:
@@ -499,7 +503,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         request_seconds_left: Forecast until the last image of the request is finished; ``None`` if unknown.
     """
 
-    request_id: str
     image_index: int
     step_index: int
     num_steps: int
@@ -507,52 +510,45 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_seconds_left: float | None = None
 
 
-class Preview(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Preview(RequestEvent, frozen=True, kw_only=True):
     """The denoised estimate after ``step_index`` steps, as an image."""
 
-    request_id: str
     image_index: int
     step_index: int
     picture: Picture
 
 
-class Painted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Painted(RequestEvent, frozen=True, kw_only=True):
     """An image of the request is finished."""
 
-    request_id: str
     result: ImageResult
 
 
-class ImageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ImageFailed(RequestEvent, frozen=True, kw_only=True):
     """An image of the request failed; the other images continue."""
 
-    request_id: str
     image_index: int
     code: str
     message: str
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finished(RequestEvent, frozen=True, kw_only=True):
     """Terminal: every image is finished or has failed, and at least one is finished."""
 
-    request_id: str
     num_painted: int
     num_failed: int
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Failed(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the request produced no image."""
 
-    request_id: str
     code: str
     message: str
     param: str | None = None
 
 
-class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Cancelled(RequestEvent, frozen=True, kw_only=True):
     """Terminal: the request was cancelled and its lanes are free."""
-
-    request_id: str
 
 
 Event = Accepted | Queued | Progress | Preview | Painted | ImageFailed | Finished | Failed | Cancelled

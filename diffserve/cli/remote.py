@@ -35,7 +35,7 @@ from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.rewrite import NUM_FURTHER, distinct, shortage_warning
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, RewrittenPrompt, Stream
 from diffserve.client import Progress as ProgressEvent
-from diffserve.client.calls import KEY_VARIABLE
+from diffserve.client.transport import KEY_VARIABLE
 from diffserve.media.images import image_format_of
 from diffserve.settings.layers import Flag
 

@@ -8,36 +8,31 @@ with Client("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
-from diffserve.client.answers import (
-    Chat,
-    ChatChoice,
-    ChatDelta,
-    ChatMessage,
-    CompletedImage,
+from diffserve.client.capabilities import (
+    Capabilities,
     EndpointFields,
+    ImageCapabilities,
+    LanguageCapabilities,
+    Limits,
+    Model,
+    Price,
+    SamplerChoice,
+    ServerCapabilities,
+    World,
+)
+from diffserve.client.clients import AsyncClient, Client, Stream
+from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
+from diffserve.client.images import (
+    CompletedImage,
     Failure,
     ImageEvent,
     ImageFile,
     Images,
-    Limits,
     LostImage,
-    Model,
     PartialImage,
-    Price,
     Progress,
     Provenance,
-    RewriteDelta,
-    RewriteEvent,
-    Rewrites,
-    RewrittenPrompt,
-    ServerCapabilities,
-    TextTimings,
-    TextUsage,
 )
-from diffserve.client.asynchronous import AsyncClient, AsyncStream
-from diffserve.client.calls import DEFAULT_URL, ChatFields, RewriteFields
-from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice, World
-from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.on_behalf import Asker, ask_for, own_key
 from diffserve.client.recipe import (
     ControlNet,
@@ -76,7 +71,21 @@ from diffserve.client.stored import (
     UsedDay,
     batch_lines,
 )
-from diffserve.client.sync import Client, Stream
+from diffserve.client.texts import (
+    Chat,
+    ChatChoice,
+    ChatDelta,
+    ChatFields,
+    ChatMessage,
+    RewriteDelta,
+    RewriteEvent,
+    RewriteFields,
+    Rewrites,
+    RewrittenPrompt,
+    TextTimings,
+    TextUsage,
+)
+from diffserve.client.transport import DEFAULT_URL, AsyncStream
 
 __all__ = [
     "DEFAULT_URL",

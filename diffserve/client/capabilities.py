@@ -1,6 +1,8 @@
-"""Capabilities of a loaded model, as in ``GET /v1/models``. Unknown fields of a newer server are ignored."""
+"""Capabilities of the server and its models. Unknown fields of a newer server are ignored."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -146,3 +148,65 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     image: ImageCapabilities | None = None
     language: LanguageCapabilities | None = None
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """Model or alias that a request may name.
+
+    Attributes:
+        id: The name.
+        created: When it was created, in seconds since 1970.
+        capabilities: What it supports; None for aliases.
+        loaded: Whether it is in memory; if not, the first request loads it. None for aliases.
+        problem: Why its last load failed, empty if it did not.
+        endpoints: Paths of the endpoints that accept it.
+    """
+
+    id: str
+    created: int
+    capabilities: Capabilities | None = None
+    loaded: bool | None = None
+    problem: str = ""
+    endpoints: tuple[str, ...] = ()
+
+
+class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of an endpoint as JSON Schemas by name; ``asks`` is the kind of model: image, text or chat."""
+
+    asks: str
+    fields: dict[str, dict[str, Any]]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a request as a whole, in the units at the end of each name."""
+
+    max_body_bytes: int
+    request_timeout_s: float
+    max_backlog_s: float
+    min_size_px: int
+    max_size_px: int
+    max_json_depth: int
+    max_schema_chars: int
+    max_schema_depth: int
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """Price of the device per hour."""
+
+    per_hour: float
+    currency: str
+
+
+class ServerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """Capabilities of a server: models, fields of each endpoint with their bounds, limits and price."""
+
+    version: str
+    models: tuple[Model, ...]
+    aliases: tuple[str, ...]
+    endpoints: dict[str, EndpointFields]
+    output_formats: tuple[str, ...]
+    prompt_syntaxes: tuple[str, ...]
+    qualities: tuple[str, ...]
+    spacings: tuple[str, ...]
+    limits: Limits
+    price: Price | None = None

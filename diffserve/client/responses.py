@@ -1,12 +1,16 @@
-"""Types of the Responses API and its stream events, and of embeddings."""
+"""The Responses API and embeddings: types of requests and answers, and the methods of the client."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import msgspec
 
-from diffserve.client.events import TypedReader
+from diffserve.client.transport import AsyncStream, HttpClient, TypedReader, resource
+
+RESPONSES: Final = "/v1/responses"
+EMBEDDINGS: Final = "/v1/embeddings"
 
 
 class ResponseFields(TypedDict, total=False):
@@ -177,3 +181,92 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
     def vectors(self) -> tuple[tuple[float, ...], ...]:
         """The vectors in the order of the texts."""
         return tuple(entry.embedding for entry in self.data)
+
+
+class ResponseMethods(HttpClient):
+    """Methods of the client for responses and embeddings."""
+
+    async def respond(
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> Response:
+        """Create a response: text, or images if ``tools`` allows them.
+
+        Args:
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
+            **fields: Optional request fields, see ``ResponseFields``.
+
+        Returns:
+            The response. Pass its ``id`` as ``previous_response_id`` to continue the conversation.
+
+        Raises:
+            InvalidRequest: A value is not accepted.
+        """
+        return await self._call("POST", RESPONSES, Response, {"input": response_input, **fields})
+
+    def respond_stream(
+        self, response_input: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> AsyncStream[ResponseEvent]:
+        """Create a response and stream text and image previews.
+
+        Args:
+            response_input: The input, a string or a list of message objects as in the OpenAI Responses API.
+            **fields: Optional request fields, see ``ResponseFields``.
+
+        Returns:
+            A stream of ``ResponseDelta`` and ``ResponsePartial`` events. The last event is a ``ResponseEnd``.
+        """
+        return self._stream(RESPONSES, {"input": response_input, **fields, "stream": True}, response_reader())
+
+    async def response(self, response_id: str) -> Response:
+        """Fetch a stored response.
+
+        Args:
+            response_id: The ID of the response.
+
+        Returns:
+            The response in its current state.
+
+        Raises:
+            InvalidRequest: No stored response has this ID.
+        """
+        return await self._call("GET", resource(RESPONSES, response_id), Response)
+
+    async def cancel_response(self, response_id: str) -> Response:
+        """Cancel a background response.
+
+        Args:
+            response_id: The ID of the response.
+
+        Returns:
+            The response in its final state.
+
+        Raises:
+            InvalidRequest: No stored response has this ID.
+        """
+        return await self._call("POST", resource(RESPONSES, response_id, "cancel"), Response)
+
+    async def forget_response(self, response_id: str) -> bool:
+        """Delete a stored response.
+
+        Args:
+            response_id: The ID of the response.
+
+        Returns:
+            True if it was deleted, False if it does not exist.
+        """
+        return await self._succeeds("DELETE", resource(RESPONSES, response_id), "response_not_found")
+
+    async def embed(self, texts: str | Sequence[str], **fields: Unpack[EmbeddingFields]) -> Embeddings:
+        """Compute embeddings of texts with the text encoder of the image model.
+
+        Args:
+            texts: One text or several.
+            **fields: Optional request fields, see ``EmbeddingFields``.
+
+        Returns:
+            One vector of length 1 per text, in the order of ``texts``.
+
+        Raises:
+            InvalidRequest: A value is not accepted.
+        """
+        return await self._call("POST", EMBEDDINGS, Embeddings, {"input": texts, **fields})

@@ -1,15 +1,15 @@
-"""Types and calls for stored data: files, batches, history and usage."""
+"""Stored data (files, batches, history and usage): types of answers, and the methods of the client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Generic, Literal, TypedDict, TypeVar
-from urllib.parse import quote, urlencode
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack
+from urllib.parse import urlencode
 
 import msgspec
 
-from diffserve.client.calls import GENERATIONS, Call
-from diffserve.client.forms import Upload, form_of
+from diffserve.client.images import GENERATIONS
+from diffserve.client.transport import HttpClient, Upload, form_of, resource
 
 FILES: Final = "/v1/files"
 BATCHES: Final = "/v1/batches"
@@ -134,95 +134,6 @@ class HistoryFields(PageFields, total=False):
     until: float
 
 
-def upload(data: bytes, filename: str, purpose: str) -> Call[StoredFile]:
-    """Build the call that stores a file."""
-    body, headers = form_of({"purpose": purpose}, {"file": Upload(data, filename)})
-    return Call("POST", FILES, body, _as(StoredFile), headers=headers)
-
-
-def files(fields: PageFields) -> Call[Listed[StoredFile]]:
-    """Build the call that lists a page of the stored files."""
-    return Call("GET", _with(FILES, fields), None, _as(Listed[StoredFile]))
-
-
-def file(file_id: str) -> Call[StoredFile]:
-    """Build the call that fetches the metadata of a file."""
-    return Call("GET", f"{FILES}/{quote(file_id, safe='')}", None, _as(StoredFile))
-
-
-def file_content(file_id: str) -> Call[bytes]:
-    """Build the call that downloads a file."""
-    return Call("GET", f"{FILES}/{quote(file_id, safe='')}/content", None, bytes)
-
-
-def delete_file(file_id: str) -> Call[bool]:
-    """Build the call that deletes a file; False if it does not exist."""
-    path = f"{FILES}/{quote(file_id, safe='')}"
-    return Call("DELETE", path, None, lambda _: True, {"file_not_found": False})
-
-
-def begin_batch(file_id: str, endpoint: str, metadata: Mapping[str, str]) -> Call[StoredBatch]:
-    """Build the call that starts a batch."""
-    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", "metadata": dict(metadata)}
-    return Call("POST", BATCHES, msgspec.json.encode(body), _as(StoredBatch))
-
-
-def batch(batch_id: str) -> Call[StoredBatch]:
-    """Build the call that fetches a batch."""
-    return Call("GET", f"{BATCHES}/{quote(batch_id, safe='')}", None, _as(StoredBatch))
-
-
-def batches(fields: PageFields) -> Call[Listed[StoredBatch]]:
-    """Build the call that lists a page of the batches."""
-    return Call("GET", _with(BATCHES, fields), None, _as(Listed[StoredBatch]))
-
-
-def cancel_batch(batch_id: str) -> Call[StoredBatch]:
-    """Build the call that cancels a batch."""
-    return Call("POST", f"{BATCHES}/{quote(batch_id, safe='')}/cancel", None, _as(StoredBatch))
-
-
-def history(fields: HistoryFields) -> Call[Listed[HistoryEntry]]:
-    """Build the call that lists a page of the history."""
-    return Call("GET", _with(HISTORY, fields), None, _as(Listed[HistoryEntry]))
-
-
-def history_entry(entry_id: str) -> Call[HistoryEntry]:
-    """Build the call that fetches a history entry."""
-    return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}", None, _as(HistoryEntry))
-
-
-def history_picture(entry_id: str) -> Call[bytes]:
-    """Build the call that downloads the image file of a history entry."""
-    return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}/content", None, bytes)
-
-
-def history_thumbnail(entry_id: str) -> Call[bytes]:
-    """Build the call that downloads the thumbnail of a history entry."""
-    return Call("GET", f"{HISTORY}/{quote(entry_id, safe='')}/thumbnail", None, bytes)
-
-
-def forget(entry_id: str) -> Call[bool]:
-    """Build the call that deletes a history entry; False if it does not exist."""
-    path = f"{HISTORY}/{quote(entry_id, safe='')}"
-    return Call("DELETE", path, None, lambda _: True, {"history_not_found": False})
-
-
-def forget_all() -> Call[int]:
-    """Build the call that deletes the history; the result is the number of entries."""
-    return Call("DELETE", HISTORY, None, lambda data: msgspec.json.decode(data, type=_Forgotten).num_deleted)
-
-
-def usage(days: int) -> Call[tuple[UsedDay, ...]]:
-    """Build the call that fetches the usage of this API key."""
-    return Call("GET", f"{USAGE}?days={days}", None, lambda data: _as(Listed[UsedDay])(data).data)
-
-
-def usage_by_key(days: int) -> Call[tuple[UsedDay, ...]]:
-    """Build the call that fetches the usage of all API keys."""
-    return Call("GET", f"{USAGE}/keys?days={days}", None, lambda data: _as(Listed[UsedDay])(data).data)
-
-
 def batch_lines(bodies: Iterable[Mapping[str, Any]], endpoint: str = GENERATIONS) -> bytes:
     """Return the contents of a batch's input file.
 
@@ -242,9 +153,240 @@ class _Forgotten(msgspec.Struct):
     num_deleted: int
 
 
-def _as(kind: type[AnyT]) -> Callable[[bytes], AnyT]:
-    return lambda data: msgspec.json.decode(data, type=kind)
-
-
 def _with(path: str, fields: PageFields) -> str:
     return f"{path}?{urlencode(fields)}" if fields else path
+
+
+class StoredDataMethods(HttpClient):
+    """Methods of the client for files, batches, history and usage."""
+
+    async def upload(self, data: bytes, filename: str = "batch.jsonl", purpose: str = "batch") -> StoredFile:
+        """Store a file on the server, usually the input of a batch.
+
+        Args:
+            data: The contents of the file; ``batch_lines`` builds those of a batch.
+            filename: The name to list it by.
+            purpose: What the file is for, such as "batch" or "vision".
+
+        Returns:
+            The stored file.
+
+        Raises:
+            InvalidRequest: The file is too large, or the storage limit of this key is reached.
+        """
+        body, headers = form_of({"purpose": purpose}, {"file": Upload(data, filename)})
+        return await self._call("POST", FILES, StoredFile, body, headers)
+
+    async def files(self, **fields: Unpack[PageFields]) -> Listed[StoredFile]:
+        """List one page of the stored files.
+
+        Args:
+            **fields: Optional request fields, see ``PageFields``.
+
+        Returns:
+            The files, the newest first unless ``order`` says otherwise.
+        """
+        return await self._call("GET", _with(FILES, fields), Listed[StoredFile])
+
+    async def file(self, file_id: str) -> StoredFile:
+        """Fetch the metadata of a stored file.
+
+        Args:
+            file_id: The ID of the file.
+
+        Returns:
+            The file's name, size in bytes and times.
+
+        Raises:
+            InvalidRequest: No file has this ID.
+        """
+        return await self._call("GET", resource(FILES, file_id), StoredFile)
+
+    async def file_content(self, file_id: str) -> bytes:
+        """Download the contents of a stored file.
+
+        Args:
+            file_id: The ID of the file.
+
+        Returns:
+            The contents.
+
+        Raises:
+            InvalidRequest: No file has this ID.
+        """
+        return await self._fetch("GET", resource(FILES, file_id, "content"))
+
+    async def delete_file(self, file_id: str) -> bool:
+        """Delete a stored file.
+
+        Args:
+            file_id: The ID of the file.
+
+        Returns:
+            True if it was deleted, False if it does not exist.
+        """
+        return await self._succeeds("DELETE", resource(FILES, file_id), "file_not_found")
+
+    async def begin_batch(
+        self, file_id: str, endpoint: str = GENERATIONS, metadata: Mapping[str, str] | None = None
+    ) -> StoredBatch:
+        """Start a batch: the server runs every request of an uploaded file when it is idle.
+
+        Args:
+            file_id: The ID of the input file, see ``upload``.
+            endpoint: The path that every line is a request for.
+            metadata: Strings to store with the batch.
+
+        Returns:
+            The new batch.
+
+        Raises:
+            InvalidRequest: The input file is missing or wrong, or too many batches are unfinished.
+        """
+        body = {
+            "input_file_id": file_id,
+            "endpoint": endpoint,
+            "completion_window": "24h",
+            "metadata": dict(metadata or {}),
+        }
+        return await self._call("POST", BATCHES, StoredBatch, {**body, "metadata": dict(metadata or {})})
+
+    async def batch(self, batch_id: str) -> StoredBatch:
+        """Fetch the current state of a batch.
+
+        Args:
+            batch_id: The ID of the batch.
+
+        Returns:
+            The batch with its progress.
+
+        Raises:
+            InvalidRequest: No batch has this ID.
+        """
+        return await self._call("GET", resource(BATCHES, batch_id), StoredBatch)
+
+    async def batches(self, **fields: Unpack[PageFields]) -> Listed[StoredBatch]:
+        """List one page of the batches.
+
+        Args:
+            **fields: Optional request fields, see ``PageFields``.
+
+        Returns:
+            The batches, the newest first unless ``order`` says otherwise.
+        """
+        return await self._call("GET", _with(BATCHES, fields), Listed[StoredBatch])
+
+    async def cancel_batch(self, batch_id: str) -> StoredBatch:
+        """Cancel a batch; lines that are already done stay in its output file.
+
+        Args:
+            batch_id: The ID of the batch.
+
+        Returns:
+            The batch in its new state.
+
+        Raises:
+            InvalidRequest: The batch is already finished.
+        """
+        return await self._call("POST", resource(BATCHES, batch_id, "cancel"), StoredBatch)
+
+    async def history(self, **fields: Unpack[HistoryFields]) -> Listed[HistoryEntry]:
+        """List one page of the images that were generated with this API key.
+
+        Args:
+            **fields: Optional request fields, see ``HistoryFields``.
+
+        Returns:
+            The entries, the newest first unless ``order`` says otherwise.
+        """
+        return await self._call("GET", _with(HISTORY, fields), Listed[HistoryEntry])
+
+    async def history_entry(self, entry_id: str) -> HistoryEntry:
+        """Fetch one history entry.
+
+        Args:
+            entry_id: The ID of the entry, as in ``ImageFile.history_id``.
+
+        Returns:
+            The entry, with the request that reproduces the image.
+
+        Raises:
+            InvalidRequest: No history entry has this ID.
+        """
+        return await self._call("GET", resource(HISTORY, entry_id), HistoryEntry)
+
+    async def history_picture(self, entry_id: str) -> bytes:
+        """Download the image file of a history entry.
+
+        Args:
+            entry_id: The ID of the entry.
+
+        Returns:
+            The bytes of the file.
+
+        Raises:
+            InvalidRequest: No history entry has this ID.
+        """
+        return await self._fetch("GET", resource(HISTORY, entry_id, "content"))
+
+    async def history_thumbnail(self, entry_id: str) -> bytes:
+        """Download the thumbnail of a history entry.
+
+        Args:
+            entry_id: The ID of the entry.
+
+        Returns:
+            The bytes of a WebP file, at most 256 pixels wide and high.
+
+        Raises:
+            InvalidRequest: No history entry has this ID.
+        """
+        return await self._fetch("GET", resource(HISTORY, entry_id, "thumbnail"))
+
+    async def forget(self, entry_id: str) -> bool:
+        """Delete a history entry and its image file.
+
+        Args:
+            entry_id: The ID of the entry.
+
+        Returns:
+            True if it was deleted, False if it does not exist.
+        """
+        return await self._succeeds("DELETE", resource(HISTORY, entry_id), "history_not_found")
+
+    async def forget_all(self) -> int:
+        """Delete the whole history of this API key, with the image files.
+
+        Returns:
+            How many entries were deleted.
+        """
+        return (await self._call("DELETE", HISTORY, _Forgotten)).num_deleted
+
+    async def usage(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """Fetch the daily usage of this API key.
+
+        Args:
+            days: How many days to report, including today (UTC).
+
+        Returns:
+            One entry per day with any usage, the newest first.
+
+        Raises:
+            InvalidRequest: ``days`` is not between 1 and 366.
+        """
+        return (await self._call("GET", f"{USAGE}?days={days}", Listed[UsedDay])).data
+
+    async def usage_by_key(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """Fetch the daily usage of all API keys; requires the scope ``admin``.
+
+        Args:
+            days: How many days to report, including today (UTC).
+
+        Returns:
+            One entry per day and key with any usage, the newest first.
+
+        Raises:
+            InvalidRequest: ``days`` is not between 1 and 366.
+            DiffserveError: This key does not have the scope.
+        """
+        return (await self._call("GET", f"{USAGE}/keys?days={days}", Listed[UsedDay])).data

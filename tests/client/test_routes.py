@@ -57,7 +57,7 @@ def arguments(method: Callable[..., Any]) -> list[Any]:
 
 def methods(kind: type[Any]) -> dict[str, Callable[..., Any]]:
     """Return the public methods of a client class that send a request."""
-    functions = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    functions = {name: value for name, value in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
     return {name: value for name, value in functions.items() if name != "close"}
 
 

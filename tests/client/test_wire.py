@@ -26,7 +26,9 @@ from diffserve.api.errors import (
 )
 from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.errors import ErrorObject, error_of
-from diffserve.client.events import ChatReader, EventParser, image_reader
+from diffserve.client.images import image_reader
+from diffserve.client.texts import ChatReader
+from diffserve.client.transport import EventParser
 
 EVENTS = 'event: a\ndata: {"x":1}\n\n: keep-alive\n\ndata: {"y":"\u2028\x85ä"}\r\n\r\ndata: one\ndata: two\nid: 7\n\n'
 DATA = [b'{"x":1}', '{"y":"\u2028\x85ä"}'.encode(), b"one\ntwo"]

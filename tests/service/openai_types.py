@@ -9,7 +9,7 @@ import msgspec
 from jsonschema import Draft202012Validator, ValidationError
 from pydantic import TypeAdapter
 
-from diffserve.client.answers import CompletedImage, ImageFile, Images, Model, PartialImage, TextUsage
+from diffserve.client import CompletedImage, ImageFile, Images, Model, PartialImage, TextUsage
 from diffserve.client.recipe import ImageUsage, Recipe
 from diffserve.client.responses import PaintedPicture
 from diffserve.service.images.schemas import GenerateBody

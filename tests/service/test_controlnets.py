@@ -15,8 +15,7 @@ import pytest
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
-from diffserve.client import Client
-from diffserve.client.answers import Images
+from diffserve.client import Client, Images
 from diffserve.media.images import encode_image, read_infotext
 from diffserve.media.infotext import parse_infotext
 from diffserve.models.controlnets import Control, digest_of

@@ -157,7 +157,7 @@ def test_auto_shows_the_revised_prompt_and_the_caption_shows_the_settings(page: 
         "clip_skip": "1",
     }
     painted = Painted(*page.predict("two doggos on teh beach", **fields, api_name="/generate"))
-    assert ", sepia 0.5, guided part 0.1-0.9, clip skip 1, seed " in painted.caption
+    assert ", sepia 0.5, guidance interval 0.1-0.9, clip skip 1, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from
     assert painted.parameters.startswith("two dogs on the beach <lora:sepia:0.5>\n")
 

@@ -85,9 +85,9 @@ def test_without_an_answer_the_address_is_reported() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("The eta is '2'; give a number.", "“Fresh noise” is '2'; give a number."),
-        ("switch_at is 0.5; the model has no refiner.", "“Refiner from” is 0.5; the model has no refiner."),
-        ("micro_conditioning.crop is (1,); give two", "“Told sizes”.crop is (1,); give two."),
+        ("The eta is '2'; give a number.", "“Eta” is '2'; give a number."),
+        ("switch_at is 0.5; the model has no refiner.", "“Refiner switch” is 0.5; the model has no refiner."),
+        ("micro_conditioning.crop is (1,); give two", "“Size conditioning”.crop is (1,); give two."),
         ("the metadata is lost", "The metadata is lost."),
     ],
 )

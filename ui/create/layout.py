@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 from gradio.components import Component
 
+from diffserve.api.fields import REQUEST_FIELDS
 from ui.captions import READY, status
 from ui.create import palette, start
 from ui.create.palette import Palette
@@ -335,7 +336,8 @@ def _upload(label: str, elem_id: str) -> gr.UploadButton:
 
 def _typed(name: str) -> gr.Textbox:
     """Return the text field for the entry ``name`` of ``TYPED``."""
-    return _number(TYPED[name].label, TYPED[name].placeholder, name.replace("_", "-"), info=TYPED[name].info)
+    field = REQUEST_FIELDS[name]
+    return _number(field.form, field.default_text, name.replace("_", "-"), info=field.help)
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:

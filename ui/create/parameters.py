@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, cast
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.fields import MAX_GUIDANCE, NoiseSource
+from diffserve.api.fields import MAX_GUIDANCE, REQUEST_FIELDS, NoiseSource
 from diffserve.api.sizes import parse_size
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import ImageCapabilities, StreamedImageFields
@@ -322,7 +322,7 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
         reasons.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
-    refused = [TYPED[name].label for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
+    refused = [TYPED[name] for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
     if refused:
         reasons.append(f"The model refuses what it was painted with: {', '.join(refused)}; expect another picture.")
     if spacing and _spacing(read.fields) is None:
@@ -341,7 +341,7 @@ def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list
     """Return the names of fields of ``TYPED`` that an image's parameters ``fields`` set and the model refuses."""
     refused = () if image is None else image.refused_fields
     recorded = {name: fields[KEYS[name]] for name in TYPED if name in refused and KEYS.get(name) in fields}
-    return [name for name, value in recorded.items() if value != TYPED[name].placeholder]
+    return [name for name, value in recorded.items() if value != REQUEST_FIELDS[name].default_text]
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:

@@ -23,7 +23,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.json_lengths import length_of
+from diffserve.api.json_limits import length_of
 from diffserve.api.json_schemas import followed, has_llguidance, matcher
 from diffserve.runtime.decoding.constraint import AnyConstraint, Constraint
 

@@ -1,4 +1,4 @@
-"""Synchronous client of a diffserve server: the asynchronous client, run by an event loop in a thread."""
+"""The clients of a diffserve server: asynchronous, and synchronous by an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -10,15 +10,84 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from urllib.parse import quote
 
-from diffserve.api.errors import DiffserveError
-from diffserve.client.asynchronous import AsyncClient, AsyncStream
-from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S
+import msgspec
+
+from diffserve.api.errors import DiffserveError, EngineUnavailable
+from diffserve.client.capabilities import Model, ServerCapabilities
 from diffserve.client.errors import ServerLost
+from diffserve.client.images import ImageMethods
+from diffserve.client.responses import ResponseMethods
+from diffserve.client.stored import StoredDataMethods
+from diffserve.client.texts import TextMethods
+from diffserve.client.transport import DEFAULT_URL, TIMEOUT_S, AsyncStream
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[Model, ...]
+
+
+class AsyncClient(ImageMethods, TextMethods, ResponseMethods, StoredDataMethods):
+    """Asynchronous client of a diffserve server, for asyncio.
+
+    It raises the same exceptions as ``Client``. Methods that return an ``AsyncStream`` are not coroutines: enter the
+    stream with ``async with``, then iterate over it with ``async for``. Close the client after use, or use it as an
+    asynchronous context manager.
+
+    Args:
+        url: The address of the server, with or without ``/v1``.
+        timeout_s: How long to wait for an answer, in seconds. Streams fail after 60 seconds without any data.
+        api_key: The API key. None reads the environment variable ``DIFFSERVE_API_KEY``.
+
+    Attributes:
+        url: The address without ``/v1``.
+
+    Raises:
+        ConfigError: ``url`` is not an HTTP address.
+    """
+
+    async def models(self) -> tuple[Model, ...]:
+        """List every model name that a request may use.
+
+        Returns:
+            The models, the image model first.
+        """
+        return (await self._call("GET", "/v1/models", _Models)).data
+
+    async def capabilities(self) -> ServerCapabilities:
+        """Fetch the capabilities of the server.
+
+        Returns:
+            The fields of each endpoint with their bounds, and the models, limits and price of the server.
+        """
+        return await self._call("GET", "/v1/capabilities", ServerCapabilities)
+
+    async def model(self, name: str) -> Model:
+        """Fetch one model with its capabilities.
+
+        Args:
+            name: The name of the model or an alias.
+
+        Returns:
+            The model.
+
+        Raises:
+            ModelNotFound: The server has no such model.
+        """
+        return await self._call("GET", f"/v1/models/{quote(name)}", Model)
+
+    async def is_ready(self) -> bool:
+        """Return whether the server accepts work now; it does not while it loads its models.
+
+        Returns:
+            True if it is ready.
+        """
+        return await self._succeeds("GET", "/readyz", EngineUnavailable.default_code)
 
 
 class _LoopThread:
