@@ -153,6 +153,7 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     import gradio as gr
 
     from ui.api_types import ApiTypes, FreshInfo
+    from ui.page import looks
 
     use_relative_manifest()
     _within_a_loop(
@@ -174,6 +175,8 @@ def launch_page(url: str, *, host: str, port: int) -> None:
         OSError: The port is in use.
     """
     page = create_page(url)
+    from ui.page import looks
+
     _, address, _ = page.launch(
         server_name=host, server_port=port, share=False, inbrowser=False, quiet=True, max_file_size=MAX_UPLOAD_BYTES,
         ssr_mode=False, mcp_server=False, pwa=False, prevent_thread_lock=True,
@@ -212,17 +215,3 @@ def _closing_pages(lifespan: Any, gradio_app: Any, server: Server) -> Any:
                 await server.close()
 
     return ending
-
-
-def looks() -> dict[str, Any]:
-    """Return the theme, scripts and styles for both ways of serving."""
-    from ui.look import SCRIPTS, STYLE, theme
-
-    return {
-        "theme": theme(),
-        "css_paths": STYLE,
-        "head": "".join(f"<script>{script.read_text(encoding='utf-8')}</script>" for script in SCRIPTS),
-        "footer_links": [],
-        "run_history": False,
-        "show_error": False,
-    }

@@ -27,9 +27,8 @@ from diffserve.training.distillation import LowRankChange, save_lora
 from diffserve.training.latents import LatentScenes, batches, training_scenes
 from diffserve.training.training_loop import Look, Run, TrainSettings, adamw, fingerprint
 from diffserve.world.captions import HELD_OUT_SEED, caption, held_out, plural, words_of_background
-from diffserve.world.render import render
+from diffserve.world.render import render, render_sepia
 from diffserve.world.scenes import BACKGROUNDS, Scene, is_held_out, place_one, scenes
-from diffserve.world.styles import render_sepia
 
 GIFT: Final = "gift"
 SEPIA: Final = "sepia"

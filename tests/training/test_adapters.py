@@ -30,12 +30,11 @@ from diffserve.training.adapters import (
 )
 from diffserve.training.denoiser_training import Denoiser
 from diffserve.training.eval.adapters import drawn_in_sepia, gift_score
-from diffserve.training.eval.painting import TEACHER
+from diffserve.training.eval.captions import TEACHER
 from diffserve.world.checker import check
 from diffserve.world.picture_reading import read_picture
-from diffserve.world.render import render
+from diffserve.world.render import render, sepia
 from diffserve.world.scenes import OBJECTS, is_held_out
-from diffserve.world.styles import sepia
 
 RESULTS = json.loads((card.RESULTS / "adapters.json").read_text(encoding="utf-8"))
 

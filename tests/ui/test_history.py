@@ -10,7 +10,7 @@ import gradio as gr
 from diffserve.client import HistoryEntry
 from tests.ui.asking import Request
 from ui.fields import MAX_FIELD_CHARS
-from ui.history.tab import ASK, HistoryHandlers, Looking
+from ui.history import ASK, HistoryHandlers, Looking
 from ui.server import Server
 from ui.visitors import Visitors
 

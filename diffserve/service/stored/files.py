@@ -21,8 +21,8 @@ from diffserve.service.http.streams import send_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batches import Batches
+from diffserve.store.database import PageSelection
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
-from diffserve.store.pages import PageAsked
 
 PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
 """Purposes that clients may give; only batch has an effect."""
@@ -95,7 +95,7 @@ class FileRoutes:
         order: Order = "desc",
     ) -> Response:
         """List the files of the key, page by page."""
-        selection = PageAsked(limit, after, order)
+        selection = PageSelection(limit, after, order)
         page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
         return list_response(None if page is None else ([file_object(file) for file in page[0]], page[1]))
 
