@@ -109,7 +109,7 @@ class DenoiserChange(nn.Module):
         if "text_encoder" not in self.changes:
             with torch.no_grad():
                 return denoiser.context(token_ids)
-        with self.of("text_encoder").beside(denoiser.text_encoder):
+        with self.of("text_encoder").added_to(denoiser.text_encoder):
             return denoiser.context(token_ids)
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ def train_adapter(
     def losses() -> list[Tensor]:
         latents, token_ids, _ = next(source)
         context = change.context(teacher, token_ids)
-        with change.of("unet").beside(teacher.unet):
+        with change.of("unet").added_to(teacher.unet):
             return [velocity_loss(teacher.velocity, latents, context, alphas)]
 
     def look_merged(average: DenoiserChange, iteration: int) -> None:

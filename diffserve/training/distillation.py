@@ -182,7 +182,7 @@ class LowRankChange(nn.Module):
         return changed
 
     @contextmanager
-    def beside(self, network: nn.Module) -> Iterator[None]:
+    def added_to(self, network: nn.Module) -> Iterator[None]:
         """Add the change to the outputs of the layers of ``network`` inside the ``with`` block.
 
         This is less work than changing the weights, which would compute their gradients too.

@@ -79,7 +79,7 @@ def test_a_change_gives_the_same_output_as_hooks_as_merged_weights_and_as_a_file
         for up in change.of(component).up:
             nn.init.normal_(up)
     x = torch.randn(2, 6, 4, 4)
-    with change.of("unet").beside(small.unet):
+    with change.of("unet").added_to(small.unet):
         added = small.unet(x)
     merged = change.merge_into(small)
     torch.testing.assert_close(added, merged.unet(x))

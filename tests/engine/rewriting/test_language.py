@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diffserve.rewriting.grammar import caption_constraint
-from diffserve.rewriting.window import TextWindow
+from diffserve.rewriting.judging import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD
 from diffserve.runtime.loading.components import load_tokenizer
