@@ -60,7 +60,7 @@ def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: py
         with pytest.raises(OSError, match="No space"):
             shelf.add()
     with monkeypatch.context() as broken_insert:
-        broken_insert.setattr("diffserve.store.files.insert_file", lambda *_: 1 / 0)
+        broken_insert.setattr("diffserve.store.files.insert_row", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shelf.add()
     assert shelf.names == set(names), "no partial file remains"

@@ -19,7 +19,7 @@ from diffserve.cli.batch.painters import LinePainter, LocalPainter, PaintedFile
 from diffserve.cli.batch.painting import paint_line
 from diffserve.cli.batch.shards import Layout, Shard, ShardFolder, ShardRow, ShardWriter
 from diffserve.cli.generate import open_engine
-from diffserve.processes.wait_policy import bound_spinning
+from diffserve.processes import bound_spinning
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import Flag, load_settings

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.processes.client_places import ClientPlaces
+from diffserve.client_places import ClientPlaces
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.routing import After, Order, error_responses

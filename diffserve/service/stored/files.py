@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.processes.client_places import ClientPlaces
+from diffserve.client_places import ClientPlaces
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MEDIA_TYPE, is_form, open_form
