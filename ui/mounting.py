@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from diffserve.client import own_key
-from ui.guard import Guard, tell
+from ui.guard import Guard
 from ui.server import GRACE_S, Server
 
 if TYPE_CHECKING:
-    import gradio as gr
+    from ui.blocks import PageBlocks
 
 T = TypeVar("T")
 MAX_UPLOAD_BYTES: Final = 16_000_000
@@ -47,14 +47,13 @@ QUIET: Final = {
 }
 
 
-def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
+def create_page(url: str, *, server: Server | None = None) -> PageBlocks:
     """Build the page as described in ``ui.create_page``."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
     import_lazily("pandas")
     with without_interface_files(), without("mcp", "pyarrow"):
         from ui.page import build
-    from ui.ownership import bind_files
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
@@ -64,8 +63,6 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     page.state_session_capacity = MAX_SESSIONS
     page._queue.sleep_when_free = IDLE_LOOK_S
     page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
-    bind_files(page, server.files)
-    tell(page)
     return page
 
 
@@ -152,7 +149,7 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     page = create_page(url, server=server)
     import gradio as gr
 
-    from ui.api_types import ApiTypes, FreshInfo
+    from ui.api_types import FreshInfo
     from ui.page import looks
 
     use_relative_manifest()
@@ -161,8 +158,7 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
             app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()
         )
     )
-    types = ApiTypes(page, server)
-    app.add_middleware(FreshInfo, types=types, gradio_app=app.routes[-1].app, path=f"{API}/info")
+    app.add_middleware(FreshInfo, blocks=page, gradio_app=app.routes[-1].app, path=f"{API}/info")
     app.add_middleware(Guard, blocks=page, api=API, files=server.files)
     app.router.lifespan_context = _closing_pages(app.router.lifespan_context, app.routes[-1].app, server)
     return PATHS

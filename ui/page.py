@@ -12,6 +12,7 @@ from gradio.blocks import Block
 from diffserve.api.errors import DiffserveError
 from diffserve.models.vocabulary import MOST_NAMED
 from ui import history
+from ui.blocks import PageBlocks
 from ui.captions import LOST, READY, status
 from ui.create import palette
 from ui.create.handlers import CreateHandlers
@@ -22,7 +23,7 @@ from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
 from ui.fields import TYPED
-from ui.ownership import key_of
+from ui.guard import key_of
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors
 
@@ -42,14 +43,15 @@ MAX_EVENTS: Final = 1000
 """Concurrent gradio events: more than the engine accepts, so that only the engine queues."""
 
 
-def build(server: Server) -> gr.Blocks:
+def build(server: Server) -> PageBlocks:
     """Build the page of ``server``; its choices are filled in once the models are loaded."""
     visitors = Visitors(server.files, grace_s=server.grace_s)
 
     async def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
 
-    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as page:
+    page = PageBlocks(server, title=TITLE, analytics_enabled=False, fill_width=True)
+    with page:
         with gr.Row(elem_id="head"):
             gr.HTML(f"<h1>{TITLE}</h1>", elem_id="title")
             about = gr.HTML(elem_id="about", elem_classes="quiet")
@@ -74,8 +76,8 @@ def build(server: Server) -> gr.Blocks:
         _greet(page, server, visitors, creating, starting, tab, about, leaving)
         page.unload(leave)
     page.max_threads = MAX_EVENTS
-    queued: gr.Blocks = page.queue(default_concurrency_limit=None)
-    return queued
+    page.queue(default_concurrency_limit=None)
+    return page
 
 
 def _greet(
