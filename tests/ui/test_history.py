@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from diffserve.client import HistoryEntry
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from ui.fields import MAX_FIELD_CHARS
 from ui.history import ASK, HistoryHandlers, Looking
 from ui.server import Server

@@ -13,7 +13,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import Rewrites, RewrittenPrompt
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from ui.captions import status
 from ui.create.rewriting import Rewriting, accept, choose, compare, difference_html
 
