@@ -6,14 +6,11 @@ choices are known only after the server has loaded its models.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from diffserve.api.fields import FORM_FIELDS, REQUEST_FIELDS
 from ui.server import Models
-
-if TYPE_CHECKING:
-    from ui.blocks import PageBlocks
 
 INTEGERS: Final = ("steps", "seed", *(name for name in FORM_FIELDS if REQUEST_FIELDS[name].type is int))
 NUMBERS: Final = (
@@ -35,22 +32,6 @@ def correct_types(info: Any, models: Models | None) -> Any:
         for value in endpoint["returns"]:
             _set_choices(value, value["label"].lower(), choices)
     return info
-
-
-class FreshInfo:
-    """ASGI middleware that refreshes the description of the endpoints before it is read."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], *, blocks: PageBlocks, gradio_app: Any, path: str) -> None:
-        self._app = app
-        self._blocks = blocks
-        self._gradio_app = gradio_app
-        self._path = path
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Refresh the types before a request for the API description."""
-        if scope["type"] == "http" and scope["path"].rstrip("/") == self._path:
-            await self._blocks.refresh_types(self._gradio_app)
-        await self._app(scope, receive, send)
 
 
 def _choices(models: Models) -> Mapping[str, Sequence[str]]:

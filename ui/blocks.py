@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -96,6 +96,22 @@ class PageBlocks(gr.Blocks):
             self._known_models = models
             app.api_info = app.all_app_info = None
             app.page_api_info.clear()
+
+
+class FreshInfo:
+    """ASGI middleware that refreshes the description of the endpoints before it is read."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], *, blocks: PageBlocks, gradio_app: Any, path: str) -> None:
+        self._app = app
+        self._blocks = blocks
+        self._gradio_app = gradio_app
+        self._path = path
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Refresh the types before a request for the API description."""
+        if scope["type"] == "http" and scope["path"].rstrip("/") == self._path:
+            await self._blocks.refresh_types(self._gradio_app)
+        await self._app(scope, receive, send)
 
 
 def _report(error: gr.Error, answer: DiffserveError) -> gr.Error:

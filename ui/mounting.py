@@ -149,7 +149,7 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     page = create_page(url, server=server)
     import gradio as gr
 
-    from ui.api_types import FreshInfo
+    from ui.blocks import FreshInfo
     from ui.page import looks
 
     use_relative_manifest()
