@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from diffserve.processes.wait_policy import CHOSEN_BY_USER, bound_spinning
+from diffserve.processes import CHOSEN_BY_USER, bound_spinning
 
 
 class ArmProcess:

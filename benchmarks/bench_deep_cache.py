@@ -37,7 +37,7 @@ from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.prompts import match_prompts
 from diffserve.settings.config import EngineConfig
-from diffserve.training.eval.painting import TEACHER, paint
+from diffserve.training.eval.captions import TEACHER, paint
 from diffserve.world.captions import held_out
 
 KINDS = (("ddim", 5.0, 0), ("dpmpp_2m", 7.5, 1), ("euler_a", 1.0, 2), ("unipc", 5.0, 3))

@@ -24,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffserve.processes.wait_policy import bound_spinning
+from diffserve.processes import bound_spinning
 
 bound_spinning(os.environ)  # before torch is loaded
 

@@ -29,7 +29,7 @@ from diffserve.api.types import DiffusionParams, GenerationRequest, ImageResult
 from diffserve.engine import Engine
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.settings.config import EngineConfig
-from diffserve.training.eval.painting import TEACHER
+from diffserve.training.eval.captions import TEACHER
 from diffserve.world.captions import caption, held_out
 from diffserve.world.checker import check
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diffserve.processes.client_places import ClientPlaces
+from diffserve.client_places import ClientPlaces
 
 
 class Work:

@@ -14,7 +14,7 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.api.types import Picture
 from diffserve.models.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
-from tests.engine.desk import INFO, admission, request
+from tests.engine.simulated_scheduler import INFO, admission, request
 
 MEASURED = FewestSteps(digest="0" * 12, most=30, steps={"heun": 8, "dpmpp_2m": 4, "dpmpp_2m karras": 10, "lcm": None})
 ADMISSION = admission(msgspec.structs.replace(INFO, fewest_steps=MEASURED))

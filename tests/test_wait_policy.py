@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from diffserve.processes.wait_policy import SPIN_COUNT, bound_spinning
+from diffserve.processes import SPIN_COUNT, bound_spinning
 
 
 @pytest.mark.parametrize("user_settings", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}])

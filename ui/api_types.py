@@ -6,15 +6,11 @@ choices are known only after the server has loaded its models.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from diffserve.api.errors import DiffserveError
 from diffserve.api.fields import FORM_FIELDS, REQUEST_FIELDS
-from ui.server import Models, Server
-
-if TYPE_CHECKING:
-    import gradio as gr
+from ui.server import Models
 
 INTEGERS: Final = ("steps", "seed", *(name for name in FORM_FIELDS if REQUEST_FIELDS[name].type is int))
 NUMBERS: Final = (
@@ -27,52 +23,15 @@ TEXT_ENDPOINTS: Final = {"/experiment": ("steps",), "/experiment_estimate": ("st
 Type = dict[str, Any]
 
 
-class ApiTypes:
-    """Corrects gradio's description of the endpoints of ``blocks``, with choices from the models of ``server``."""
-
-    def __init__(self, blocks: gr.Blocks, server: Server) -> None:
-        self._server = server
-        self._models: Models | None = None
-        self._describe = blocks.get_api_info
-        blocks.get_api_info = self.get_api_info  # type: ignore[method-assign]
-
-    def get_api_info(self, all_endpoints: bool = False, page: str | None = None) -> Any:
-        """Return gradio's description of the endpoints with the right types."""
-        info: Any = self._describe(all_endpoints=all_endpoints, page=page)
-        choices = {} if self._models is None else _choices(self._models)
-        for name, endpoint in info["named_endpoints"].items():
-            for parameter in endpoint["parameters"]:
-                _set_type(parameter, parameter["parameter_name"], choices, TEXT_ENDPOINTS.get(name, ()))
-            for value in endpoint["returns"]:
-                _set_choices(value, value["label"].lower(), choices)
-        return info
-
-    async def refresh(self, app: Any) -> None:
-        """Discard the cached endpoint description of ``app`` if the models of the server changed."""
-        try:
-            models = await self._server.models(is_fresh=True)
-        except DiffserveError:  # while they are loaded
-            return
-        if models != self._models:
-            self._models = models
-            app.api_info = app.all_app_info = None
-            app.page_api_info.clear()
-
-
-class FreshInfo:
-    """ASGI middleware that refreshes the description of the endpoints before it is read."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], *, types: ApiTypes, gradio_app: Any, path: str) -> None:
-        self._app = app
-        self._types = types
-        self._gradio_app = gradio_app
-        self._path = path
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Refresh the types before a request for the API description."""
-        if scope["type"] == "http" and scope["path"].rstrip("/") == self._path:
-            await self._types.refresh(self._gradio_app)
-        await self._app(scope, receive, send)
+def correct_types(info: Any, models: Models | None) -> Any:
+    """Correct gradio's description ``info`` of the endpoints, with choices from ``models`` if they are known."""
+    choices = {} if models is None else _choices(models)
+    for name, endpoint in info["named_endpoints"].items():
+        for parameter in endpoint["parameters"]:
+            _set_type(parameter, parameter["parameter_name"], choices, TEXT_ENDPOINTS.get(name, ()))
+        for value in endpoint["returns"]:
+            _set_choices(value, value["label"].lower(), choices)
+    return info
 
 
 def _choices(models: Models) -> Mapping[str, Sequence[str]]:

@@ -1,4 +1,4 @@
-"""Settings and helpers for gradio events that are not part of the page's API, and for JavaScript-only events.
+"""Shared inputs of the page's tabs, and settings of gradio events that are not part of its API.
 
 Short events do not use gradio's queue: it loses an event that is queued while the last one of the page ends, because
 the server closes the page's event stream at that moment.
@@ -67,3 +67,16 @@ def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> None:
 def keep_tab(page: gr.Blocks) -> None:
     """Keep the selected tab over a reload."""
     page.load(js="() => diffserve.restoreTab()", **SILENT)
+
+
+def number_field(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
+    """Build a text field for an optional number; gradio's number field turns an empty value into zero."""
+    return gr.Textbox(
+        "",
+        label=label,
+        placeholder=placeholder,
+        info=info,
+        max_lines=1,
+        html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
+        elem_id=elem_id,
+    )

@@ -1,25 +1,25 @@
-"""Request checks in front of gradio, and one-sentence messages for failed events.
+"""Request checks in front of gradio, which also bind sessions and files of the page to the API key that made them.
 
-Gradio answers invalid requests with status 500 and a traceback. Here they become ``InvalidRequest``, which the server
-answers with 400. Programming errors stay 500 and are logged once.
+Gradio answers invalid requests with status 500 and a traceback; here they become ``InvalidRequest`` (400). Gradio
+identifies a session by a value that the browser chooses and a file by its path. Both appear in URLs and logs, so where
+the server asks for keys, each key has a namespace of sessions, and a file is only served to keys that may see it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import json
-import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
+from urllib.parse import parse_qsl, urlencode
 
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from ui.files import PageFiles
-from ui.ownership import bound, bound_query
-from ui.server import sentence
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -32,8 +32,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_EVENT_BYTES: Final = 1_048_576
 FILE: Final = "/file="
-UNREADABLE: Final = "That cannot be read; reload the page and try again."
-OUR_MISTAKE: Final = "The server made a mistake; its log says more."
 
 _SESSION: Final = re.compile(r"[\w\-]{1,64}", re.ASCII)
 _RANGE: Final = re.compile(rb"bytes=(\d{1,18}-\d{0,18}|-\d{1,18})")
@@ -42,10 +40,31 @@ _AUTHORITY: Final = re.compile(rb"[A-Za-z0-9.\-_]+(?::\d{1,5})?|\[[0-9A-Fa-f:.]+
 _SCHEME: Final = re.compile(rb"https?")
 _FORWARDED: Final = {b"x-forwarded-host": _AUTHORITY, b"x-forwarded-proto": _SCHEME}
 
-_failed: ContextVar[list[DiffserveError] | None] = ContextVar("failed", default=None)
+BOUND_QUERIES: Final = frozenset({"session_hash", "upload_id"})
+"""Query parameters whose values the browser chooses and that identify something of a visitor."""
+
+event_errors: ContextVar[list[DiffserveError] | None] = ContextVar("event_errors", default=None)
 """Errors of the event that the request of this context waits for; gradio would answer them with 500."""
 
-log = logging.getLogger("diffserve.page")
+
+def bound(name: str, key_id: str) -> str:
+    """Return the name that gradio gets instead of ``name``: it differs for each key; without a key it is ``name``."""
+    return hashlib.sha256(f"{key_id}/{name}".encode()).hexdigest() if key_id else name
+
+
+def bound_query(query: bytes, key_id: str) -> bytes:
+    """Return ``query`` with every identifier of a visitor bound to ``key_id``."""
+    if not key_id or not any(name.encode() in query for name in BOUND_QUERIES):
+        return query
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    bound_pairs = [(name, bound(value, key_id) if name in BOUND_QUERIES else value) for name, value in pairs]
+    return urlencode(bound_pairs).encode()
+
+
+def key_of(request: gr.Request | None) -> str:
+    """Return the id of the key that ``request`` was admitted with; empty where the server asks for none."""
+    key_id: str = getattr(getattr(request, "request", None), "scope", {}).get("state", {}).get("key_id", "")
+    return key_id
 
 
 class Guard:
@@ -93,7 +112,7 @@ class Guard:
         elif key_id and path == "/upload":
             send = self._granting(send, key_id)
         failed: list[DiffserveError] = []
-        token = _failed.set(failed)
+        token = event_errors.set(failed)
         try:
             await self._app(scope, receive, send)
         except (AttributeError, TypeError, ValueError, LookupError) as error:
@@ -105,7 +124,7 @@ class Guard:
                 raise
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            _failed.reset(token)
+            event_errors.reset(token)
         if failed:
             raise failed[0]
 
@@ -172,74 +191,18 @@ class Guard:
         if fn is None or fn.fn is None:
             raise InvalidRequest("the page has no such event.", param="fn_index", code="unknown_event")
         try:
-            for kind in _event_data_of(fn.fn):
+            for kind in event_data_of(fn.fn):
                 kind(None, body.get("event_data"))
         except (TypeError, LookupError, ValueError):
             raise InvalidRequest("event_data lacks what the event is about.", param="event_data") from None
 
 
-def tell(blocks: gr.Blocks) -> None:
-    """Convert exceptions of the events of ``blocks`` to one-sentence errors.
-
-    Invalid values are reported as user errors; unexpected exceptions are logged and reported as internal errors.
-    """
-    import gradio as gr
-
-    preprocess, call = blocks.preprocess_data, blocks.call_function
-
-    async def preprocess_data(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            values = await preprocess(*arguments, **keywords)
-            event = arguments[0] if arguments else keywords["block_fn"]
-            for field, value in zip(event.inputs, values, strict=True):
-                if getattr(field, "multiselect", False) and not isinstance(value, list | None):
-                    raise TypeError("a multiple choice requires a list")
-            return _filled(event.fn, values)
-        except Exception as error:
-            text = error.message if isinstance(error, gr.Error) else UNREADABLE
-            raise _report(gr.Error(text, print_exception=False), InvalidRequest(text, param="data")) from None
-
-    async def call_function(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return await call(*arguments, **keywords)
-        except gr.Error as error:
-            error.print_exception = False
-            raise _report(error, InvalidRequest(str(error.message))) from None
-        except InvalidRequest as error:
-            raise _report(gr.Error(sentence(error), print_exception=False), error) from None
-        except Exception:
-            log.exception("an event of the page failed")
-            raise _report(gr.Error(OUR_MISTAKE, print_exception=False), DiffserveError(OUR_MISTAKE)) from None
-
-    blocks.preprocess_data, blocks.call_function = preprocess_data, call_function  # type: ignore[method-assign]
-
-
-def _report(error: gr.Error, answer: DiffserveError) -> gr.Error:
-    """Pass ``answer`` to the request that waits for the event, if there is one, and return ``error``."""
-    failed = _failed.get()
-    if failed is not None:
-        failed.append(answer)
-    return error
-
-
-def _event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
+def event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
     """Return the kinds of event data that ``function`` takes in addition to its values."""
     import gradio as gr
 
     kinds = get_type_hints(function).values() if inspect.isroutine(function) else ()
     return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, gr.EventData)]
-
-
-def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
-    """Replace None by an empty string where ``function`` takes text, because clients may send empty fields so."""
-    special = _event_data_of(function)
-    hints = get_type_hints(function) if inspect.isroutine(function) else {}
-    names = [name for name in inspect.signature(function).parameters if hints.get(name) not in special]
-    kinds = [hints.get(name) for name in names]
-    return [
-        "" if value is None and index < len(kinds) and kinds[index] is str else value
-        for index, value in enumerate(values)
-    ]
 
 
 def _set_address(scope: Scope, root: str, prefix: str) -> None:

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from diffserve.client import own_key
-from ui.guard import Guard, tell
+from ui.guard import Guard
 from ui.server import GRACE_S, Server
 
 if TYPE_CHECKING:
-    import gradio as gr
+    from ui.blocks import PageBlocks
 
 T = TypeVar("T")
 MAX_UPLOAD_BYTES: Final = 16_000_000
@@ -47,14 +47,13 @@ QUIET: Final = {
 }
 
 
-def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
+def create_page(url: str, *, server: Server | None = None) -> PageBlocks:
     """Build the page as described in ``ui.create_page``."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
     import_lazily("pandas")
     with without_interface_files(), without("mcp", "pyarrow"):
         from ui.page import build
-    from ui.ownership import bind_files
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
@@ -64,8 +63,6 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     page.state_session_capacity = MAX_SESSIONS
     page._queue.sleep_when_free = IDLE_LOOK_S
     page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
-    bind_files(page, server.files)
-    tell(page)
     return page
 
 
@@ -152,7 +149,8 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     page = create_page(url, server=server)
     import gradio as gr
 
-    from ui.api_types import ApiTypes, FreshInfo
+    from ui.blocks import FreshInfo
+    from ui.page import looks
 
     use_relative_manifest()
     _within_a_loop(
@@ -160,8 +158,7 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
             app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()
         )
     )
-    types = ApiTypes(page, server)
-    app.add_middleware(FreshInfo, types=types, gradio_app=app.routes[-1].app, path=f"{API}/info")
+    app.add_middleware(FreshInfo, blocks=page, gradio_app=app.routes[-1].app, path=f"{API}/info")
     app.add_middleware(Guard, blocks=page, api=API, files=server.files)
     app.router.lifespan_context = _closing_pages(app.router.lifespan_context, app.routes[-1].app, server)
     return PATHS
@@ -174,6 +171,8 @@ def launch_page(url: str, *, host: str, port: int) -> None:
         OSError: The port is in use.
     """
     page = create_page(url)
+    from ui.page import looks
+
     _, address, _ = page.launch(
         server_name=host, server_port=port, share=False, inbrowser=False, quiet=True, max_file_size=MAX_UPLOAD_BYTES,
         ssr_mode=False, mcp_server=False, pwa=False, prevent_thread_lock=True,
@@ -212,17 +211,3 @@ def _closing_pages(lifespan: Any, gradio_app: Any, server: Server) -> Any:
                 await server.close()
 
     return ending
-
-
-def looks() -> dict[str, Any]:
-    """Return the theme, scripts and styles for both ways of serving."""
-    from ui.look import SCRIPTS, STYLE, theme
-
-    return {
-        "theme": theme(),
-        "css_paths": STYLE,
-        "head": "".join(f"<script>{script.read_text(encoding='utf-8')}</script>" for script in SCRIPTS),
-        "footer_links": [],
-        "run_history": False,
-        "show_error": False,
-    }

@@ -1,8 +1,9 @@
-"""The page: tabs, header, and what happens when a page is opened or closed."""
+"""The page: tabs, header, theme, and what happens when a page is opened or closed."""
 
 from __future__ import annotations
 
 import html
+from pathlib import Path
 from typing import Any, Final
 
 import gradio as gr
@@ -10,6 +11,8 @@ from gradio.blocks import Block
 
 from diffserve.api.errors import DiffserveError
 from diffserve.models.vocabulary import MOST_NAMED
+from ui import history
+from ui.blocks import PageBlocks
 from ui.captions import LOST, READY, status
 from ui.create import palette
 from ui.create.handlers import CreateHandlers
@@ -20,11 +23,15 @@ from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
 from ui.fields import TYPED
-from ui.history import tab as history
-from ui.ownership import key_of
+from ui.guard import key_of
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors
 
+STYLE: Final = Path(__file__).with_name("page.css")
+SCRIPTS: Final = tuple(
+    Path(__file__).with_name(f"{name}.js") for name in ("page", "memory", "keys", "drop", "palette", "mark", "lost")
+)
+"""Scripts in the order in which they run."""
 TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
 LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
@@ -36,14 +43,15 @@ MAX_EVENTS: Final = 1000
 """Concurrent gradio events: more than the engine accepts, so that only the engine queues."""
 
 
-def build(server: Server) -> gr.Blocks:
+def build(server: Server) -> PageBlocks:
     """Build the page of ``server``; its choices are filled in once the models are loaded."""
     visitors = Visitors(server.files, grace_s=server.grace_s)
 
     async def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
 
-    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as page:
+    page = PageBlocks(server, title=TITLE, analytics_enabled=False, fill_width=True)
+    with page:
         with gr.Row(elem_id="head"):
             gr.HTML(f"<h1>{TITLE}</h1>", elem_id="title")
             about = gr.HTML(elem_id="about", elem_classes="quiet")
@@ -68,8 +76,8 @@ def build(server: Server) -> gr.Blocks:
         _greet(page, server, visitors, creating, starting, tab, about, leaving)
         page.unload(leave)
     page.max_threads = MAX_EVENTS
-    queued: gr.Blocks = page.queue(default_concurrency_limit=None)
-    return queued
+    page.queue(default_concurrency_limit=None)
+    return page
 
 
 def _greet(
@@ -167,3 +175,63 @@ def _choices(models: Models, model: str | None) -> list[Any]:
         gr.skip() if can_rewrite else gr.update(visible=False),
         gr.skip() if can_rewrite else NO_REWRITER,
     ]
+
+
+def looks() -> dict[str, Any]:
+    """Return the theme, scripts and styles for both ways of serving."""
+    return {
+        "theme": theme(),
+        "css_paths": STYLE,
+        "head": "".join(f"<script>{script.read_text(encoding='utf-8')}</script>" for script in SCRIPTS),
+        "footer_links": [],
+        "run_history": False,
+        "show_error": False,
+    }
+
+
+def theme() -> gr.themes.Base:
+    """Return the theme: gray, one accent color and system fonts, which are not downloaded; see also ``page.css``."""
+    fonts = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
+    mono = ("ui-monospace", "SFMono-Regular", "Consolas", "monospace")
+    return gr.themes.Base(
+        primary_hue="teal", secondary_hue="teal", neutral_hue="zinc", radius_size="lg", font=fonts, font_mono=mono
+    ).set(
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_400",
+        block_title_text_color="*neutral_600",
+        block_title_text_color_dark="*neutral_300",
+        block_label_text_color="*neutral_600",
+        block_label_text_color_dark="*neutral_300",
+        body_background_fill="*neutral_50",
+        body_background_fill_dark="*neutral_950",
+        block_background_fill="transparent",
+        block_background_fill_dark="transparent",
+        block_border_width="0px",
+        block_border_width_dark="0px",
+        block_shadow="none",
+        block_label_background_fill="transparent",
+        block_label_background_fill_dark="transparent",
+        block_title_text_weight="500",
+        block_padding="0px",
+        input_background_fill="white",
+        input_background_fill_dark="*neutral_900",
+        input_border_width="1px",
+        input_border_color="*neutral_300",
+        input_border_color_dark="*neutral_700",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_800",
+        button_primary_text_color="white",
+        button_secondary_background_fill="white",
+        button_secondary_background_fill_dark="*neutral_800",
+        button_secondary_background_fill_hover="*neutral_100",
+        button_secondary_background_fill_hover_dark="*neutral_700",
+        button_secondary_border_color="*neutral_300",
+        button_secondary_border_color_dark="*neutral_600",
+        button_border_width="1px",
+        color_accent="*primary_700",
+        color_accent_soft="*primary_50",
+        color_accent_soft_dark="*primary_900",
+        layout_gap="16px",
+    )

@@ -52,14 +52,17 @@ def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
     route_utils.GradioMultiPartParser = Parser  # type: ignore[misc]
 
 
-def keep_no_copies(button: gr.UploadButton) -> None:
-    """Make ``button`` pass the path of its upload on, without the empty file that gradio creates each time."""
+def upload_button(label: str, elem_id: str) -> gr.UploadButton:
+    """Build a button for image files that passes on the path without the empty file that gradio creates each time."""
+    import gradio as gr
     from gradio.utils import NamedString
 
     def process(f: FileData) -> NamedString:
         return NamedString(f.path)  # type: ignore[no-untyped-call]
 
+    button = gr.UploadButton(label, file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id=elem_id)
     button._process_single_file = process  # type: ignore[method-assign]
+    return button
 
 
 class _Sweeper:

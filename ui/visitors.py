@@ -24,7 +24,7 @@ from diffserve.media.decoders import Decoder, shared_decoders
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form, StartFile
 from ui.files import PageFiles, owner_of
-from ui.ownership import bound, key_of
+from ui.guard import bound, key_of
 from ui.server import GRACE_S, Server
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from diffserve.processes.wait_policy import bound_spinning
+from diffserve.processes import bound_spinning
 
 EXIT_USER_ERROR = 2
 

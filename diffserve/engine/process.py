@@ -36,7 +36,7 @@ from diffserve.api.errors import (
 )
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 from diffserve.logs import MACHINE, json_logs
-from diffserve.processes.child_signals import leave_stopping_to_parent
+from diffserve.processes import leave_stopping_to_parent
 from diffserve.runtime import faults
 
 if TYPE_CHECKING:

@@ -22,16 +22,15 @@ from diffserve.api.rewrite_types import (
     RewriteFinished,
     RewriteRequest,
 )
-from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
+from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished, TextRequest
 from diffserve.api.types import Cancelled, Failed, RewriteOptions
 from diffserve.engine.delivery import TickLoop, raise_if_failed
 from diffserve.engine.text import TextEngine
-from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.rewriting.job import RewriteJob
-from diffserve.rewriting.judging import Judge
+from diffserve.rewriting.judging import Judge, TextWindow
+from diffserve.rewriting.prompt_builder import PromptBuilder
 from diffserve.rewriting.style import Style, load_style, style_for_family
-from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
 
 
@@ -65,7 +64,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self.window = window
         self._max_entropy = max_entropy
         self._load_style = cache(load_style)
-        self._asker = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
+        self._prompt_builder = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
         self.style = self._load_style(style)
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
@@ -93,7 +92,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     def cancel(self, request_id: str) -> bool:
         """Cancel a rewrite; a later ``feed`` reports it. Return False if it is not live."""
         job = self._jobs.get(request_id)
-        return job is not None and any([self.texts.cancel(text_id) for text_id in job.questions])
+        return job is not None and any([self.texts.cancel(text_id) for text_id in job.first_indices])
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
         """Return rewrite events for ``events`` of the text engine, and the events of other texts."""
@@ -141,10 +140,10 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     def _enter(self, request: RewriteRequest, *, is_followed: bool, window: TextWindow | None = None) -> str:
         window = window or self.window
         style = self.style if request.options.style is None else self._load_style(request.options.style)
-        questions = list(self._asker.questions(request, style, window))
+        text_requests = self._prompt_builder.text_requests(request, style, window)
         constraint = self._constraint_of(style)
         max_entropy = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
-        first_of = {question.request.request_id: question.first_index for question in questions}
+        first_of = {text_request.request_id: index for index, text_request in enumerate(text_requests)}
         job = RewriteJob(request, Judge(style, window, max_entropy), self.texts.info.model_id, first_of)
         with self._lock:
             if request.request_id in self._jobs:
@@ -153,22 +152,22 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
             self._job_of_text.update(dict.fromkeys(first_of, job))
             if is_followed:
                 self._mailboxes[request.request_id] = deque()
-        for at, question in enumerate(questions):
+        for at, text_request in enumerate(text_requests):
             try:
-                self.texts.submit(question.request, constraint=constraint)
+                self.texts.submit(text_request, constraint=constraint)
             except DiffserveError:
-                self._leave(job, unasked=questions[at:])
+                self._leave(job, unasked=text_requests[at:])
                 self._mailboxes.pop(request.request_id, None)
                 raise
         return request.request_id
 
-    def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
+    def _leave(self, job: RewriteJob, unasked: Sequence[TextRequest] = ()) -> None:
         """Drop ``job``: its texts are canceled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
-            for question in unasked:
-                del self._job_of_text[question.request.request_id]
-            for text_id in job.questions:
+            for text_request in unasked:
+                del self._job_of_text[text_request.request_id]
+            for text_id in job.first_indices:
                 if text_id in self._job_of_text:
                     self._job_of_text[text_id] = None
                     self.texts.cancel(text_id)

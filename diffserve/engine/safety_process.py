@@ -16,7 +16,7 @@ from typing import Any
 
 from diffserve.api.errors import ConfigError
 from diffserve.media.safety import OF_MODEL, FilterReady, Judgement, SafetyQuestion, Trouble, receive, send
-from diffserve.processes.child_signals import leave_stopping_to_parent
+from diffserve.processes import leave_stopping_to_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import restore_outside_mask
-from diffserve.rewriting.window import TextWindow
+from diffserve.rewriting.judging import TextWindow
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading

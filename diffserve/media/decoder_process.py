@@ -21,8 +21,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.images import decode_image, decode_mask, decode_with_mask, read_infotext
 from diffserve.media.provenance import Provenance, examine
-from diffserve.processes.child_signals import leave_stopping_to_parent
-from diffserve.processes.frames import frame_of, read_frame
+from diffserve.processes import frame_of, leave_stopping_to_parent, read_frame
 
 MEMORY_BYTES: Final = 1 << 30
 """Limit of the address space. The largest accepted image needs half of it."""

@@ -24,11 +24,11 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
+from diffserve.client_places import ClientPlaces
 from diffserve.media.decoder_process import FUNCTIONS, Answer, Question, Refusal
 from diffserve.media.images import MaskConvention
 from diffserve.media.provenance import Provenance
-from diffserve.processes.client_places import ClientPlaces
-from diffserve.processes.frames import frame_of, read_frame
+from diffserve.processes import frame_of, read_frame
 
 COMMAND: Final[tuple[str, ...]] = ("-m", "diffserve.media.decoder_process")
 CPU_S: Final = 10.0

@@ -12,7 +12,7 @@ import socket
 import msgspec
 
 from diffserve.api.types import Picture
-from diffserve.processes.frames import frame_of, read_frame
+from diffserve.processes import frame_of, read_frame
 
 OF_MODEL = "model"
 """Setting that selects the safety filter shipped with the model."""

@@ -16,8 +16,16 @@ from itertools import islice
 from typing import Any, Final
 
 from diffserve.runtime.decoding import Phrase, TokenConstraint, allowed_sentences
-from diffserve.world.canonical import INVERSE, Said, noun, sentence
-from diffserve.world.captions import NUMBER_WORDS, RELATION_WORDS, plural, words_of_background
+from diffserve.world.captions import (
+    INVERSE,
+    NUMBER_WORDS,
+    RELATION_WORDS,
+    Said,
+    noun,
+    plural,
+    sentence,
+    words_of_background,
+)
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
 
 START, THING, OTHER, PAIR, AND, ALL, CAPTION = "start", "thing", "other", "pair", "and", "all", "caption"

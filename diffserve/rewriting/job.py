@@ -39,7 +39,7 @@ class RewriteJob:
         request: The rewrite request.
         judge: Decides whether answers are accepted.
         model_id: Name of the language model.
-        questions: Index of the first prompt of each text request, by text request id.
+        first_indices: Index of the first prompt of each text request, by text request id.
         answers: Finished text requests by id.
         showing: Visible text of each prompt by index.
     """
@@ -47,25 +47,25 @@ class RewriteJob:
     request: RewriteRequest
     judge: Judge
     model_id: str
-    questions: dict[str, int]
+    first_indices: dict[str, int]
     answers: dict[str, TextFinished] = field(default_factory=dict)
     showing: dict[int, VisibleText] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
         """Whether every text request has finished."""
-        return len(self.answers) == len(self.questions)
+        return len(self.answers) == len(self.first_indices)
 
     def show(self, delta: TextDelta) -> Iterator[RewriteDelta]:
         """Yield a delta event if ``delta`` adds visible text and the request wants deltas."""
-        index = self.questions[delta.request_id] + delta.text_index
+        index = self.first_indices[delta.request_id] + delta.text_index
         text = self.showing.setdefault(index, VisibleText()).push(delta.text)
         if text and self.request.deltas:
             yield RewriteDelta(request_id=self.request.request_id, index=index, text=text)
 
     def finish(self) -> RewriteFinished:
         """Build the final event with all accepted or rejected answers."""
-        answers = [self.answers[text_id] for text_id in self.questions]
+        answers = [self.answers[text_id] for text_id in self.first_indices]
         results = [result for answer in answers for result in answer.results]
         force = self.request.options.force
         return RewriteFinished(

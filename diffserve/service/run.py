@@ -23,7 +23,7 @@ from fastapi import FastAPI
 
 from diffserve.api.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
-from diffserve.processes.child_signals import STOP_SIGNALS
+from diffserve.processes import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.local import describe_engines, open_engines
 from diffserve.service.front import Front

@@ -18,9 +18,8 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.store.batch_input import LineProblem
-from diffserve.store.database import Database
-from diffserve.store.files import File, Files, insert_file, new_file_id
-from diffserve.store.pages import PageAsked, read_page
+from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
+from diffserve.store.files import File, Files, new_file_id
 
 WINDOW_S: Final = 24 * 3600.0
 KEPT_S: Final = 30 * 24 * 3600.0
@@ -124,33 +123,29 @@ class Batches:
             times={"failed": now_s} if problems else {}, created_s=now_s, expires_s=now_s + WINDOW_S,
             num_lines=num_lines, num_completed=0, num_failed=0, output_bytes=0, error_bytes=0,
         )  # fmt: skip
-        row = msgspec.structs.asdict(batch) | {"metadata": _json(metadata), "times": _json(batch.times)}
         with self._database.connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
             query = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"
             if connection.execute(query, (owner,)).fetchone()[0] >= MAX_UNFINISHED:
                 message = f"{MAX_UNFINISHED} batches are unfinished, the most allowed; wait for one or cancel it."
                 raise InvalidRequest(message, code="too_many_batches")
-            marks = ", ".join("?" * len(row))
-            connection.execute(f"INSERT INTO batches ({', '.join(row)}) VALUES ({marks})", tuple(row.values()))
+            insert_row(connection, "batches", batch)
         return batch
 
-    def page(self, owner: str, selection: PageAsked) -> tuple[list[Batch], bool] | None:
+    def page(self, owner: str, selection: PageSelection) -> tuple[list[Batch], bool] | None:
         """Return a page of ``owner``'s batches and whether more follow; None if the entry ``after`` does not exist."""
-        with self._database.connected() as connection:
-            page = read_page(connection, "batches", owner, selection)
-        return None if page is None else ([_batch(row) for row in page[0]], page[1])
+        return self._database.page(Batch, "batches", owner, selection)
 
     def get(self, name: str) -> Batch | None:
         """Return the batch with the ID ``name`` of any owner, or None."""
         with self._database.connected() as connection:
-            return self._get(connection, name)
+            return find_row(connection, Batch, "batches", id=name)
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches, the oldest first."""
         with self._database.connected() as connection:
             rows = connection.execute(f"SELECT * FROM batches WHERE status IN {UNFINISHED} ORDER BY number").fetchall()
-        return [_batch(row) for row in rows]
+        return [read_row(Batch, row) for row in rows]
 
     def backlog(self) -> BatchBacklog:
         """Return a summary of the unfinished batches."""
@@ -176,10 +171,10 @@ class Batches:
         """
         with self._database.connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            batch = self._get(connection, name)
+            batch = find_row(connection, Batch, "batches", id=name)
             if batch is not None and batch.status in of:
                 self._move(connection, batch, to, error)
-                batch = self._get(connection, name)
+                batch = find_row(connection, Batch, "batches", id=name)
         return batch
 
     def done_lines(self, batch: Batch) -> set[int]:
@@ -231,7 +226,7 @@ class Batches:
                         id=file, owner=batch.owner, purpose="batch_output", filename=filename, num_bytes=num_bytes,
                         created_s=now_s, expires_s=now_s + KEPT_S,
                     )  # fmt: skip
-                    insert_file(connection, row)
+                    insert_row(connection, "files", row)
             connection.execute("DELETE FROM batch_lines WHERE batch = ?", (batch.id,))
             self._move(connection, batch, status, error)
 
@@ -259,16 +254,6 @@ class Batches:
         query = "UPDATE batches SET status = ?, error = ?, times = ? WHERE id = ?"
         connection.execute(query, (to, error, _json(times), batch.id))
 
-    def _get(self, connection: sqlite3.Connection, name: str) -> Batch | None:
-        row = connection.execute("SELECT * FROM batches WHERE id = ?", (name,)).fetchone()
-        return None if row is None else _batch(row)
-
 
 def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _batch(row: sqlite3.Row) -> Batch:
-    values = {name: row[name] for name in Batch.__struct_fields__}
-    decoded = {name: msgspec.json.decode(values[name]) for name in ("metadata", "times")}
-    return Batch(**values | decoded)

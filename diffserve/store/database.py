@@ -1,4 +1,4 @@
-"""SQLite database of a server: schema migrations, connections and the lock of the data folder."""
+"""SQLite database of a server: schema migrations, connections, rows of tables and the lock of the data folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Literal, NamedTuple, TypeVar, get_origin
+
+import msgspec
 
 from diffserve.api.errors import ConfigError
 
@@ -120,6 +123,17 @@ MIGRATIONS: Final = (
 MAX_CHECKED_BYTES: Final = 64 << 20
 """Files up to this size are checked for damage when they are opened."""
 
+Row = TypeVar("Row", bound=msgspec.Struct)
+Order = Literal["asc", "desc"]
+
+
+class PageSelection(NamedTuple):
+    """Selection of a page; ``after`` is the ID of the last entry of the previous page, empty for the first page."""
+
+    limit: int
+    after: str = ""
+    order: Order = "desc"
+
 
 class Database:
     """SQLite database in ``folder``; it is created with mode 0600 if it is missing, and migrated if it is old.
@@ -221,6 +235,41 @@ class Database:
         """Open the file that a running server locks; the lock is released when its process ends."""
         return os.fdopen(os.open(self.file.with_name(LOCK), os.O_CREAT | os.O_RDWR, 0o600), "r+b")
 
+    def page(
+        self,
+        kind: type[Row],
+        table: str,
+        owner: str,
+        selection: PageSelection,
+        where: str = "",
+        values: Sequence[str | float] = (),
+    ) -> tuple[list[Row], bool] | None:
+        """Read a page of ``owner``'s rows of a table with the columns ``number``, ``id`` and ``owner``.
+
+        Args:
+            kind: The type of the rows.
+            table: The name of the table.
+            owner: The ID of the API key.
+            selection: Which page.
+            where: Further SQL conditions, each with a leading " AND ".
+            values: The parameters of ``where``.
+
+        Returns:
+            The rows and whether more follow, or None if ``owner`` has no entry ``selection.after``.
+        """
+        with self.connected() as connection:
+            if selection.after:
+                query = f"SELECT number FROM {table} WHERE owner = ? AND id = ?"
+                after = connection.execute(query, (owner, selection.after)).fetchone()
+                if after is None:
+                    return None
+                where += f" AND number {'<' if selection.order == 'desc' else '>'} {after['number']}"
+            limit = selection.limit + 1  # one more, to see whether more rows follow
+            order = f"ORDER BY number {'DESC' if selection.order == 'desc' else 'ASC'} LIMIT {limit}"
+            query = f"SELECT * FROM {table} WHERE owner = ?{where} {order}"
+            rows = connection.execute(query, (owner, *values)).fetchall()
+        return [read_row(kind, row) for row in rows[: selection.limit]], len(rows) > selection.limit
+
     def forget(self) -> None:
         """Truncate the write-ahead log, so that deleted data does not remain in it."""
         with self.connected() as connection:
@@ -278,6 +327,32 @@ class Database:
                 for statement in filter(str.strip, script.split(";")):
                     connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {max(version, len(MIGRATIONS))}")
+
+
+def insert_row(connection: sqlite3.Connection, table: str, row: msgspec.Struct) -> None:
+    """Insert ``row`` into ``table``, whose columns are the fields of the row; dictionaries are stored as JSON."""
+    values = msgspec.structs.asdict(row)
+    values |= {name: msgspec.json.encode(values[name]).decode() for name in _json_columns(type(row))}
+    marks = ", ".join("?" * len(values))
+    connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values()))
+
+
+def find_row(connection: sqlite3.Connection, kind: type[Row], table: str, **equal: str) -> Row | None:
+    """Return the row of ``table`` whose columns have the values ``equal``, or None."""
+    conditions = " AND ".join(f"{name} = ?" for name in equal)
+    row = connection.execute(f"SELECT * FROM {table} WHERE {conditions}", tuple(equal.values())).fetchone()
+    return None if row is None else read_row(kind, row)
+
+
+def read_row(kind: type[Row], row: sqlite3.Row) -> Row:
+    """Convert a row of a table to ``kind``."""
+    values = {name: row[name] for name in kind.__struct_fields__}
+    return kind(**values | {name: msgspec.json.decode(values[name]) for name in _json_columns(kind)})
+
+
+@cache
+def _json_columns(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if get_origin(field.type) is dict)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

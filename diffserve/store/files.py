@@ -19,8 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.store.database import Database
-from diffserve.store.pages import PageAsked, read_page
+from diffserve.store.database import Database, PageSelection, find_row, insert_row, read_row
 
 FOLDER: Final = "files"
 MAX_FILES: Final = 1000
@@ -105,26 +104,24 @@ class Files:
             with self._database.connected() as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 self._require_share(connection, owner, num_bytes)
-                insert_file(connection, metadata)
+                insert_row(connection, "files", metadata)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         return metadata
 
-    def page(self, owner: str, selection: PageAsked, purpose: str = "") -> tuple[list[File], bool] | None:
+    def page(self, owner: str, selection: PageSelection, purpose: str = "") -> tuple[list[File], bool] | None:
         """Return a page of ``owner``'s files and whether more follow; None if the entry ``after`` does not exist."""
         where, values = (" AND purpose = ?", (purpose,)) if purpose else ("", ())
-        with self._database.connected() as connection:
-            page = read_page(connection, "files", owner, selection, where, values)
-        return None if page is None else ([_file(row) for row in page[0]], page[1])
+        return self._database.page(File, "files", owner, selection, where, values)
 
     def get(self, owner: str, name: str) -> File | None:
         """Return the file with the ID ``name`` if it belongs to ``owner`` and has not expired, else None."""
         if _ID.fullmatch(name) is None:
             return None
         with self._database.connected() as connection:
-            row = connection.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (name, owner)).fetchone()
-        return None if row is None or row["expires_s"] <= self._clock() else _file(row)
+            file = find_row(connection, File, "files", id=name, owner=owner)
+        return None if file is None or file.expires_s <= self._clock() else file
 
     def open(self, file: File) -> BinaryIO:
         """Open the contents of ``file``.
@@ -176,7 +173,7 @@ class Files:
             rows = connection.execute("SELECT * FROM files").fetchall()
         for row in rows:
             if row["expires_s"] <= now_s and row["id"] not in in_use:
-                self.delete(_file(row))
+                self.delete(read_row(File, row))
         kept_ids = {row["id"] for row in rows} | set(in_use)
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name not in kept_ids and now_s - path.stat().st_mtime > ORPHAN_S:
@@ -198,15 +195,3 @@ class Files:
 def new_file_id() -> str:
     """Return a new random file ID."""
     return f"file-{secrets.token_hex(16)}"
-
-
-def insert_file(connection: sqlite3.Connection, file: File) -> None:
-    """Insert the row of ``file``, whose contents must already be written."""
-    row = msgspec.structs.asdict(file)
-    connection.execute(
-        f"INSERT INTO files ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values())
-    )
-
-
-def _file(row: sqlite3.Row) -> File:
-    return File(**{name: row[name] for name in File.__struct_fields__})

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diffserve.store.database import Database
-from diffserve.store.pages import PageAsked, read_page
+from diffserve.store.database import Database, PageSelection, find_row, insert_row
 
 MAX_WORDS: Final = 16
-_COLUMNS: Final = ("id", "owner", "file", "words", "model", "recipe", "created_s")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +60,11 @@ class History:
             id=name, owner=owner, file=file, words=words.casefold(), model=model,
             recipe=recipe, created_s=self._clock(),
         )  # fmt: skip
-        values = msgspec.structs.asdict(entry) | {"recipe": msgspec.json.encode(recipe).decode()}
         with self._database.connected(at_once=False) as connection:
-            query = f"INSERT INTO history ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
-            connection.execute(query, [values[name] for name in _COLUMNS])
+            insert_row(connection, "history", entry)
         return entry
 
-    def page(self, owner: str, selection: PageAsked, entry_filter: Wanted) -> tuple[list[Entry], bool] | None:
+    def page(self, owner: str, selection: PageSelection, entry_filter: Wanted) -> tuple[list[Entry], bool] | None:
         """Return a page of ``owner``'s entries and whether more follow; None if the entry ``after`` does not exist."""
         conditions: list[tuple[str, str | float]] = [
             ("instr(words, ?) > 0", word.casefold()) for word in entry_filter.words
@@ -82,15 +77,12 @@ class History:
             conditions.append(("created_s < ?", entry_filter.until_s))
         where = "".join(f" AND {condition}" for condition, _ in conditions)
         values = [value for _, value in conditions]
-        with self._database.connected() as connection:
-            page = read_page(connection, "history", owner, selection, where, values)
-        return None if page is None else ([_entry(row) for row in page[0]], page[1])
+        return self._database.page(Entry, "history", owner, selection, where, values)
 
     def get(self, owner: str, name: str) -> Entry | None:
         """Return the entry with the ID ``name`` if it belongs to ``owner``, else None."""
         with self._database.connected() as connection:
-            row = connection.execute("SELECT * FROM history WHERE id = ? AND owner = ?", (name, owner)).fetchone()
-        return None if row is None else _entry(row)
+            return find_row(connection, Entry, "history", id=name, owner=owner)
 
     def files(self, owner: str) -> list[str]:
         """Return the file names of all entries of ``owner``."""
@@ -105,17 +97,7 @@ class History:
         if for_good:
             self._database.forget()
 
-    def forget_before(self, created_s: float) -> None:
-        """Delete the entries from before ``created_s`` (seconds since 1970)."""
-        with self._database.connected() as connection:
-            connection.execute("DELETE FROM history WHERE created_s < ?", (created_s,))
-
 
 def new_entry_id() -> str:
     """Return a new random entry ID."""
     return f"hist_{secrets.token_hex(16)}"
-
-
-def _entry(row: sqlite3.Row) -> Entry:
-    values = {name: row[name] for name in _COLUMNS}
-    return Entry(**values | {"recipe": msgspec.json.decode(row["recipe"])})

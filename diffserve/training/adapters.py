@@ -27,9 +27,8 @@ from diffserve.training.distillation import LowRankChange, save_lora
 from diffserve.training.latents import LatentScenes, batches, training_scenes
 from diffserve.training.training_loop import Look, Run, TrainSettings, adamw, fingerprint
 from diffserve.world.captions import HELD_OUT_SEED, caption, held_out, plural, words_of_background
-from diffserve.world.render import render
+from diffserve.world.render import render, render_sepia
 from diffserve.world.scenes import BACKGROUNDS, Scene, is_held_out, place_one, scenes
-from diffserve.world.styles import render_sepia
 
 GIFT: Final = "gift"
 SEPIA: Final = "sepia"
@@ -110,7 +109,7 @@ class DenoiserChange(nn.Module):
         if "text_encoder" not in self.changes:
             with torch.no_grad():
                 return denoiser.context(token_ids)
-        with self.of("text_encoder").beside(denoiser.text_encoder):
+        with self.of("text_encoder").added_to(denoiser.text_encoder):
             return denoiser.context(token_ids)
 
     @torch.no_grad()
@@ -154,7 +153,7 @@ def train_adapter(
     def losses() -> list[Tensor]:
         latents, token_ids, _ = next(source)
         context = change.context(teacher, token_ids)
-        with change.of("unet").beside(teacher.unet):
+        with change.of("unet").added_to(teacher.unet):
             return [velocity_loss(teacher.velocity, latents, context, alphas)]
 
     def look_merged(average: DenoiserChange, iteration: int) -> None:

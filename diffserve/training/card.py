@@ -18,7 +18,7 @@ from diffserve.runtime.loading.checkpoint import write_manifest
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.training.adapters import LESSONS
 from diffserve.training.eval import adapters, captions, parts, ranges
-from diffserve.training.eval.painting import DISTILLED, paint
+from diffserve.training.eval.captions import DISTILLED, paint
 from diffserve.training.samples import sheet
 from diffserve.world.captions import held_out
 from diffserve.world.checker import EDITION

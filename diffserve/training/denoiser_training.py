@@ -7,6 +7,8 @@ need a last timestep that is pure noise. A tenth of the captions is dropped, so 
 from __future__ import annotations
 
 import copy
+import json
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,16 +16,62 @@ from pathlib import Path
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from diffserve.training.latents import LatentScenes, batches, emphasis, tuning_emphasis
-from diffserve.training.layouts import WEIGHT as LAYOUT_WEIGHT
-from diffserve.training.layouts import LayoutHead
-from diffserve.training.tokenizer import MAX_TOKENS
+from diffserve.training.latents import LAYOUT_WEIGHT, LatentScenes, LayoutHead, batches, emphasis, tuning_emphasis
 from diffserve.training.training_loop import Look, Run, TrainSettings, fingerprint
 from diffserve.training.vae_training import LATENT_CHANNELS
-from diffserve.world.scenes import Scene
+from diffserve.world.captions import caption
+from diffserve.world.scenes import Scene, scenes
+
+MAX_TOKENS = 32
+VOCABULARY_SIZE = 1200
+START, END = "<|startoftext|>", "<|endoftext|>"
+WORD = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+def train_tokenizer(directory: Path, *, seed: int = 0, num_captions: int = 20_000) -> Path:
+    """Write ``vocab.json``, ``merges.txt`` and the tokenizer's configs, readable by transformers' CLIPTokenizer."""
+    rng = random.Random(seed)
+    source = scenes(seed, held_out=False)
+    corpus = [caption(next(source), rng) for _ in range(num_captions)]
+    bpe = Tokenizer(models.BPE(unk_token=END, end_of_word_suffix="</w>"))
+    bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(False, False, False),
+        ]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        min_frequency=2,
+        initial_alphabet=alphabet,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    tokens = [*alphabet, *(f"{letter}</w>" for letter in alphabet), *("".join(pair) for pair in merges)]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*tokens, START, END]))}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    lines = "\n".join(" ".join(pair) for pair in merges)
+    (directory / "merges.txt").write_text(f"#version: 0.2\n{lines}\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": MAX_TOKENS,
+        "bos_token": START,
+        "eos_token": END,
+        "pad_token": END,
+        "unk_token": END,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return directory
+
 
 TEXT_WIDTH = 192
 FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffserve.training.wishes import wishes
-from diffserve.world.canonical import Said, sentence
+from diffserve.world.captions import Said, sentence
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS
 
 SYSTEM, WISH, CAPTION, END, PAD = SPECIAL_TOKENS = ("<system>", "<wish>", "<caption>", "<end>", "<pad>")

@@ -33,20 +33,18 @@ from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.training import card as model_card
 from diffserve.training import distillation, samples, truncation
 from diffserve.training.adapters import LESSONS, lessons_held_out, train_adapter
-from diffserve.training.denoiser_training import Denoiser, continue_denoiser, train_denoiser
-from diffserve.training.eval.painting import BEST_GUIDANCE
+from diffserve.training.denoiser_training import Denoiser, continue_denoiser, train_denoiser, train_tokenizer
+from diffserve.training.eval.captions import BEST_GUIDANCE
 from diffserve.training.export import export, fold_normalisation
-from diffserve.training.latents import LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.training.latents import LatentScenes, channel_statistics, encode_scenes, normalise, tuning_scenes
 from diffserve.training.preview_training import fidelity_db, save_preview, train_preview
 from diffserve.training.rewriter_model import export_rewriter
 from diffserve.training.rewriter_training import SHIPPED as REWRITER
 from diffserve.training.rewriter_training import score_rewriter, train_rewriter
-from diffserve.training.tokenizer import train_tokenizer
 from diffserve.training.training_loop import Look, TrainSettings, fingerprint
-from diffserve.training.tuning_scenes import tuning_scenes
 from diffserve.training.vae_training import round_trip_db, train_vae
-from diffserve.world import sprites
 from diffserve.world.captions import held_out
+from diffserve.world.render import build_atlas
 from diffserve.world.scenes import Scene
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -139,7 +137,7 @@ def look_at_samples(
 @app.command()
 def atlas() -> None:
     """Cut the sprite atlas out of the emoji font."""
-    print(sprites.build_atlas())
+    print(build_atlas())
 
 
 @app.command()

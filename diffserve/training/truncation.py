@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from diffserve.training.denoiser_training import Denoiser
-from diffserve.training.distillation import LowRankChange, apply_down
-from diffserve.training.trajectories import Ladder, ddim_step
-from diffserve.training.tuning_scenes import tuning_scenes
+from diffserve.training.distillation import Ladder, LowRankChange, apply_down, ddim_step
+from diffserve.training.latents import tuning_scenes
 from diffserve.training.vae_training import LATENT_CHANNELS
 from diffserve.world.captions import loose_caption
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.world.canonical import Said
-from diffserve.world.drawn import DRAWN
+from diffserve.world.captions import Said
 from diffserve.world.picture_reading import Found, Reading, read_picture
+from diffserve.world.render import DRAWN
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Scene
 
 __all__ = ["EDITION", "Found", "Reading", "SceneSpec", "Verdict", "check", "grade", "judge", "read_picture"]
@@ -37,7 +37,7 @@ class SceneSpec:
     """Description of a scene; parts that are not specified are None.
 
     Attributes:
-        names: Objects in the order of the sentence, a count as repeated names, including those of ``world.drawn``.
+        names: Objects in the order of the sentence, a count as repeated names, including those of ``DRAWN``.
             Empty if any objects are accepted.
         relation: Relation of the first object to the second, or "between": the first is between the two others.
         size: "small" or "large" for a single object.
@@ -161,6 +161,6 @@ def grade(verdict: Verdict, spec: SceneSpec) -> float:
 
 
 def check(pixels: NDArray[np.uint8], scene: Scene) -> Verdict:
-    """Check whether an image (height, width, 3) uint8 shows exactly ``scene``, including objects of ``world.drawn``."""
+    """Check whether an image (height, width, 3) uint8 shows exactly ``scene``, including objects of ``DRAWN``."""
     drawn = tuple(name for name in DRAWN if name in scene.names)
     return judge(read_picture(pixels, drawn), SceneSpec.of(scene))

@@ -193,7 +193,7 @@ def read_picture(pixels: NDArray[np.uint8], drawn: Names = ()) -> Reading:
 
     Args:
         pixels: Image (height, width, 3) uint8.
-        drawn: Names of ``world.drawn`` to search for in addition to the objects of the atlas.
+        drawn: Names of ``DRAWN`` to search for in addition to the objects of the atlas.
 
     Raises:
         InvalidRequest: The array has another shape or type, or a side is outside 40 to 256 pixels.

@@ -1,4 +1,4 @@
-"""Parses prompts of the embedded model into scene descriptions.
+"""Parses prompts of the embedded model into scene descriptions, and merges them with follow-up messages.
 
 The parser accepts every sentence of :func:`diffserve.world.captions.caption`, and objects or a background alone. Other
 prompts are errors, because a metric must not misread its prompts. As in the captions, "a fox and a cat" means next to
@@ -10,14 +10,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.models.vocabulary import WORLD_FILE, Vocabulary
-from diffserve.world.canonical import Said, sentence
 from diffserve.world.captions import (
     ABOVE_WORDS,
     COLOR_SYNONYMS,
@@ -29,7 +30,11 @@ from diffserve.world.captions import (
     SIZE_WORDS,
     SYNONYMS,
     TOGETHER,
+    Said,
+    objects_of,
     plural,
+    sentence,
+    words_of_background,
 )
 from diffserve.world.checker import SceneSpec
 from diffserve.world.scenes import COLORS, OBJECTS, PLACES
@@ -87,7 +92,7 @@ def write_world(directory: Path) -> None:
 
 
 def parse_sentence(words: str) -> Said | None:
-    """Parse a canonical :func:`~diffserve.world.canonical.sentence`, or return None for any other text."""
+    """Parse a canonical :func:`~diffserve.world.captions.sentence`, or return None for any other text."""
     spec = _parse(words)
     if spec is None or not spec.names or spec.background is None:
         return None
@@ -189,3 +194,49 @@ def _describe_error(prompt: str, words: str) -> str:
     near = difflib.get_close_matches(unknown[0], sorted(known_words), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {', '.join(OBJECTS)}."
     return f"{start}the picture world does not know {', '.join(unknown)}; {hint}"
+
+
+MAX_OBJECTS: Final = 3
+ADDED: Final = re.compile(r"(?:and|add|with|plus) (.+)")
+REPLACED: Final = re.compile(r"(.+?) instead")
+SIZES: Final = {word: size for size, words in SIZE_WORDS.items() for word in words} | {
+    "bigger": "large",
+    "larger": "large",
+    "smaller": "small",
+}
+PREPOSITIONS: Final = ("", "on ", "in ", "at ", "in the ", "on the ")
+
+
+def merge_scenes(prompt: str, change: str) -> str | None:
+    """Return ``prompt`` with ``change`` applied, or None if either is outside the language of captions.
+
+    A change is a background ("at night", "the beach"), a size ("bigger"), an object to add ("and a cat"), or an object
+    in place of the others ("a cat instead").
+    """
+    scene = read_prompt(prompt)
+    if scene is None:
+        return None
+    changed = _changed(scene, " ".join(change.lower().split()).strip(" .,!"))
+    if changed is None or len(changed.names) > MAX_OBJECTS:
+        return None
+    objects = objects_of(changed.names, changed.relation, changed.size or "plain") if changed.names else ""
+    background = "" if changed.background is None else words_of_background(changed.background)
+    return f"{objects} {background}".strip()
+
+
+def _changed(scene: SceneSpec, change: str) -> SceneSpec | None:
+    if change in SIZES:
+        return replace(scene, size=SIZES[change]) if len(scene.names) == 1 else None
+    instead, added = REPLACED.fullmatch(change), ADDED.fullmatch(change)
+    parts = read_prompt(instead[1] if instead else added[1] if added else change)
+    if added and parts is not None and parts.names:
+        names = (*scene.names, *parts.names)
+        relation = "next to" if len(set(names)) == len(names) == 2 else None
+        return SceneSpec(names, relation, background=parts.background or scene.background)
+    if parts is not None and parts.names:
+        return replace(parts, background=parts.background or scene.background)
+    for preposition in PREPOSITIONS:
+        place = read_prompt(f"{preposition}{instead[1] if instead else change}")
+        if place is not None and not place.names and place.background is not None:
+            return replace(scene, background=place.background)
+    return None

@@ -13,9 +13,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.world.backgrounds import background
+from diffserve.world.render import background, sprite
 from diffserve.world.scenes import OBJECTS, SPRITE_SIZES_PX
-from diffserve.world.sprites import sprite
 
 SCALE = 2  # images are matched at 1 / SCALE of their size
 MIN_ENERGY = (

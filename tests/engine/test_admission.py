@@ -12,7 +12,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import DiffusionParams, Picture
 from diffserve.engine.image.admission import ImageAdmission, guided_rows
 from schedulers import compile_table
-from tests.engine.desk import INFO, SCHEDULE, admission, request
+from tests.engine.simulated_scheduler import INFO, SCHEDULE, admission, request
 
 SQUARE = Picture.from_array(np.zeros((64, 64, 3), dtype=np.uint8))
 MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))

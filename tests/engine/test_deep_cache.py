@@ -18,8 +18,8 @@ from diffserve.engine import Engine
 from diffserve.engine.image.admission import full_rows
 from diffserve.runtime.unet.deep_cache import NUM_SKIPS, ShallowPart
 from tests.engine.conftest import MakeEngine
-from tests.engine.desk import INFO, Desk, admission, request
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
+from tests.engine.simulated_scheduler import INFO, Simulation, admission, request
 from tests.engine.test_out_of_memory import Shortage
 
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
@@ -180,19 +180,19 @@ def test_rows_are_full_by_the_images_own_count_and_where_there_are_no_features()
 
 
 def test_shallow_rows_cost_less_and_make_calls_of_their_own() -> None:
-    desk = Desk(row_cap=4)
-    desk.door = admission(msgspec.structs.replace(INFO, shallow_share=0.25))
-    live = desk.submit(num_steps=6, cache_interval=3)
+    sim = Simulation(row_cap=4)
+    sim.admission = admission(msgspec.structs.replace(INFO, shallow_share=0.25))
+    live = sim.submit(num_steps=6, cache_interval=3)
     assert live.tasks[0].cost_left == 2 * (2 + 4 * 0.25)
-    desk.tick()
-    assert [desk.tick()[0].cost for _ in range(2)] == [2.0, 0.5]
+    sim.tick()
+    assert [sim.tick()[0].cost for _ in range(2)] == [2.0, 0.5]
     for _ in range(3):
-        desk.submit(num_steps=6, cache_interval=3)
+        sim.submit(num_steps=6, cache_interval=3)
     totals = []
-    while desk.scheduler.has_work:
+    while sim.scheduler.has_work:
         rows = Counter[bool]()
-        full = {task: task.is_full_now for task in desk.scheduler.in_flight if task.group is not None}
-        for task in desk.tick()[0].rows:
+        full = {task: task.is_full_now for task in sim.scheduler.in_flight if task.group is not None}
+        for task in sim.tick()[0].rows:
             rows[full[task]] += 2
         assert max(rows.values(), default=0) <= 4
         totals.append(rows.total())
@@ -200,7 +200,7 @@ def test_shallow_rows_cost_less_and_make_calls_of_their_own() -> None:
 
 
 def test_a_unet_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="cache_interval is 3; the UNet of desk cannot be split") as refused:
+    with pytest.raises(InvalidRequest, match="cache_interval is 3; the UNet of sim cannot be split") as refused:
         admission().admit(request(cache_interval=3), 0.0)
     assert refused.value.param == "cache_interval"
     for value in (0, -1, 10**9):

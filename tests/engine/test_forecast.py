@@ -16,7 +16,7 @@ from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.forecast import MAX_FORECAST_SHARE
 from diffserve.engine.image.task import LiveRequest
 from diffserve.settings.config import EngineConfig
-from tests.engine.desk import Desk
+from tests.engine.simulated_scheduler import Simulation
 
 COSTS = Costs(
     calls={
@@ -103,12 +103,12 @@ def test_times_left_stay_about_right_with_three_clients_and_both_priorities() ->
 
 
 def test_images_that_share_ticks_are_not_forecast_one_after_another() -> None:
-    desk = Desk(row_cap=8)
-    desk.submit(num_steps=3)
-    desk.run()
-    lives = [desk.submit(num_steps=10) for _ in range(8)]
-    desk.tick()
-    left_s = desk.scheduler.estimates.seconds_left(desk.now_s)
+    sim = Simulation(row_cap=8)
+    sim.submit(num_steps=3)
+    sim.run()
+    lives = [sim.submit(num_steps=10) for _ in range(8)]
+    sim.tick()
+    left_s = sim.scheduler.estimates.seconds_left(sim.now_s)
     first, last = left_s[lives[0].tasks[0]], left_s[lives[-1].tasks[0]]
     assert first == pytest.approx(10.0, abs=2.5), "four images share a tick of one second"
     assert last == pytest.approx(20.0, abs=5.0), "the other four follow"
@@ -147,24 +147,24 @@ def test_the_row_cap_of_a_forecast_is_the_knee_and_is_not_counted() -> None:
 
 
 def test_forecasts_take_a_small_share_of_the_time() -> None:
-    desk, num_forecasts = Desk(), 0
+    sim, num_forecasts = Simulation(), 0
 
     def timer() -> float:
         nonlocal num_forecasts
         num_forecasts += 1
         return 0.25 * num_forecasts
 
-    desk.scheduler.estimates.timer = timer
+    sim.scheduler.estimates.timer = timer
     for _ in range(40):
-        desk.submit(num_steps=10)
-    events = desk.run()
+        sim.submit(num_steps=10)
+    events = sim.run()
     assert sum(isinstance(event, Progress) for event in events) == 400
-    assert 1 <= num_forecasts // 2 <= 1 + MAX_FORECAST_SHARE * desk.now_s / 0.25
-    live = desk.door.admit(desk.submit(num_steps=3).request, desk.now_s)
-    desk.scheduler.estimates.seconds_left(desk.now_s)
-    assert desk.scheduler.seconds_left(live, (), desk.now_s) is None
-    urgent = desk.door.admit(desk.submit(num_steps=3, deadline_s=100.0).request, desk.now_s)
-    assert desk.scheduler.seconds_left(urgent, (), desk.now_s) is not None, "a deadline is always checked"
+    assert 1 <= num_forecasts // 2 <= 1 + MAX_FORECAST_SHARE * sim.now_s / 0.25
+    live = sim.admission.admit(sim.submit(num_steps=3).request, sim.now_s)
+    sim.scheduler.estimates.seconds_left(sim.now_s)
+    assert sim.scheduler.seconds_left(live, (), sim.now_s) is None
+    urgent = sim.admission.admit(sim.submit(num_steps=3, deadline_s=100.0).request, sim.now_s)
+    assert sim.scheduler.seconds_left(urgent, (), sim.now_s) is not None, "a deadline is always checked"
 
 
 def test_the_last_request_is_forecast_to_end_after_all_earlier_requests() -> None:
@@ -186,19 +186,19 @@ def test_the_forecast_for_a_single_image_is_exact_to_a_tick() -> None:
 @pytest.mark.parametrize(("max_lanes", "fields"), [(1, {"num_images": 3}), (2, {"num_images": 5, "seed": 1})])
 def test_a_request_is_forecast_until_its_last_image(max_lanes: int, fields: dict[str, int]) -> None:
     """Though some wait for a slot meanwhile, and others want the same pictures."""
-    desk = Desk(max_lanes=max_lanes)
-    desk.scheduler.estimates.timer = lambda: 0.0
-    desk.submit(num_steps=10)
-    desk.run()
-    lives = [desk.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
+    sim = Simulation(max_lanes=max_lanes)
+    sim.scheduler.estimates.timer = lambda: 0.0
+    sim.submit(num_steps=10)
+    sim.run()
+    lives = [sim.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
     progress_events: list[tuple[Progress, float]] = []
     painted_s: dict[tuple[str, int], float] = {}
-    while desk.scheduler.has_work:
-        for event in desk.tick()[1]:
+    while sim.scheduler.has_work:
+        for event in sim.tick()[1]:
             if isinstance(event, Progress):
-                progress_events.append((event, desk.now_s))
+                progress_events.append((event, sim.now_s))
             elif isinstance(event, Painted):
-                painted_s[event.request_id, event.result.image_index] = desk.now_s
+                painted_s[event.request_id, event.result.image_index] = sim.now_s
     assert len(progress_events) == 10 * fields["num_images"] * len(lives)
     for event, now_s in progress_events:
         assert event.seconds_left is not None
@@ -233,41 +233,39 @@ def test_a_pause_of_the_process_leaves_the_forecast_as_it_was(where: str) -> Non
 
 
 def test_no_value_is_reported_before_the_first_observation() -> None:
-    desk = Desk()
-    live = desk.door.admit(desk.submit(num_steps=3).request, 0.0)
-    assert desk.scheduler.seconds_left(live, (), 0.0) is None
+    sim = Simulation()
+    live = sim.admission.admit(sim.submit(num_steps=3).request, 0.0)
+    assert sim.scheduler.seconds_left(live, (), 0.0) is None
 
 
 def test_foreseeing_changes_nothing() -> None:
     """A forecast for a new request leaves the queue and the shares unchanged."""
     ran: list[list[list[tuple[int, int]]]] = []
     for is_asked in (True, False):
-        desk = Desk(row_cap=4)
+        sim = Simulation(row_cap=4)
         lives = [
-            desk.submit(
-                client=f"{number % 2}", num_steps=5 + number, priority="batch" if number == 3 else "interactive"
-            )
+            sim.submit(client=f"{number % 2}", num_steps=5 + number, priority="batch" if number == 3 else "interactive")
             for number in range(6)
         ]
         ran.append([])
-        while desk.scheduler.has_work:
+        while sim.scheduler.has_work:
             if is_asked:
-                desk.scheduler.seconds_left(desk.door.admit(lives[0].request, desk.now_s), (), desk.now_s)
-            ran[-1].append([(lives.index(task.live), task.row_index) for task in desk.tick()[0].rows])
+                sim.scheduler.seconds_left(sim.admission.admit(lives[0].request, sim.now_s), (), sim.now_s)
+            ran[-1].append([(lives.index(task.live), task.row_index) for task in sim.tick()[0].rows])
     assert ran[0] == ran[1]
 
 
 def test_what_cannot_be_done_in_time_any_more_is_given_up_without_another_step() -> None:
-    desk = Desk(row_cap=2)
+    sim = Simulation(row_cap=2)
     for _ in range(3):
-        desk.submit(num_steps=4)
-    desk.run()
-    late = desk.submit(num_steps=20, deadline_s=40.0)
-    first = [desk.submit(client=str(number), num_steps=15) for number in range(2)]
+        sim.submit(num_steps=4)
+    sim.run()
+    late = sim.submit(num_steps=20, deadline_s=40.0)
+    first = [sim.submit(client=str(number), num_steps=15) for number in range(2)]
     ran, events = 0, list[Event]()
-    while desk.scheduler.has_work:
-        events += desk.scheduler.expire(desk.now_s)
-        ran += sum(task.live is late for task in desk.tick()[0].rows)
+    while sim.scheduler.has_work:
+        events += sim.scheduler.expire(sim.now_s)
+        ran += sum(task.live is late for task in sim.tick()[0].rows)
     [failed] = [event for event in events if isinstance(event, Failed)]
     assert (failed.request_id, failed.code, failed.param) == (late.request_id, "deadline_exceeded", "deadline_s")
     assert "cannot be met" in failed.message

@@ -14,10 +14,10 @@ from diffserve.api.types import Finished, Progress
 from diffserve.engine.image import policy
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickPlan
 from diffserve.settings.config import POLICIES, EngineConfig
-from tests.engine.desk import Desk, DeskCosts
+from tests.engine.simulated_scheduler import ConstantCosts, Simulation
 
 
-class SecondsARow(DeskCosts):
+class SecondsARow(ConstantCosts):
     """A call takes a second, and so much more for each row: 1 + ``row_s`` * rows."""
 
     def __init__(self, row_cap: int, row_s: float) -> None:
@@ -32,11 +32,11 @@ def who(plan: TickPlan) -> list[str]:
     return sorted(task.live.request_id for task in plan.rows)
 
 
-def run_and_watch(desk: Desk) -> list[list[str]]:
+def run_and_watch(sim: Simulation) -> list[list[str]]:
     """Ticks until nothing is left: who was in each that had rows."""
     ticks = []
-    while desk.scheduler.has_work:
-        plan, _ = desk.tick()
+    while sim.scheduler.has_work:
+        plan, _ = sim.tick()
         if plan.rows:
             ticks.append(who(plan))
     return ticks
@@ -77,10 +77,10 @@ def test_nobody_starves_while_others_keep_coming(
     finishes at least one of their steps.
     """
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", ageing)
-    desk = Desk(row_cap=row_cap, policy=name, max_lanes=8)
+    sim = Simulation(row_cap=row_cap, policy=name, max_lanes=8)
     for _ in range(3):
-        desk.submit(num_steps=9)
-    victim = desk.submit(num_steps=num_steps, width_px=96 if is_wide else 64, height_px=64)
+        sim.submit(num_steps=9)
+    victim = sim.submit(num_steps=num_steps, width_px=96 if is_wide else 64, height_px=64)
     times = policy.LATE if name == "goodput" else 1.0
     overtaking_ticks = 2 + int(times * victim.tasks[0].total_cost / ageing)
     steps_before = 3 * 9 + num_steps
@@ -88,21 +88,21 @@ def test_nobody_starves_while_others_keep_coming(
     while not victim.is_over:
         number, steps, wide, scale = arrivals[num_ticks % len(arrivals)]
         for _ in range(number):
-            desk.submit(num_steps=steps, width_px=96 if wide else 64, height_px=64, guidance_scale=scale)
+            sim.submit(num_steps=steps, width_px=96 if wide else 64, height_px=64, guidance_scale=scale)
         if num_ticks <= overtaking_ticks:
             steps_before += number * steps
-        desk.tick()
+        sim.tick()
         num_ticks += 1
         assert num_ticks <= overtaking_ticks + 2 * steps_before
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_completion_is_forecast_while_an_image_waits_for_decoding(name: str) -> None:
-    desk = Desk(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
-    desk.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
+    sim = Simulation(policy=name, max_decodes_per_tick=1)  # of two that end together one waits for its picture
+    sim.scheduler.estimates.timer = lambda: 0.0  # a forecast takes no time: one is made in every tick
     for num_steps in (2, 2, 9):
-        desk.submit(num_steps=num_steps)
-    progress_events = [event for event in desk.run() if isinstance(event, Progress)]
+        sim.submit(num_steps=num_steps)
+    progress_events = [event for event in sim.run() if isinstance(event, Progress)]
     assert len(progress_events) == 13
     assert all(event.seconds_left is not None for event in progress_events)
 
@@ -111,13 +111,13 @@ def test_completion_is_forecast_while_an_image_waits_for_decoding(name: str) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_walk_ends_with_everybody_served_once(name: str, seed: int) -> None:
     walk = random.Random(seed)
-    desk = Desk(row_cap=6, policy=name, max_lanes=5, max_prepares_per_tick=2)
+    sim = Simulation(row_cap=6, policy=name, max_lanes=5, max_prepares_per_tick=2)
     ended: list[str] = []
     submitted: list[LiveRequest] = []
     for _ in range(200):
         if walk.random() < 0.3:
             submitted.append(
-                desk.submit(
+                sim.submit(
                     num_steps=walk.randint(1, 6),
                     num_images=walk.randint(1, 3),
                     width_px=walk.choice([64, 96]),
@@ -125,35 +125,35 @@ def test_a_random_walk_ends_with_everybody_served_once(name: str, seed: int) -> 
                     client=walk.choice(["a", "b"]),
                 )
             )
-        plan, events = desk.tick()
+        plan, events = sim.tick()
         assert len({task.group for task in plan.rows}) <= 1
         ended += [event.request_id for event in events if isinstance(event, Finished)]
-        desk.scheduler.check_integrity()
-    ended += [event.request_id for event in desk.run() if isinstance(event, Finished)]
+        sim.scheduler.check_integrity()
+    ended += [event.request_id for event in sim.run() if isinstance(event, Finished)]
     assert sorted(ended) == sorted(live.request_id for live in submitted)
 
 
 def test_throughput_gives_the_tick_to_the_group_that_does_most_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "AGEING_ROWS_PER_TICK", 0.1)
-    desk = Desk(policy="throughput")
-    desk.submit(request_id="wide", num_steps=3, width_px=96, height_px=64)
+    sim = Simulation(policy="throughput")
+    sim.submit(request_id="wide", num_steps=3, width_px=96, height_px=64)
     for number in range(4):
-        desk.submit(request_id=f"square {number}", num_steps=3)
-    watched = run_and_watch(desk)
+        sim.submit(request_id=f"square {number}", num_steps=3)
+    watched = run_and_watch(sim)
     assert watched == [[f"square {number}" for number in range(4)]] * 3 + [["wide"]] * 3
 
 
 def test_goodput_fills_a_tick_as_long_as_those_in_it_stay_in_time() -> None:
     """Alone a guided image takes 3 s a tick, 9 s are allowed, of which calls get three quarters; four rows take 5 s."""
     costs = SecondsARow(row_cap=16, row_s=1.0)
-    desk = Desk(costs=costs, policy="goodput")
+    sim = Simulation(costs=costs, policy="goodput")
     for _ in range(6):
-        desk.submit(num_steps=10)
-    plan = desk.plan()
+        sim.submit(num_steps=10)
+    plan = sim.plan()
     assert len(plan.prepare) == 6
-    desk.apply(plan)
-    assert desk.plan().num_rows == 4, "six rows take 7 s, and would leave too little for the rest"
-    full = Desk(costs=costs, policy="latency")
+    sim.apply(plan)
+    assert sim.plan().num_rows == 4, "six rows take 7 s, and would leave too little for the rest"
+    full = Simulation(costs=costs, policy="latency")
     for _ in range(6):
         full.submit(num_steps=10)
     full.tick()
@@ -161,21 +161,21 @@ def test_goodput_fills_a_tick_as_long_as_those_in_it_stay_in_time() -> None:
 
 
 def test_goodput_puts_off_who_is_late_and_then_fills_ticks_with_them() -> None:
-    desk = Desk(costs=SecondsARow(row_cap=16, row_s=1.0), policy="goodput")
-    late = desk.submit(num_steps=5)
-    desk.now_s += 40.0
-    early = desk.submit(num_steps=20)
-    desk.tick()
-    assert desk.plan().num_rows == 4, "there is room for both"
-    desk.scheduler.policy.costs = DeskCosts(row_cap=2)
-    assert desk.plan().rows == (early.tasks[0],)
-    desk.now_s += 1000.0
-    assert desk.plan().rows == (late.tasks[0],), "both are late: the shorter one is first"
+    sim = Simulation(costs=SecondsARow(row_cap=16, row_s=1.0), policy="goodput")
+    late = sim.submit(num_steps=5)
+    sim.now_s += 40.0
+    early = sim.submit(num_steps=20)
+    sim.tick()
+    assert sim.plan().num_rows == 4, "there is room for both"
+    sim.scheduler.policy.costs = ConstantCosts(row_cap=2)
+    assert sim.plan().rows == (early.tasks[0],)
+    sim.now_s += 1000.0
+    assert sim.plan().rows == (late.tasks[0],), "both are late: the shorter one is first"
 
 
 def test_a_deadline_of_ones_own_counts_where_it_is_earlier() -> None:
-    desk = Desk(policy="goodput")
-    assert desk.submit(num_steps=10).due_s == 30.0
-    assert desk.submit(num_steps=10, deadline_s=12.0).due_s == 12.0
-    assert desk.submit(num_steps=10, deadline_s=600.0).due_s == 30.0
-    assert desk.submit(num_steps=10, num_images=3, guidance_scale=1.0).solo_s == 10.0
+    sim = Simulation(policy="goodput")
+    assert sim.submit(num_steps=10).due_s == 30.0
+    assert sim.submit(num_steps=10, deadline_s=12.0).due_s == 12.0
+    assert sim.submit(num_steps=10, deadline_s=600.0).due_s == 30.0
+    assert sim.submit(num_steps=10, num_images=3, guidance_scale=1.0).solo_s == 10.0

@@ -27,8 +27,8 @@ from diffserve.engine.image.result_cache import IGNORED_FIELDS, CachedImage, Res
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine
-from tests.engine.desk import INFO
 from tests.engine.pipelines import image_request
+from tests.engine.simulated_scheduler import INFO
 
 ROOM = 1 << 24
 PICTURE = Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8))

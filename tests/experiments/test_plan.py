@@ -12,7 +12,7 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.experiments import plan
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
-from tests.engine.desk import INFO
+from tests.engine.simulated_scheduler import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
 
@@ -120,7 +120,7 @@ def test_a_plan_that_cannot_be_painted_cannot_be_made(changes: dict[str, Any], m
     [({"steps": (5, 2000)}, "steps has 2000"), ({"reference_steps": 1001}, "reference_steps has 1001")],
 )
 def test_more_steps_than_the_training_has_timesteps_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{message}; desk was trained with 1000 timesteps"):
+    with pytest.raises(InvalidRequest, match=f"{message}; sim was trained with 1000 timesteps"):
         plan_of(**changes).check(INFO)
     plan_of(steps=(1000,)).check(INFO)
 

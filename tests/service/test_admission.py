@@ -14,7 +14,7 @@ from diffserve.service.admission import Backlog, Ticket, work_of
 from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
-from tests.engine.desk import INFO
+from tests.engine.simulated_scheduler import INFO
 
 
 class Door:

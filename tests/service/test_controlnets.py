@@ -23,7 +23,7 @@ from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.service.http.middleware import TEXT_BODY_BYTES
 from tests.engine.controlnets import control_map, save_controlnet
 from tests.service.server import running_server
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from tests.ui.test_creating import Page
 from ui.server import Server
 

@@ -11,7 +11,7 @@ from openai import OpenAI
 from diffserve.media.images import read_infotext
 from diffserve.service.responses.follow_ups import merge_warnings, merged, prompt_of
 from diffserve.service.responses.turns import Turn
-from diffserve.world.follow_ups import merge_scenes
+from diffserve.world.prompt_reading import merge_scenes
 from tests.service.server import RunningServer
 
 PICTURE = ("AAAA",)

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from diffserve.store import Database, Keys
+from diffserve.store.database import PageSelection
 from diffserve.store.history import History, Wanted, new_entry_id
-from diffserve.store.pages import PageAsked
 from tests.service.server import RunningServer, error_of, files_of, running_server
 
 ALL = Wanted()
@@ -28,7 +28,7 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
     history.add(new_entry_id(), "key-2", "other.png", "a red fox", "sd15", {})
 
     def search(*words: str, **filters: float | str) -> list[str]:
-        page = history.page("key-1", PageAsked(9), Wanted(words, **filters))  # type: ignore[arg-type]
+        page = history.page("key-1", PageSelection(9), Wanted(words, **filters))  # type: ignore[arg-type]
         assert page is not None
         return [entry.recipe["prompt"] for entry in page[0]]
 
@@ -40,13 +40,13 @@ def test_entries_are_found_by_words_time_and_model(tmp_path: Path) -> None:
     assert search("red", until_s=1e9 + 10) == ["a RED fox"]
     assert search(since_s=1e9 + 20) == ["ein grüner FUCHS"]
     assert search(model="other") == []
-    first = history.page("key-1", PageAsked(2), ALL)
+    first = history.page("key-1", PageSelection(2), ALL)
     assert first is not None
-    second = history.page("key-1", PageAsked(2, after=first[0][-1].id), ALL)
+    second = history.page("key-1", PageSelection(2, after=first[0][-1].id), ALL)
     assert second is not None
     assert ([entry.file for entry in second[0]], first[1], second[1]) == (["a RED fox.png"], True, False)
     assert history.get("key-2", first[0][0].id) is None
-    assert history.page("key-2", PageAsked(2, after=first[0][0].id), ALL) is None
+    assert history.page("key-2", PageSelection(2, after=first[0][0].id), ALL) is None
     history.forget(["a RED fox.png"], for_good=True)
     assert all(b"RED fox" not in file.read_bytes() for file in tmp_path.iterdir())
 

@@ -28,7 +28,7 @@ from diffserve.service.texts.embeddings import EmbeddingBody, plan_embedding
 from diffserve.service.texts.rewrites import plan_rewrite
 from diffserve.service.texts.schemas import ChatBody, RewriteBody
 from diffserve.settings.layers import load_settings
-from tests.engine.desk import INFO
+from tests.engine.simulated_scheduler import INFO
 
 CONFIG = load_settings(env={}).serve
 

@@ -16,9 +16,8 @@ from diffserve.service.stored.usage import WRITE_DELAY_S, UsageBook
 from diffserve.store import Database, Keys
 from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
-from diffserve.store.database import FILE, MIGRATIONS
+from diffserve.store.database import FILE, MIGRATIONS, PageSelection
 from diffserve.store.files import Files
-from diffserve.store.pages import PageAsked
 from diffserve.store.usage import Usage, Used, day_of
 
 
@@ -61,7 +60,7 @@ def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: py
         with pytest.raises(OSError, match="No space"):
             shelf.add()
     with monkeypatch.context() as broken_insert:
-        broken_insert.setattr("diffserve.store.files.insert_file", lambda *_: 1 / 0)
+        broken_insert.setattr("diffserve.store.files.insert_row", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             shelf.add()
     assert shelf.names == set(names), "no partial file remains"
@@ -71,7 +70,7 @@ def test_a_file_is_stored_completely_or_not_at_all(shelf: Shelf, monkeypatch: py
         assert opened.read() == b"x" * 300
     assert shelf.files.get("key-2", names[0]) is None
     assert shelf.files.get("key-1", "../diffserve.sqlite") is None
-    page = shelf.files.page("key-1", PageAsked(1))
+    page = shelf.files.page("key-1", PageSelection(1))
     assert page is not None
     assert ([file.id for file in page[0]], page[1]) == ([names[1]], True)
     shelf.clock.now_s += 31 * 24 * 3600

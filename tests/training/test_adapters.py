@@ -30,12 +30,11 @@ from diffserve.training.adapters import (
 )
 from diffserve.training.denoiser_training import Denoiser
 from diffserve.training.eval.adapters import drawn_in_sepia, gift_score
-from diffserve.training.eval.painting import TEACHER
+from diffserve.training.eval.captions import TEACHER
 from diffserve.world.checker import check
 from diffserve.world.picture_reading import read_picture
-from diffserve.world.render import render
+from diffserve.world.render import render, sepia
 from diffserve.world.scenes import OBJECTS, is_held_out
-from diffserve.world.styles import sepia
 
 RESULTS = json.loads((card.RESULTS / "adapters.json").read_text(encoding="utf-8"))
 
@@ -80,7 +79,7 @@ def test_a_change_gives_the_same_output_as_hooks_as_merged_weights_and_as_a_file
         for up in change.of(component).up:
             nn.init.normal_(up)
     x = torch.randn(2, 6, 4, 4)
-    with change.of("unet").beside(small.unet):
+    with change.of("unet").added_to(small.unet):
         added = small.unet(x)
     merged = change.merge_into(small)
     torch.testing.assert_close(added, merged.unet(x))

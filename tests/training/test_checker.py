@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.world.backgrounds import background
 from diffserve.world.checker import SceneSpec, check, judge, read_picture
-from diffserve.world.render import render
+from diffserve.world.render import background, render, sprite
 from diffserve.world.scenes import (
     BACKGROUNDS,
     GRID_PX,
@@ -27,7 +26,6 @@ from diffserve.world.scenes import (
     is_legible,
     scenes,
 )
-from diffserve.world.sprites import sprite
 
 CANVASES = [(128, 128), (192, 128), (128, 192)]
 

@@ -20,14 +20,22 @@ from diffserve.runtime import load_model
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
 from diffserve.settings.layers import load_settings
 from diffserve.training import card, denoiser_training
-from diffserve.training.denoiser_training import TEXT_WIDTH, Denoiser, build_scheduler
-from diffserve.training.distillation import DistillSettings, LowRankChange, TrajectoryStore, distill, save_adapter
-from diffserve.training.eval.captions import judge_held_out, score
-from diffserve.training.eval.painting import DISTILLED
+from diffserve.training.denoiser_training import TEXT_WIDTH, Denoiser, build_scheduler, train_tokenizer
+from diffserve.training.distillation import (
+    NUM_STEPS,
+    DistillSettings,
+    Ladder,
+    LowRankChange,
+    TrajectoryStore,
+    collect,
+    ddim_step,
+    distill,
+    save_adapter,
+    velocity_to,
+)
+from diffserve.training.eval.captions import DISTILLED, judge_held_out, score
 from diffserve.training.export import export
 from diffserve.training.latents import LatentScenes
-from diffserve.training.tokenizer import train_tokenizer
-from diffserve.training.trajectories import NUM_STEPS, Ladder, collect, ddim_step, velocity_to
 from diffserve.training.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.world.scenes import scenes
 from tests.tiny_models import EMBEDDED, unet

@@ -20,10 +20,9 @@ from diffserve.training.eval.captions import (
     score,
     scores,
 )
-from diffserve.world.backgrounds import background
 from diffserve.world.captions import held_out
 from diffserve.world.checker import check
-from diffserve.world.render import render
+from diffserve.world.render import background, render
 from diffserve.world.scenes import KIND_SHARES, PAIR_PX, Placed, Scene, has_unseen_pair, scenes
 
 PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "blue", "left of")

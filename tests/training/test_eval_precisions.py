@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from diffserve.runtime.language.weight_only import int4_problem
-from diffserve.training.eval import precisions
+from diffserve.training.eval.rewriter import evaluate_precisions
 
 
 @pytest.mark.slow
 def test_every_precision_of_the_rewriter_keeps_to_its_perplexity() -> None:
     names = ["float32", "int8", *([] if int4_problem(torch.device("cpu")) else ["int4"])]
-    results = precisions.evaluate(names, count=40)["precisions"]
+    results = evaluate_precisions(names, count=40)["precisions"]
     assert all(result["passes"] for result in results.values())
     sizes = [result["weights_bytes"] for result in results.values()]
     assert sizes == sorted(sizes, reverse=True)
@@ -28,4 +28,4 @@ def test_two_bits_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.copy_((weight / scale).round() * scale)
 
     monkeypatch.setattr("diffserve.runtime.language.weight_only.hold_int8_weight", two_bits)
-    assert not precisions.evaluate(["float32", "int8"], count=10)["precisions"]["int8"]["passes"]
+    assert not evaluate_precisions(["float32", "int8"], count=10)["precisions"]["int8"]["passes"]

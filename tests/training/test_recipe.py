@@ -23,22 +23,34 @@ from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
 from diffserve.runtime.loading.checkpoint import NOT_COVERED
 from diffserve.runtime.model import OWN_LORAS
 from diffserve.runtime.vae.preview import PreviewDecoder
-from diffserve.training import denoiser_training, muon, train
+from diffserve.training import denoiser_training, train, training_loop
 from diffserve.training.denoiser_training import (
     FINISH_SHARE,
+    MAX_TOKENS,
     TEXT_WIDTH,
     Denoiser,
     continue_denoiser,
     interpolate,
     stratified_timesteps,
     train_denoiser,
+    train_tokenizer,
 )
 from diffserve.training.export import POSTERIOR_STD, export, fold_normalisation
-from diffserve.training.latents import LatentScenes, batches, channel_statistics, emphasis, encode_scenes, normalise
-from diffserve.training.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
+from diffserve.training.latents import (
+    DIRECTIONS,
+    READ_TOKENS,
+    UNSAID,
+    LatentScenes,
+    LayoutHead,
+    batches,
+    channel_statistics,
+    emphasis,
+    encode_scenes,
+    layout,
+    normalise,
+)
 from diffserve.training.preview_training import CONFIG
 from diffserve.training.samples import preview_sheet, round_trip_sheet
-from diffserve.training.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.training.training_loop import Run, TrainSettings, adamw, fingerprint, rate_factor
 from diffserve.training.vae_training import LATENT_CHANNELS, build_vae, train_vae
 from diffserve.world.captions import caption, held_out, loose_caption
@@ -268,7 +280,7 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(
 def test_tuning_the_shipped_weights_keeps_their_autoencoder_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "NEWTON_SCHULZ_STEPS", 1)  # at full width these steps take most of an iteration
+    monkeypatch.setattr(training_loop, "NEWTON_SCHULZ_STEPS", 1)  # at full width these steps take most of an iteration
     shipped = EMBEDDED_DIRECTORY
     leg = partial(train.tune, tmp_path, "cpu", batch=1, num_scenes=24, look_every=100)
     leg(iterations=1, start=shipped)

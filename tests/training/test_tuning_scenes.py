@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from diffserve.training.tuning_scenes import SHARES, tuning_scenes
+from diffserve.training.latents import TUNING_SHARES, tuning_scenes
 from diffserve.world.captions import ABOVE_WORDS, OBJECTS_ONLY_SHARE, loose_caption
 from diffserve.world.checker import check
 from diffserve.world.prompt_reading import parse_prompt
@@ -22,11 +22,11 @@ def drawn() -> list[Scene]:
 
 
 def test_tuning_scenes_follow_their_shares_and_none_is_held_out(drawn: list[Scene]) -> None:
-    assert sum(SHARES.values()) == pytest.approx(1)
+    assert sum(TUNING_SHARES.values()) == pytest.approx(1)
     kinds = Counter(
         "high" if scene.is_high else scene.size if scene.kind == "one object" else scene.kind for scene in drawn
     )
-    for kind, share in SHARES.items():
+    for kind, share in TUNING_SHARES.items():
         assert kinds[kind] / len(drawn) == pytest.approx(share, abs=0.035), kind
     assert all(is_legible(scene) and not is_held_out(scene) for scene in drawn)
     assert drawn == list(islice(tuning_scenes(7), len(drawn)))

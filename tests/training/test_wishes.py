@@ -13,8 +13,7 @@ from diffserve.training.wishes import BY_HAND_SHARE, held_out_wishes, shows, wis
 from diffserve.training.wishes.noise import MIN_LETTERS, as_typed, known_words, misspell, slip
 from diffserve.training.wishes.words import Phrases, colors_for, languages, many, names_for, sentences, words
 from diffserve.training.wishes.writer import Writer, is_kept_combination
-from diffserve.world.canonical import Asked, Said, sentence
-from diffserve.world.captions import caption
+from diffserve.world.captions import Asked, Said, caption, sentence
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.render import render
 from diffserve.world.scenes import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX, is_held_out, is_legible, scenes

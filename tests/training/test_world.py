@@ -9,7 +9,6 @@ from itertools import combinations, islice
 import numpy as np
 import pytest
 
-from diffserve.world.backgrounds import background
 from diffserve.world.captions import (
     COLOR_SYNONYMS,
     NUMBER_WORDS,
@@ -22,7 +21,7 @@ from diffserve.world.captions import (
     loose_caption,
     plural,
 )
-from diffserve.world.render import render
+from diffserve.world.render import background, render
 from diffserve.world.scenes import (
     BACKGROUNDS,
     CANVAS_PX,

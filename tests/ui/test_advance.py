@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from diffserve.client import Failure, LostImage, Progress
-from ui.create.advance import Advance
+from ui.create.painting import Advance
 
 STEPS = 10
 

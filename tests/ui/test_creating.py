@@ -15,7 +15,7 @@ import pytest
 from diffserve.api.errors import EngineUnavailable
 from diffserve.media.images import decode_image
 from tests.service.server import SOON_S, RunningServer
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from ui.captions import EARLY, OLDER, STOPPING
 from ui.create.handlers import CreateHandlers, settings_of
 from ui.create.view import OF_PICTURE, PARTS, Screen

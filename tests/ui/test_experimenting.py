@@ -16,7 +16,7 @@ from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from tests.ui.painted import paint
 from ui.captions import EARLY
 from ui.experiment import view

@@ -8,9 +8,9 @@ from typing import Any
 import gradio as gr
 
 from diffserve.client import HistoryEntry
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from ui.fields import MAX_FIELD_CHARS
-from ui.history.tab import ASK, HistoryHandlers, Looking
+from ui.history import ASK, HistoryHandlers, Looking
 from ui.server import Server
 from ui.visitors import Visitors
 

@@ -13,10 +13,9 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import MAX_PROMPT_CHARS
 from diffserve.client import Rewrites, RewrittenPrompt
-from tests.ui.asking import Request
+from tests.ui.gradio_request import Request
 from ui.captions import status
-from ui.create.rewriting import Rewriting, accept, choose, compare
-from ui.create.word_difference import difference_html
+from ui.create.rewriting import Rewriting, accept, choose, compare, difference_html
 
 WISH = "a <small> fox"
 SAID = status("The prompt is already good.")

@@ -14,8 +14,8 @@ from PIL import Image
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.media.images import decode_image
-from tests.ui.asking import Request
 from tests.ui.capabilities import MODEL
+from tests.ui.gradio_request import Request
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import Form, order_of
 from ui.create.start import MASK, MAX_MARKS_CHARS, MISSING_IMAGE, PageMarks, Starting, start_of

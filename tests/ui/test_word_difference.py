@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.create.word_difference import MAX_CHARS, MAX_WORDS, WordRun, _words, difference, difference_html, is_marked
+from ui.create.rewriting import MAX_CHARS, MAX_WORDS, WordRun, _words, difference, difference_html, is_marked
 
 TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
 
@@ -73,7 +73,7 @@ def test_very_long_texts_are_not_compared_by_words() -> None:
 
 @pytest.mark.parametrize("text", ["a " * MAX_CHARS, "x" * 10 * MAX_CHARS])
 def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ui.create.word_difference._WORDS", None)
+    monkeypatch.setattr("ui.create.rewriting._WORDS", None)
     assert difference("a fox", text) == (WordRun("removed", "a fox"), WordRun("added", text))
     assert difference(text, text) == (WordRun("same", text),)
 

@@ -13,8 +13,9 @@ from ui.create import palette, start
 from ui.create.palette import Palette
 from ui.create.parameters import ASPECTS, NOISE_SOURCES, REWRITE_MODES, SPACINGS
 from ui.create.start import StartPanel
+from ui.events import number_field
 from ui.fields import TYPED
-from ui.uploads import keep_no_copies
+from ui.uploads import upload_button
 
 EXAMPLES: Final = (
     "a fox next to a cactus on the beach",
@@ -136,7 +137,7 @@ def lay_out() -> CreateTab:
             count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Images", elem_id="count", buttons=[])
             advanced, random_seed, advanced_fields = _advanced()
             controlling, read_control, controls = _controlling()
-            read_parameters = _upload("Load settings from an image", "read-parameters")
+            read_parameters = upload_button("Load settings from an image", "read-parameters")
     selected: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
     selected["strength"] = begin.strength
     fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **selected, **advanced_fields, **controls)
@@ -262,8 +263,8 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
         negative = gr.Textbox("", label="Negative prompt", info="What to avoid.", elem_id="negative-prompt")
         with gr.Row():
-            steps = _number("Steps", "from quality", "steps", info="Number of denoising steps.")
-            guidance = _number("Guidance", "default", "guidance", info="How closely to follow the prompt.")
+            steps = number_field("Steps", "from quality", "steps", info="Number of denoising steps.")
+            guidance = number_field("Guidance", "default", "guidance", info="How closely to follow the prompt.")
         sampler = gr.Dropdown(
             [("Default", "")],
             value="",
@@ -287,15 +288,15 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             elem_id="noise-source",
         )
         with gr.Row():
-            size = _number("Size", "from aspect", "size", info="In pixels, 512x512.")
-            loras = _number("Adapters", "none", "loras", info="LoRA names with weights: ink:0.8, paper.")
+            size = number_field("Size", "from aspect", "size", info="In pixels, 512x512.")
+            loras = number_field("Adapters", "none", "loras", info="LoRA names with weights: ink:0.8, paper.")
         typed: dict[str, gr.Textbox] = {}
         names = tuple(TYPED)
         for at in range(0, len(names), 2):
             with gr.Row():
                 typed |= {name: _typed(name) for name in names[at : at + 2]}
         with gr.Row(elem_id="seeds"):
-            seed = _number("Seed", "random", "seed")
+            seed = number_field("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
     return (
         advanced,
@@ -314,7 +315,7 @@ def _controlling() -> tuple[gr.Accordion, gr.UploadButton, dict[str, Any]]:
         picture = gr.Textbox(
             "", label="Control image", placeholder="none", interactive=False, max_lines=1, elem_id="control-picture"
         )
-        choose = _upload("Choose a control image", "read-control")
+        choose = upload_button("Choose a control image", "read-control")
         preprocessor = gr.Dropdown(
             [("None (a control map)", ""), ("Edges (canny)", "canny")],
             value="",
@@ -322,32 +323,13 @@ def _controlling() -> tuple[gr.Accordion, gr.UploadButton, dict[str, Any]]:
             elem_id="preprocessor",
         )
         with gr.Row():
-            scale = _number("Weight", "1", "control-scale", info="0 to 2.")
-            steps = _number("Active steps", "all", "control-steps", info="Start and end as fractions: 0-0.5.")
+            scale = number_field("Weight", "1", "control-scale", info="0 to 2.")
+            steps = number_field("Active steps", "all", "control-steps", info="Start and end as fractions: 0-0.5.")
     fields = {"control": name, "control_scale": scale, "control_steps": steps}
     return panel, choose, {**fields, "preprocessor": preprocessor, "control_picture": picture}
-
-
-def _upload(label: str, elem_id: str) -> gr.UploadButton:
-    button = gr.UploadButton(label, file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id=elem_id)
-    keep_no_copies(button)
-    return button
 
 
 def _typed(name: str) -> gr.Textbox:
     """Return the text field for the entry ``name`` of ``TYPED``."""
     field = REQUEST_FIELDS[name]
-    return _number(field.form, field.default_text, name.replace("_", "-"), info=field.help)
-
-
-def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
-    """Return a text field for an optional number; gradio's number field turns an empty value into zero."""
-    return gr.Textbox(
-        "",
-        label=label,
-        placeholder=placeholder,
-        info=info,
-        max_lines=1,
-        html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
-        elem_id=elem_id,
-    )
+    return number_field(field.form, field.default_text, name.replace("_", "-"), info=field.help)

@@ -21,10 +21,10 @@ from diffserve.media.decoders import ImageReader
 from diffserve.media.images import encode_image, resize
 from ui.captions import status
 from ui.create.parameters import StartFile
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, number_field
 from ui.fields import read_number
 from ui.server import Server, sentence
-from ui.uploads import keep_no_copies
+from ui.uploads import upload_button
 from ui.visitors import Visitors, decoded
 
 MAX_MARKS_CHARS: Final = 900_000
@@ -77,20 +77,10 @@ class PageMarks(msgspec.Struct, frozen=True):
 def lay_out() -> StartPanel:
     """Build the panel in the current context, closed."""
     with gr.Accordion("Edit an image", open=False, elem_id="start") as panel:
-        choose = gr.UploadButton(
-            "Choose an image", file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id="start-choose"
-        )
-        keep_no_copies(choose)
+        choose = upload_button("Choose an image", "start-choose")
         editor = gr.HTML(elem_id="start-picture", elem_classes="quiet")
-        strength = gr.Textbox(
-            "",
-            label="Strength",
-            info="How much of the image changes, 0 to 1.",
-            placeholder="0.75, or 1 with a mask",
-            max_lines=1,
-            html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
-            elem_id="strength",
-        )
+        info = "How much of the image changes, 0 to 1."
+        strength = number_field("Strength", "0.75, or 1 with a mask", "strength", info=info)
         remove = gr.Button("Remove image", size="sm", visible=False, elem_id="start-remove")
         note = gr.HTML(elem_id="start-note")
     return StartPanel(panel, choose, editor, strength, remove, note, gr.Textbox("", label="Marks", visible=False))

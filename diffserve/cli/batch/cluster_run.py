@@ -38,7 +38,7 @@ from diffserve.cli.generate import note, open_engine
 from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import write_output
 from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
-from diffserve.processes.wait_policy import bound_spinning
+from diffserve.processes import bound_spinning
 from diffserve.service.safety import Safety
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import ENV_PREFIX, PROFILES, Flag, load_settings

@@ -24,7 +24,7 @@ from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.model_loading import LOAD_POLL_S, Loader, ModelEntry, ModelLoading, WaitingRequest
 from diffserve.engine.image.task import TickTrace
 from diffserve.engine.records import FailureReason
-from diffserve.rewriting.window import MARKS, TextWindow
+from diffserve.rewriting.judging import MARKS, TextWindow
 from diffserve.runtime.kv import PagePool
 
 

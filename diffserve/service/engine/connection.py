@@ -29,7 +29,7 @@ from diffserve.api.errors import (
     QueueFull,
 )
 from diffserve.api.types import Progress, ServedModel
-from diffserve.processes.wait_policy import bound_spinning
+from diffserve.processes import bound_spinning
 from diffserve.service.engine.engines import END_OF_JOB, Job
 from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE

@@ -63,7 +63,7 @@ def merged(prompt: str, follow_up: str, *, is_world: bool = False) -> str:
     if WHOLE.match(change) and not REFERENCE.search(change):
         return change
     if is_world:
-        from diffserve.world.follow_ups import merge_scenes  # takes a third of a second, and few servers need it
+        from diffserve.world.prompt_reading import merge_scenes  # takes a third of a second, and few servers need it
 
         if (scenes := merge_scenes(prompt, change)) is not None:
             return scenes

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.processes.client_places import ClientPlaces
+from diffserve.client_places import ClientPlaces
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.routing import After, Order, error_responses
@@ -23,8 +23,8 @@ from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import BATCHES, LISTINGS
 from diffserve.store.batch_input import InputCheck, path_of
 from diffserve.store.batches import Batch, Batches
+from diffserve.store.database import PageSelection
 from diffserve.store.files import File, Files
-from diffserve.store.pages import PageAsked
 
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_METADATA: Final = 16
@@ -110,7 +110,7 @@ class BatchRoutes:
         order: Order = "desc",
     ) -> Response:
         """List the batches of the key, page by page."""
-        page = await LISTINGS.run(self._batches.page, self._owners.of(request), PageAsked(limit, after, order))
+        page = await LISTINGS.run(self._batches.page, self._owners.of(request), PageSelection(limit, after, order))
         return list_response(page, batch_object)
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.processes.client_places import ClientPlaces
+from diffserve.client_places import ClientPlaces
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MEDIA_TYPE, is_form, open_form
@@ -24,8 +24,8 @@ from diffserve.service.http.streams import send_file
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS, FILES, LISTINGS
 from diffserve.store.batches import Batches
+from diffserve.store.database import PageSelection
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
-from diffserve.store.pages import PageAsked
 
 PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
 """Purposes that clients may give; only batch has an effect."""
@@ -104,7 +104,7 @@ class FileRoutes:
         order: Order = "desc",
     ) -> Response:
         """List the files of the key, page by page."""
-        selection = PageAsked(limit, after, order)
+        selection = PageSelection(limit, after, order)
         page = await LISTINGS.run(self._files.page, self._owners.of(request), selection, purpose)
         return list_response(page, file_object)
 

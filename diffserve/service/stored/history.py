@@ -18,8 +18,8 @@ from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.stored.files import list_response
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
+from diffserve.store.database import PageSelection
 from diffserve.store.history import MAX_WORDS, Entry, Wanted
-from diffserve.store.pages import PageAsked
 
 MAX_QUERY_CHARS: Final = 500
 THUMBNAIL_PX: Final = 256
@@ -70,7 +70,7 @@ class HistoryRoutes:
         words = tuple(q.split())
         if len(words) > MAX_WORDS:
             raise InvalidRequest(f"q has {len(words)} words; at most {MAX_WORDS} are allowed.", param="q")
-        owner, selection = self._owners.of(request), PageAsked(limit, after, order)
+        owner, selection = self._owners.of(request), PageSelection(limit, after, order)
         entry_filter = Wanted(words, model, since, until)
         page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
         return list_response(page, entry_object)

@@ -16,8 +16,8 @@ from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow, find_rewriter
-from diffserve.training.eval import adapters, captions, parts, precisions, ranges, rewriter
-from diffserve.training.eval.painting import BEST_GUIDANCE
+from diffserve.training.eval import adapters, captions, parts, ranges, rewriter
+from diffserve.training.eval.captions import BEST_GUIDANCE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Model = Annotated[str, typer.Option(help="the image model: embedded, embedded-turbo, or a directory")]
@@ -86,14 +86,12 @@ def evaluate_rewriter(
 
 @app.command(name="precisions")
 def evaluate_precisions(
-    names: Annotated[
-        str, typer.Option(help="the reference, then what is held against it")
-    ] = "float32,bfloat16,int8,int4",
+    names: Annotated[str, typer.Option(help="the reference, then what is held against it")] = PRECISIONS,
     count: Annotated[int, typer.Option(help="held-out wishes")] = 200,
     out: Out = None,
 ) -> None:
     """Measure the rewriter's perplexity at lower precision; exit code 3 if it rises by more than is allowed."""
-    document = precisions.evaluate(names.split(","), count)
+    document = rewriter.evaluate_precisions(names.split(","), count)
     _show(document, out)
     if not all(result["passes"] for result in document["precisions"].values()):
         raise typer.Exit(3)

@@ -13,11 +13,10 @@ from diffserve.api.types import DiffusionParams
 from diffserve.engine import Engine
 from diffserve.models.loras import Lora
 from diffserve.training.adapters import GIFT, LESSONS, SEPIA, SHARES, lessons_held_out, plain_gifts
-from diffserve.training.eval.captions import score
-from diffserve.training.eval.painting import TEACHER, paint, painter
+from diffserve.training.eval.captions import TEACHER, paint, painter, score
 from diffserve.world.checker import EDITION, check
+from diffserve.world.render import sepia
 from diffserve.world.scenes import Scene
-from diffserve.world.styles import sepia
 
 SEED = 9_700
 CROWDS = {kind: share for kind, share in SHARES.items() if kind != "one object"}

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffserve.engine import Engine
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.runtime import DiffusionModel
-from diffserve.training.eval.painting import DISTILLED, TEACHER, paint, painter
+from diffserve.training.eval.captions import DISTILLED, TEACHER, paint, painter
 from diffserve.world.checker import check
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from diffserve.engine import Engine
-from diffserve.training.eval.captions import judge_held_out, score
-from diffserve.training.eval.painting import TEACHER, paint, painter
+from diffserve.training.eval.captions import TEACHER, judge_held_out, paint, painter, score
 from diffserve.world.captions import article_for, words_of_background
 from diffserve.world.checker import EDITION, Reading, SceneSpec, judge, read_picture
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS

@@ -1,4 +1,4 @@
-"""Evaluation of the rewriter by images: held-out wishes with and without rewriting, and the effect on captions.
+"""Evaluation of the rewriter: by images of held-out wishes, and by perplexity at lower precision.
 
 Both images of a wish use one seed, so that only the prompt differs. An image is correct if it shows everything that the
 wish settles, with any choice for what it leaves open (:func:`~diffserve.training.wishes.shows`). All answers are
@@ -7,18 +7,24 @@ recorded first; entropy thresholds are applied afterwards.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch.nn import functional as F
 
 from diffserve.api.rewrite_types import Rewrite, RewriteRequest
 from diffserve.api.types import DiffusionParams, RewriteOptions
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
-from diffserve.training.eval.painting import paint, painter
+from diffserve.rewriting import find_rewriter
+from diffserve.runtime.language import LanguageModel, load_language_model
+from diffserve.training.eval.captions import paint, painter
+from diffserve.training.rewriter_model import answer, prompt
 from diffserve.training.wishes import LooseWish, held_out_wishes, in_groups, shows
 from diffserve.world.captions import held_out
 
@@ -172,3 +178,42 @@ def evaluate(
             "guidance_scale": how.guidance_scale,
         },
     )
+
+
+MOST_RISE = 0.05
+"""Largest relative rise of perplexity over the reference (see ``benchmarks/LOG.md``)."""
+
+
+def evaluate_precisions(precisions: Sequence[str], count: int, model: str = "embedded") -> dict[str, Any]:
+    """Measure the perplexity of the captions of ``count`` held-out wishes in each precision.
+
+    The first precision is the reference; ``passes`` tells whether a precision stays within ``MOST_RISE``.
+
+    Raises:
+        ConfigError: a precision is not available on this machine.
+    """
+    wishes = held_out_wishes(count)
+    results: dict[str, dict[str, Any]] = {}
+    for precision in precisions:
+        loaded = load_language_model(find_rewriter(model), dtype=precision)
+        results[precision] = {
+            "perplexity": round(math.exp(mean_nats(loaded, wishes)), 5),
+            "weights_bytes": loaded.info.weights_bytes,
+        }
+    reference = results[precisions[0]]["perplexity"]
+    for result in results.values():
+        result["rise"] = round(result["perplexity"] / reference - 1, 5)
+        result["passes"] = result["rise"] <= MOST_RISE
+    return {"wishes": count, "most_rise": MOST_RISE, "precisions": results}
+
+
+def mean_nats(model: LanguageModel, wishes: Sequence[LooseWish]) -> float:
+    """Compute the mean cross-entropy in nats of the captions' tokens, each after its wish and the tokens before it."""
+    nats, num_tokens = 0.0, 0
+    for wish in wishes:
+        before, after = (model.tokenizer(text).input_ids for text in (prompt(wish.text), answer(wish.caption)))
+        with torch.inference_mode():
+            logits = model.plain_logits([*before, *after])[len(before) - 1 : -1].float()
+        nats += float(F.cross_entropy(logits, torch.tensor(after, device=logits.device), reduction="sum"))
+        num_tokens += len(after)
+    return nats / num_tokens

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from diffserve.training.wishes.noise import as_typed, misspell
 from diffserve.training.wishes.vague import vague_wish
 from diffserve.training.wishes.writer import Writer
-from diffserve.world.canonical import Asked, Said, sentence
-from diffserve.world.captions import caption
+from diffserve.world.captions import Asked, Said, caption, sentence
 from diffserve.world.checker import SceneSpec, judge, read_picture
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_held_out, scenes

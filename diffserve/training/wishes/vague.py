@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from diffserve.training.wishes.words import homes_of, sentences, split, words
 from diffserve.training.wishes.writer import Writer
-from diffserve.world.canonical import Asked, Said
+from diffserve.world.captions import Asked, Said
 from diffserve.world.scenes import (
     BACKGROUNDS,
     CAMOUFLAGED,

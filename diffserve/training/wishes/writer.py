@@ -17,8 +17,7 @@ from diffserve.training.wishes.words import (
     sentences,
     words,
 )
-from diffserve.world.canonical import Said
-from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, article_for, plural
+from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, Said, article_for, plural
 from diffserve.world.scenes import COLORS
 
 ARTICLES = ("the", "my", "one", "this", "some", "our")

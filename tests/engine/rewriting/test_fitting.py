@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffserve.rewriting.cleaning import find_lost
-from diffserve.rewriting.judging import fit
+from diffserve.rewriting.judging import TextWindow, fit
 from diffserve.rewriting.style import Parts
-from diffserve.rewriting.window import TextWindow
 
 
 def window(num_tokens: int) -> TextWindow:

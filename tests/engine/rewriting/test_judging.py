@@ -7,9 +7,8 @@ import pytest
 from diffserve.api.rewrite_types import Rewrite
 from diffserve.api.text_types import FinishReason, TextResult
 from diffserve.rewriting.cleaning import find_lost_numbers
-from diffserve.rewriting.judging import Judge, loops, refuses
+from diffserve.rewriting.judging import Judge, TextWindow, loops, refuses
 from diffserve.rewriting.style import load_style
-from diffserve.rewriting.window import TextWindow
 
 
 def judged(

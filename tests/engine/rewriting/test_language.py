@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from diffserve.rewriting.grammar import caption_constraint
-from diffserve.rewriting.window import TextWindow
+from diffserve.rewriting.judging import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD
 from diffserve.runtime.loading.components import load_tokenizer
 from diffserve.runtime.loading.family import BUILT_IN
-from diffserve.world.canonical import Said, noun, sentence
+from diffserve.world.captions import Said, noun, sentence
 from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import OBJECTS, scenes
 from tests.runtime.language import tiny

@@ -8,8 +8,8 @@ import pytest
 
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.rewriting.cleaning import find_lost, find_names, find_quotes
+from diffserve.rewriting.judging import TextWindow
 from diffserve.rewriting.style import Style, load_style, style_for_family, style_names
-from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.text.clip_vocabulary import WINDOW_TOKENS, clip_tokenizer
 from diffserve.settings.layers import configs_dir
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.rewriting.window import TextWindow
+from diffserve.rewriting.judging import TextWindow
 from diffserve.runtime import load_model
 from tests.device import DEVICE
 

@@ -17,8 +17,8 @@ from diffserve.engine.text import TextEngine
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import load_language_model
 from tests.device import DEVICE
-from tests.engine.text.asking import expected, greedy, token_ids_of
 from tests.engine.text.conftest import Load, MakeEngine
+from tests.engine.text.text_requests import expected, greedy, token_ids_of
 from tests.runtime.language import tiny
 
 IDS = tiny.random_ids(6, seed=6)

@@ -8,8 +8,8 @@ import pytest
 
 from diffserve.api.pace import TokenCost
 from diffserve.engine.text import TickBudget
-from tests.engine.text.asking import greedy
 from tests.engine.text.conftest import MakeEngine
+from tests.engine.text.text_requests import greedy
 from tests.runtime.language import tiny
 
 

@@ -14,7 +14,7 @@ from diffserve.engine.text import TextEngine
 from diffserve.runtime.decoding.adjustments import filtered
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.language import load_language_model
-from tests.engine.text.asking import greedy
+from tests.engine.text.text_requests import greedy
 from tests.runtime.language import tiny
 
 

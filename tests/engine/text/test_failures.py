@@ -11,8 +11,8 @@ import torch
 from diffserve.api.text_types import TextFinished
 from diffserve.api.types import Failed
 from diffserve.engine.text import TextEngine
-from tests.engine.text.asking import expected, greedy, of_type, token_ids_of
 from tests.engine.text.conftest import Load, MakeEngine
+from tests.engine.text.text_requests import expected, greedy, of_type, token_ids_of
 from tests.runtime.language import tiny
 
 POISON = 5

@@ -15,8 +15,8 @@ from diffserve.api.json_schemas import ANY_OBJECT, check_schema, followed, max_t
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextAccepted, TextFinished, TextRequest, TextResult
 from diffserve.runtime.decoding import json_constraint
-from tests.engine.text.asking import greedy, token_ids_of
 from tests.engine.text.conftest import MakeEngine
+from tests.engine.text.text_requests import greedy, token_ids_of
 from tests.runtime.language import tiny
 
 IDS: Final = tiny.random_ids(7, seed=3)

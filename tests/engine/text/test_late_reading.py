@@ -12,8 +12,8 @@ from diffserve.api.text_types import TextConfig, TextDelta, TextFinished, TextRe
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import load_language_model
-from tests.engine.text.asking import expected, greedy, of_type, token_ids_of
 from tests.engine.text.conftest import MakeEngine
+from tests.engine.text.text_requests import expected, greedy, of_type, token_ids_of
 from tests.runtime.language import tiny
 
 PROMPTS = [tiny.random_ids(length, seed=seed) for seed, length in enumerate((3, 9, 14, 30, 5))]

@@ -7,8 +7,8 @@ import pytest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
 from diffserve.engine.text import TextEngine
-from tests.engine.text.asking import expected, greedy, token_ids_of
 from tests.engine.text.conftest import MakeEngine
+from tests.engine.text.text_requests import expected, greedy, token_ids_of
 from tests.runtime.language import tiny
 
 KINDS = (*tiny.KINDS, *tiny.OTHER_KINDS)

@@ -17,8 +17,8 @@ from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.runtime.kv import PageTable, PoolBusy
 from diffserve.runtime.language import LanguageModel, load_language_model
 from tests.device import DEVICE
-from tests.engine.text.asking import greedy, token_ids_of
 from tests.engine.text.conftest import pages_of
+from tests.engine.text.text_requests import greedy, token_ids_of
 from tests.runtime.language import tiny
 
 PROMPTS = [tiny.random_ids(length, seed=seed) for seed, length in enumerate((2, 4, 5, 9, 13, 17, 22, 29))]

@@ -7,8 +7,8 @@ import pytest
 from diffserve.api.text_types import TextFinished
 from diffserve.api.types import Cancelled
 from diffserve.engine.text import TextEngine
-from tests.engine.text.asking import expected, greedy, of_type, token_ids_of
 from tests.engine.text.conftest import MakeEngine
+from tests.engine.text.text_requests import expected, greedy, of_type, token_ids_of
 from tests.runtime.language import tiny
 
 

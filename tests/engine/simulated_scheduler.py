@@ -1,4 +1,4 @@
-"""The scheduler at its desk: real requests and tables, and ticks whose outcome is written by hand. No torch."""
+"""Simulation of the scheduler: real requests and step tables, ticks with given outcomes. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffserve.settings.config import EngineConfig
 from schedulers import NoiseSchedule
 
 INFO = ModelInfo(
-    model_id="desk",
+    model_id="sim",
     family="sd1",
     digest="0" * 12,
     prediction_type="epsilon",
@@ -54,7 +54,7 @@ def request(*, num_steps: int = 10, guidance_scale: float = 5.0, **fields: Any) 
     return GenerationRequest(prompt="a fox", diffusion=params, **fields)
 
 
-class DeskCosts:
+class ConstantCosts:
     """Every call takes a second."""
 
     def __init__(self, row_cap: int) -> None:
@@ -67,17 +67,17 @@ class DeskCosts:
         return 1.0
 
 
-class Desk:
+class Simulation:
     """A scheduler and a clock that moves one second a tick."""
 
     def __init__(self, row_cap: int = 8, costs: TickCosts | None = None, **config: Any) -> None:
-        self.scheduler = RequestScheduler(EngineConfig(**config), INFO, costs or DeskCosts(row_cap))
+        self.scheduler = RequestScheduler(EngineConfig(**config), INFO, costs or ConstantCosts(row_cap))
         self.now_s = 0.0
-        self.door = admission()
+        self.admission = admission()
 
     def submit(self, **fields: Any) -> LiveRequest:
         """Submit a request."""
-        live = self.door.admit(request(**fields), self.now_s)
+        live = self.admission.admit(request(**fields), self.now_s)
         self.scheduler.add(live)
         return live
 

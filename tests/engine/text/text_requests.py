@@ -1,4 +1,4 @@
-"""Short ways to ask, and what transformers' own ``generate`` answers."""
+"""Requests of the text engine, and what transformers' own ``generate`` answers them."""
 
 from __future__ import annotations
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from diffserve.api.errors import ConfigError
 from diffserve.api.fields import MAX_SEED
 from diffserve.api.rewrite_types import RewriteRequest
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
+from diffserve.rewriting.judging import TextWindow
 from diffserve.rewriting.style import Style
-from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.language.model import fold_system
 
 Turn = dict[str, str]
-
-
-class Question(NamedTuple):
-    """One request to the language model; its texts are the rewritten prompts starting at ``first_index``."""
-
-    first_index: int
-    request: TextRequest
 
 
 class PromptBuilder:
@@ -53,18 +45,19 @@ class PromptBuilder:
         if not self._knows_system and not self._can_render([_turn("user", "a wish")]):
             raise ConfigError(f"the chat template of {model_id!r} fails on a single message.", param="model")
 
-    def questions(self, request: RewriteRequest, style: Style, window: TextWindow) -> Iterator[Question]:
-        """Yield a request for the first prompt and, if more are wanted, a request that samples the others.
+    def text_requests(self, request: RewriteRequest, style: Style, window: TextWindow) -> list[TextRequest]:
+        """Return a request for the first prompt and, if more are wanted, a request that samples the others.
 
         The first prompt uses ``style.first``; the others use ``style.further``, and prompt i has the seed ``seed + i``.
         """
         prompt = self.prompt(request, style, window)
         seed = request.options.seed or 0
         limit = style.answer.max_tokens
-        yield Question(0, _text_request(request, prompt, style.first.params(max_tokens=limit, seed=seed), 1))
+        requests = [_text_request(request, prompt, style.first.params(max_tokens=limit, seed=seed), 1)]
         if request.num_prompts > 1:
             params = style.further.params(max_tokens=limit, seed=(seed + 1) % MAX_SEED)
-            yield Question(1, _text_request(request, prompt, params, request.num_prompts - 1))
+            requests.append(_text_request(request, prompt, params, request.num_prompts - 1))
+        return requests
 
     def prompt(self, request: RewriteRequest, style: Style, window: TextWindow) -> str:
         """Render the chat prompt that the model continues."""

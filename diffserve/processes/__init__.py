@@ -1,1 +1,0 @@
-"""Child processes: signals, message frames, wait policy, and limits on long work."""
