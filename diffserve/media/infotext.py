@@ -325,6 +325,6 @@ def _read_value(line: str, start: int) -> tuple[str, int]:
     return line[start:end].strip(), end
 
 
-def seeds_told(seed: int, variation_seed: int | None) -> str:
+def seeds_text(seed: int, variation_seed: int | None) -> str:
     """Describe the seeds of an image: "seed 7" or "seed 7, variation seed 9"."""
     return f"seed {seed}" if variation_seed is None else f"seed {seed}, variation seed {variation_seed}"

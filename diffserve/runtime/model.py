@@ -50,7 +50,7 @@ from diffserve.runtime.quantization import (
     THE_PIXELS,
     cached_or_measured,
     convert_static,
-    describe_left,
+    describe_unquantized,
     measure_ranges,
     prompts_of,
     schemes,
@@ -58,7 +58,7 @@ from diffserve.runtime.quantization import (
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.text.learnt_words import teach
-from diffserve.runtime.text.transferred_encodings import NOTHING
+from diffserve.runtime.text.transferred_encodings import NO_ENCODINGS
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
@@ -172,18 +172,18 @@ class DiffusionModel:
         networks += [("preview", self.previewer.network)] if self.previewer else []
         return networks + ([("scorer", self.scorer.network)] if self.scorer else [])
 
-    def left_in_full(self) -> list[str]:
+    def unquantized_layers(self) -> list[str]:
         """Return sentences about the layers that are not quantized as configured; none without quantization."""
         scheme = self.choice.unet_scheme
         if scheme is None:
             return []
-        lines = [f"unet: {line}" for line in describe_left(self.unet.network, scheme)]
+        lines = [f"unet: {line}" for line in describe_unquantized(self.unet.network, scheme)]
         text = self.choice.text_scheme
         for name, encoder in zip(self.encoder_names, self.text.encoders, strict=True):
             if text is None:
                 lines.append(f"{name}: {ONCE_A_PROMPT}")
             else:
-                lines += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
+                lines += [f"{name}: {line}" for line in describe_unquantized(encoder.network, text)]
         return [*lines, f"vae: {THE_PIXELS}"]
 
     @property
@@ -301,7 +301,7 @@ def load_model(
         zero_empty_negative=parts.zero_empty_negative,
     )
     if "text" in choice.hollow:
-        text.handed = NOTHING
+        text.encodings = NO_ENCODINGS
     # the folder of further files: the model's directory, an adapter's base, or a directory named as the single file
     home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
     previewer = None if refines else load_preview(home / PREVIEW_DIRECTORY, choice)
@@ -364,7 +364,7 @@ def load_model(
         plausibility=plausibility,
         scorer=None if refines else _scorer(profile, choice, world, location),
     )
-    for line in [] if is_hollow or hollow else model.left_in_full():
+    for line in [] if is_hollow or hollow else model.unquantized_layers():
         logger.info("not in %s: %s", choice.dtype, line)
     if profile.refiner and refines is None:
         refiner = load_model(

@@ -40,7 +40,7 @@ ENDS: Final = ("conv_in", "conv_out")
 NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-class LeftLayers(NamedTuple):
+class UnquantizedLayers(NamedTuple):
     """Layers of one kind that are not quantized as configured.
 
     Attributes:
@@ -102,7 +102,7 @@ def quantize_layer(layer: nn.Module, scheme: str) -> None:
         become(layer, Int8DynamicLinear, to_int8(layer.get_parameter("weight").detach()))
 
 
-def layers_left(network: nn.Module, target: str) -> list[LeftLayers]:
+def find_unquantized(network: nn.Module, target: str) -> list[UnquantizedLayers]:
     """Return the layers with matrix weights that are not as ``target``, by kind, the largest first."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for name, layer, weight in _weighted(network):
@@ -113,14 +113,15 @@ def layers_left(network: nn.Module, target: str) -> list[LeftLayers]:
         holds = INT8 if is_int8 else str(weight.dtype).removeprefix("torch.")
         kinds.setdefault((NUMBER.sub(".*", name), holds, reason), []).append(weight.numel())
     layers = [
-        LeftLayers(pattern, len(sizes), sum(sizes), holds, reason) for (pattern, holds, reason), sizes in kinds.items()
+        UnquantizedLayers(pattern, len(sizes), sum(sizes), holds, reason)
+        for (pattern, holds, reason), sizes in kinds.items()
     ]
     return sorted(layers, key=lambda left: -left.num_parameters)
 
 
-def describe_left(network: nn.Module, target: str) -> Iterator[str]:
+def describe_unquantized(network: nn.Module, target: str) -> Iterator[str]:
     """Yield a sentence for each reason, with its layers and their share of the network's weights."""
-    left = layers_left(network, target)
+    left = find_unquantized(network, target)
     total = sum(weight.numel() for _, _, weight in _weighted(network))
     for reason in dict.fromkeys(layers.reason for layers in left):
         kinds = [layers for layers in left if layers.reason == reason]

@@ -20,7 +20,7 @@ from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
 from diffserve.runtime.text.learnt_words import LearntWords
 from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens
-from diffserve.runtime.text.transferred_encodings import EncodingTable, handed, text_name
+from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, text_name
 from diffserve.runtime.transfer import send
 
 CACHED_TEXTS = 128
@@ -213,7 +213,7 @@ class TextEncoderRunner:
     does not depend on other prompts; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
 
     Attributes:
-        handed: Encodings of the current texts from another process, if the encoders run there.
+        encodings: Encodings of the current texts from another process, if the encoders run there.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class TextEncoderRunner:
         self.device = device
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_sdxl
-        self.handed: EncodingTable | None = None
+        self.encodings: EncodingTable | None = None
         self._cache: OrderedDict[tuple[str, bytes], EncodedText] = OrderedDict()
         self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
@@ -352,9 +352,9 @@ class TextEncoderRunner:
     def _encode_cached(self, text: str, reading: TextReading = AS_TRAINED) -> EncodedText:
         key = (text, self._way(reading))
         if key not in self._cache:
-            if self.handed is not None:
-                pooled = handed(self.handed, text_name(b"text pooled", *key)) if self.is_sdxl else None
-                self._cache[key] = EncodedText(handed(self.handed, text_name(b"text", *key)), pooled)
+            if self.encodings is not None:
+                pooled = find_encoding(self.encodings, text_name(b"text pooled", *key)) if self.is_sdxl else None
+                self._cache[key] = EncodedText(find_encoding(self.encodings, text_name(b"text", *key)), pooled)
             else:
                 with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
                     self._cache[key] = self._encode_text(text, reading.clip_skip)
@@ -364,9 +364,9 @@ class TextEncoderRunner:
         return self._cache[key]
 
     @torch.inference_mode()
-    def hand_over(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> dict[bytes, torch.Tensor]:
-        """Return the encodings of ``texts`` that :meth:`encode` and :meth:`embedding` read from ``handed``."""
-        table: dict[bytes, torch.Tensor] = {}
+    def export_encodings(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> EncodingTable:
+        """Return the encodings of ``texts`` that :meth:`encode` and :meth:`embedding` read from ``encodings``."""
+        table: EncodingTable = {}
         for text in {"", *texts}:
             encoded, way = self._encode_cached(text, reading), self._way(reading)
             table[text_name(b"text", text, way)] = encoded.chunks

@@ -31,7 +31,7 @@ from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, Window, WindowName, weigh
 from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, PagedTextEncoder, WindowBatches, segments, text_spec
 from diffserve.runtime.text.prompt import Chunk
-from diffserve.runtime.text.transferred_encodings import handed, pooled_name, window_name
+from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
@@ -151,7 +151,7 @@ class PromptPages:
         machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
         fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
-        max_windows = max(1, min(MOST_WINDOWS, fitting if text.handed is None and not unet.is_hollow else 1))
+        max_windows = max(1, min(MOST_WINDOWS, fitting if text.encodings is None and not unet.is_hollow else 1))
         self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=max_windows)
         min_pages = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
         if min_pages > pool.num_pages:
@@ -206,13 +206,13 @@ class PromptPages:
         )
 
     @torch.inference_mode()
-    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """Return the encodings of both texts that :meth:`condition` reads from ``text.handed`` without encoders.
+    def export_encodings(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> EncodingTable:
+        """Return the encodings of both texts that :meth:`condition` reads from ``text.encodings`` without encoders.
 
         Raises the same errors, except for pages of the UNet, as none are held.
         """
         cond, uncond = self._read(prompt, negative, reading)
-        table: dict[bytes, Tensor] = {}
+        table: EncodingTable = {}
         with reading_with(reading):
             for window in (*cond, *uncond):
                 if not window.is_silent:
@@ -230,18 +230,15 @@ class PromptPages:
         self, prompt: str, negative: str | None, reading: TextReading
     ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
         """Return the windows of both texts, with adapters and ``clip_skip`` of ``reading``."""
-        adapters, clip_skip = reading.adapters, reading.clip_skip
         cond, uncond = self.windows(prompt, negative)
-        if not adapters and clip_skip == 1:
-            return cond, uncond
-        changed = [
-            [replace(window, adapters=adapters, clip_skip=clip_skip) for window in part] for part in (cond, uncond)
-        ]
-        return tuple(changed[0]), tuple(changed[1])
+        if reading.adapters or reading.clip_skip != 1:
+            changes = {"adapters": reading.adapters, "clip_skip": reading.clip_skip}
+            cond, uncond = (tuple(replace(window, **changes) for window in part) for part in (cond, uncond))
+        return cond, uncond
 
     @torch.inference_mode()
-    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Compute the missing windows of ``texts`` in few calls, and hold their pages until ``let_go``.
+    def precompute(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Compute the missing windows of ``texts`` in few calls, and hold their pages until ``release_precomputed``.
 
         ``texts`` are prompts and negative prompts. Windows with a common beginning are computed in turn, so that it is
         computed once. Does nothing if pages are scarce. Errors may be ignored, as texts can still be computed one by
@@ -283,7 +280,7 @@ class PromptPages:
                     pooled[place] = encoder.pooled(text.last[ends[place] - first])
         return [pooled[place] for place in range(len(windows))]
 
-    def let_go(self) -> None:
+    def release_precomputed(self) -> None:
         """Close prepared windows that no image has used; they stay cached in the pool."""
         self._close(self._ready.values())
         self._ready = {}
@@ -403,9 +400,9 @@ class PromptPages:
         if windows[0].is_silent:
             shape = (len(windows), windows[0].num_tokens - first, self.unet.network.config.cross_attention_dim)
             return torch.zeros(shape, dtype=self.unet.dtype, device=self.unet.device)
-        if self.text.handed is not None:
-            table = self.text.handed
-            return torch.stack([handed(table, window_name(*window.name)) for window in windows])[:, first:]
+        if self.text.encodings is not None:
+            table = self.text.encodings
+            return torch.stack([find_encoding(table, window_name(*window.name)) for window in windows])[:, first:]
         start = 0 if windows[0].is_weighted else first  # weighting restores the mean of all tokens
         read = list(zip(*(window.chunks for window in windows), strict=True))  # chunks of all windows, by encoder
         adapters, clip_skip = windows[0].adapters, windows[0].clip_skip
@@ -441,8 +438,8 @@ class PromptPages:
             width = self.text.encoders[-1].network.config.projection_dim
             return torch.zeros(width, dtype=self.unet.dtype, device=self.unet.device)
         name = salt, read = self._name_of_pooled(windows[0])
-        if self.text.handed is not None:
-            return handed(self.text.handed, pooled_name(*name))
+        if self.text.encodings is not None:
+            return find_encoding(self.text.encodings, pooled_name(*name))
         if name not in self._pooled:
             ids, end = windows[0].chunks[-1].ids, len(read) - 1
             self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end, salt=salt).last, salt)

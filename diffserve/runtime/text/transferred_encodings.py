@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -19,8 +18,8 @@ from torch import Tensor
 from diffserve.api.errors import EngineUnavailable
 from diffserve.api.tensor_values import TensorValue
 
-EncodingTable = Mapping[bytes, Tensor]
-NOTHING: Final[EncodingTable] = {}
+EncodingTable = dict[bytes, Tensor]
+NO_ENCODINGS: Final[EncodingTable] = {}
 
 NAME_BYTES: Final = 16
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,7 +40,7 @@ def text_name(part: bytes, text: str, way: bytes) -> bytes:
     return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
 
 
-def handed(table: EncodingTable, name: bytes) -> Tensor:
+def find_encoding(table: EncodingTable, name: bytes) -> Tensor:
     """Return the tensor ``name``. Raises EngineUnavailable if it is missing, as the other model differs then."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")

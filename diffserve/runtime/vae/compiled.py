@@ -38,7 +38,7 @@ MIN_SAVING: Final = 0.03
 logger = logging.getLogger(__name__)
 
 
-class Decoder(nn.Module):
+class FlatDecoder(nn.Module):
     """The decoding half of an autoencoder, with a tensor in and a tensor out."""
 
     def __init__(self, network: Any) -> None:
@@ -121,7 +121,7 @@ class DecoderPackages:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
         try:
-            compile_package(Decoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
+            compile_package(FlatDecoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
             return self._judge(z, part, path)
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
@@ -135,7 +135,7 @@ class DecoderPackages:
         if package is None:
             path.unlink(missing_ok=True)
             return "not used: the package that was just compiled cannot be loaded"
-        decoder = Decoder(self._vae.network).eval()
+        decoder = FlatDecoder(self._vae.network).eval()
         with torch.inference_mode():
             expected, output = decoder(z).float(), package([z]).float()
             error = float((output - expected).norm() / expected.norm())

@@ -1,6 +1,6 @@
 """Memory and work of a model, computed by dry runs before anything is loaded.
 
-``Needs`` is for a model on disk. ``Activations`` is for a loaded model: bytes per latent cell, measured once at the
+``Footprint`` is for a model on disk. ``Activations`` is for a loaded model: bytes per latent cell, measured once at the
 native size on an empty copy of the networks and valid for all sizes to about a percent.
 """
 
@@ -29,7 +29,7 @@ from diffserve.settings.config import EngineConfig
 
 
 @dataclass(frozen=True)
-class Needs:
+class Footprint:
     """Requirements of a model at its first good size.
 
     Attributes:
@@ -68,9 +68,9 @@ def _peak(work: Work) -> int:
     return work.peak_bytes
 
 
-def needs_of(
+def footprint_of(
     path: str | Path, *, dtype: str, config: EngineConfig, profile: ModelProfile | None, rows: Sequence[int]
-) -> Needs:
+) -> Footprint:
     """Return the requirements of the model at ``path`` in ``dtype``, a name that is not "auto". Reads no weights.
 
     Raises what ``load_model`` raises.
@@ -79,7 +79,7 @@ def needs_of(
     conditioner = make_conditioner(model, config, is_exact=False)
     size = model.info.good_sizes[0]
     features = kept_features(model, size, 1)
-    return Needs(
+    return Footprint(
         model,
         page_pool_bytes=conditioner.pool.arena.data.nbytes if conditioner.pool else 0,
         steps={count: step_work(model, conditioner, size, count) for count in rows},
