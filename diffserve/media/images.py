@@ -19,8 +19,15 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.image_structure import problem_of, problem_of_profile
-from diffserve.media.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
-from diffserve.media.metadata_text import UNICODE_HEADER, decode_png_text, decode_user_comment
+from diffserve.media.infotext import (
+    MAX_BYTES,
+    SOFTWARE,
+    UNICODE_HEADER,
+    check_length,
+    decode_png_text,
+    decode_user_comment,
+    shorten,
+)
 from diffserve.media.watermark import Kind
 
 ImageFormat = Literal["png", "jpeg", "webp"]

@@ -16,8 +16,14 @@ import msgspec
 
 from diffserve.api.bounds import check, check_chars, is_relative_name
 from diffserve.api.errors import InvalidRequest, ModelLoadError
-from diffserve.models.folder_names import find_below, names_for
-from diffserve.models.model_files import DIFFUSERS_STEM, KNOWN_CONDITIONS, choose_weights, read_json
+from diffserve.models.model_files import (
+    DIFFUSERS_STEM,
+    KNOWN_CONDITIONS,
+    choose_weights,
+    find_below,
+    names_for,
+    read_json,
+)
 from diffserve.models.safetensors_header import file_problem
 
 PARAM: Final = "controlnets"

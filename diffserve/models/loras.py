@@ -19,8 +19,8 @@ from msgspec import UNSET, UnsetType
 
 from diffserve.api.bounds import check, check_chars, is_relative_name
 from diffserve.api.errors import InvalidRequest
-from diffserve.models.folder_names import find_below, names_for
 from diffserve.models.lora_layers import MAX_RANK, InvalidLoRAError, check_layers_known, read_layers
+from diffserve.models.model_files import find_below, names_for
 from diffserve.models.safetensors_header import FILES_KNOWN, METADATA, file_problem, read_header
 
 MAX_LORAS: Final = 8

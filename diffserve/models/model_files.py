@@ -1,4 +1,4 @@
-"""Search for the configuration and weight files of a model, without torch and without reading tensors.
+"""Search for configuration and weight files of models, and below folders of adapters, without reading tensors.
 
 Pickle files are refused by suffix, because reading one can run code.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -160,3 +161,44 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+MAX_DEPTH: Final = 8
+
+
+def find_below(folder: Path, is_match: Callable[[Path], bool]) -> dict[str, Path]:
+    """Find matching files and directories in ``folder`` and its subfolders, including symbolic links.
+
+    Hidden and unreadable entries are skipped. Matching directories are not searched.
+
+    Returns:
+        The path of each match by its relative path below ``folder``, with slashes, sorted.
+    """
+    matches: dict[str, Path] = {}
+    _search(folder, "", is_match, set(), matches)
+    return dict(sorted(matches.items()))
+
+
+def _search(
+    folder: Path, prefix: str, is_match: Callable[[Path], bool], visited: set[tuple[int, int]], matches: dict[str, Path]
+) -> None:
+    try:
+        status = folder.stat()
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return
+    if (status.st_dev, status.st_ino) in visited or prefix.count("/") > MAX_DEPTH:
+        return
+    visited.add((status.st_dev, status.st_ino))
+    for name in names:
+        path = folder / name
+        if is_match(path):
+            matches[f"{prefix}{name}"] = path
+        elif os.path.isdir(path):
+            _search(path, f"{prefix}{name}/", is_match, visited, matches)
+
+
+def names_for(name: str, names: Iterable[str]) -> list[str]:
+    """Return the matches for ``name`` in ``names``: an equal name, or else all paths whose last part is ``name``."""
+    candidates = list(names)
+    return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.runtime.loading.adapter import read_adapter
+from diffserve.runtime.loading.directory import read_adapter
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.precision import DeviceChoice, choose_device, hardware_name

@@ -19,15 +19,19 @@ from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.models.few_step import find_few_step
-from diffserve.models.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.models.model_files import refuse_pickle
-from diffserve.models.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
+from diffserve.models.vocabulary import (
+    FewestSteps,
+    Vocabulary,
+    knows_embedded_world,
+    read_fewest_steps,
+    read_vocabulary,
+)
 from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.clip_scorer import ClipScorer
-from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files
-from diffserve.runtime.loading.component_overrides import ComponentOverrides, LoadedVAE
-from diffserve.runtime.loading.directory import load_directory
+from diffserve.runtime.loading.components import ComponentOverrides, LoadedVAE
+from diffserve.runtime.loading.directory import load_adapted, load_directory, read_adapter
 from diffserve.runtime.loading.family import (
     BUILT_IN,
     EMBEDDED,
@@ -40,7 +44,6 @@ from diffserve.runtime.loading.placement import with_spread
 from diffserve.runtime.loading.plausibility import Plausibility, cached_or_probed, judge, predicts_velocity, probe
 from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
-from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
@@ -57,7 +60,7 @@ from diffserve.runtime.quantization import (
 )
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
-from diffserve.runtime.text.learnt_words import teach
+from diffserve.runtime.text.learnt_words import read_words, teach
 from diffserve.runtime.text.transferred_encodings import NO_ENCODINGS
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview

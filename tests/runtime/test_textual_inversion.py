@@ -20,7 +20,7 @@ from diffserve.api.errors import InvalidRequest, ModelNotFound
 from diffserve.media.infotext import parse_infotext, write_infotext
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.runtime.loading.textual_inversion import read_words
+from diffserve.runtime.text.learnt_words import read_words
 from tests.device import DEVICE, tolerance
 from tests.engine.pipelines import image_request
 from tests.runtime.conftest import PIPELINES, LoadTiny

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.layout import LayerView
+from diffserve.runtime.kv.ledger import PageTableError
 from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.transfer import send, send_together
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
-from diffserve.runtime.language.context_chunks import ChunkedRows
-from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, Workspace, arrange, is_long
+from diffserve.runtime.language.row_groups import FEW_TOKENS, ChunkedRows, RowGroup, Span, Workspace, arrange, is_long
 from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"

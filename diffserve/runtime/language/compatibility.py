@@ -15,8 +15,7 @@ from torch import Tensor
 from diffserve.api.errors import ModelLoadError
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language.attention import Scoring
-from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network
-from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
+from diffserve.runtime.language.model import LanguageModel, LanguageRunner, LayerShape, TokenChunk, run_network
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 DYNAMIC: Final = "dynamic"

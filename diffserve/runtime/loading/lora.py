@@ -25,7 +25,7 @@ import torch
 from diffserve.api.errors import ModelLoadError
 from diffserve.models.lora_layers import UNET, InvalidLoRAError, LayerChange, LoRALayers, flat_name, read_layers
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, unet_key
+from diffserve.runtime.loading.single_file_layout import UNET_PREFIX, unet_key
 from diffserve.runtime.loading.weight_loading import TensorSource
 
 

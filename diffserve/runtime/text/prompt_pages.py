@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from cachetools import LRUCache
@@ -231,10 +232,10 @@ class PromptPages:
     ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
         """Return the windows of both texts, with adapters and ``clip_skip`` of ``reading``."""
         cond, uncond = self.windows(prompt, negative)
-        if reading.adapters or reading.clip_skip != 1:
-            changes = {"adapters": reading.adapters, "clip_skip": reading.clip_skip}
-            cond, uncond = (tuple(replace(window, **changes) for window in part) for part in (cond, uncond))
-        return cond, uncond
+        if not reading.adapters and reading.clip_skip == 1:
+            return cond, uncond
+        change = partial(replace, adapters=reading.adapters, clip_skip=reading.clip_skip)
+        return tuple(map(change, cond)), tuple(map(change, uncond))
 
     @torch.inference_mode()
     def precompute(self, texts: Iterable[tuple[str, str | None]]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
-from diffserve.runtime.language import context_chunks, row_groups
+from diffserve.runtime.language import row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring, paged_attention
 from diffserve.runtime.language.row_groups import Span, Workspace
 from tests.device import DEVICE, tolerance
@@ -50,7 +50,7 @@ def test_mixed_batch_attends_as_each_sequence_alone(
     window: int | None, softcap: float | None, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(row_groups.LONG_CONTEXT, torch.device(DEVICE).type, long)
-    monkeypatch.setattr(context_chunks, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(row_groups, "CHUNK_TOKENS", 8)
     torch.manual_seed(0)
     pool = make_pool()
     tables: list[PageTable] = []
