@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diffserve.disk_cache import DiskCache
-from diffserve.models.few_step import find_few_step
+from diffserve.models.profiles import find_few_step
 from diffserve.settings.config import EngineConfig, Settings
 from diffserve.settings.layers import KEYS
 from diffserve.store.unet_paths import UNetPathFile

@@ -7,7 +7,7 @@ native size on an empty copy of the networks and valid for all sizes to about a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,12 +60,8 @@ class Footprint:
         Workspaces of the libraries come on top, some hundred MB on a GPU.
         """
         features = self.feature_bytes * max(self.steps)
-        calls = max(self.decode.peak_bytes, *map(_peak, self.steps.values()))
+        calls = max(work.peak_bytes for work in (self.decode, *self.steps.values()))
         return self.weights_bytes + self.page_pool_bytes + features + calls
-
-
-def _peak(work: Work) -> int:
-    return work.peak_bytes
 
 
 def footprint_of(
@@ -186,12 +182,7 @@ class Activations:
         """Return the activations of ``model`` under ``config``: measured in seconds, and cached."""
         dtypes = f"{model.choice.dtype} {model.vae.dtype}"
         key = f"{EDITION} {model.digest} {dtypes} {config.cross_attention} torch {torch.__version__}"
-        cached = cache.read(CACHE_KIND, key)
-        if isinstance(cached, dict) and cached:
-            return cls(**cached)
-        measured = cls._measured(meta_copy(model), config)
-        cache.write(CACHE_KIND, key, asdict(measured))
-        return measured
+        return cache.read_or_compute(CACHE_KIND, key, cls, lambda: cls._measured(meta_copy(model), config))
 
     @classmethod
     def _measured(cls, twin: DiffusionModel, config: EngineConfig) -> Activations:

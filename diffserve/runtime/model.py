@@ -18,8 +18,8 @@ from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
-from diffserve.models.few_step import find_few_step
 from diffserve.models.model_files import refuse_pickle
+from diffserve.models.profiles import find_few_step
 from diffserve.models.vocabulary import (
     FewestSteps,
     Vocabulary,
@@ -41,7 +41,7 @@ from diffserve.runtime.loading.family import (
     native_size,
 )
 from diffserve.runtime.loading.placement import with_spread
-from diffserve.runtime.loading.plausibility import Plausibility, cached_or_probed, judge, predicts_velocity, probe
+from diffserve.runtime.loading.plausibility import PLAUSIBILITY, Plausibility, judge, predicts_velocity, probe
 from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
@@ -49,15 +49,16 @@ from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantization import (
     CALIBRATION_EDITION,
+    INPUT_RANGES,
     ONCE_A_PROMPT,
     THE_PIXELS,
-    cached_or_measured,
     convert_static,
     describe_unquantized,
     measure_ranges,
     prompts_of,
     schemes,
 )
+from diffserve.runtime.quantized_layers import InputRange
 from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.text.learnt_words import read_words, teach
@@ -133,7 +134,8 @@ class DiffusionModel:
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Return small images (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
-        return (self.previewer or self.vae).preview(latents)
+        decoded = self.preview_later(latents)
+        return np.stack([decoded.picture(row) for row in range(len(latents))])
 
     def preview_later(self, latents: torch.Tensor) -> Decoded:
         """Start ``preview`` without waiting for the device."""
@@ -271,6 +273,7 @@ def load_model(
         ModelLoadError: The model cannot be used, or its outputs contradict its files.
         ConfigError: The dtype or device is not valid.
     """
+    cache = cache or DiskCache(None)
     choice = replace(choose_for(path, device, dtype, offload, cache), hollow=frozenset(hollow))
     if device_map != "none" and choice.device.type != "meta":
         outline = load_model(path, dtype=choice.dtype, device="meta", profile=profile)
@@ -334,7 +337,8 @@ def load_model(
     plausibility = None
     if profile.probe and not (is_hollow or hollow or text.has_score):  # a refiner never met much noise
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
-        plausibility = cached_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
+        run_probe = partial(probe, unet, vae, text, schedule, native)
+        plausibility = cache.read_or_compute(PLAUSIBILITY, key, Plausibility, run_probe)
         judge(plausibility, location)
     world = read_vocabulary(home)
     if choice.unet_scheme == INT8_STATIC and hollow:
@@ -344,7 +348,7 @@ def load_model(
         names = [name for name, scheme in schemes(unet.network, INT8_STATIC).items() if scheme == INT8_STATIC]
         measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
         key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
-        ranges = cached_or_measured(cache, key, measure)
+        ranges = cache.read_or_compute(INPUT_RANGES, key, dict[str, InputRange], measure)
         give_heap_back()
         convert_static(unet.network, ranges)
         give_heap_back()

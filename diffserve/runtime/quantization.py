@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diffserve.disk_cache import DiskCache
 from diffserve.models.vocabulary import Vocabulary
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.quantized_layers import (
@@ -146,7 +145,7 @@ PROMPTS: Final = (
 )
 NUM_STEPS: Final = 10
 GUIDANCE_SCALE: Final = 5.0
-CACHE_KIND: Final = "input-ranges"
+INPUT_RANGES: Final = "input-ranges"
 CALIBRATION_EDITION: Final = 3
 """Increase it whenever the measured ranges would change, so that cached ones are measured again."""
 
@@ -157,19 +156,6 @@ def prompts_of(world: Vocabulary | None) -> tuple[str, ...]:
         return PROMPTS
     pairs = zip(world.objects[::9], world.places[::3], strict=False)
     return tuple(f"a {name} in the {place}" for name, place in pairs)[: len(PROMPTS)]
-
-
-def cached_or_measured(
-    cache: DiskCache | None, key: str, measure: Callable[[], Mapping[str, InputRange]]
-) -> Mapping[str, InputRange]:
-    """Return the cached ranges for ``key``, or else ``measure()``, which is cached."""
-    cached = cache.read(CACHE_KIND, key) if cache else None
-    if isinstance(cached, dict) and cached:
-        return {name: InputRange(float(low), float(high)) for name, (low, high) in cached.items()}
-    ranges = measure()
-    if cache:
-        cache.write(CACHE_KIND, key, {name: [*input_range] for name, input_range in ranges.items()})
-    return ranges
 
 
 @torch.inference_mode()

@@ -139,13 +139,10 @@ def _top_p(scores: Tensor, tails: Tensor) -> Tensor:
     if scores.shape[-1] < 8 * NUCLEUS_TOKENS:
         return _sorted_top_p(scores, tails)
     nucleus, enough = _nucleus(scores, tails)
-    if scores.device.type == "cpu":
-        return nucleus if bool(enough.all()) else _with_sorted(nucleus, enough, scores, tails)
-    return torch.where(enough[:, None], nucleus, _sorted_top_p(scores, tails))
-
-
-def _with_sorted(nucleus: Tensor, enough: Tensor, scores: Tensor, tails: Tensor) -> Tensor:
-    nucleus[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
+    if scores.device.type != "cpu":
+        return torch.where(enough[:, None], nucleus, _sorted_top_p(scores, tails))
+    if not bool(enough.all()):
+        nucleus[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
     return nucleus
 
 

@@ -16,11 +16,12 @@ mask. ::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import ConfigError
@@ -140,7 +141,7 @@ class TokenConstraint(Constraint[int]):
         self._sets: list[frozenset[int]] = []
         self._moves: list[dict[int, int] | None] = []
         self._states: dict[frozenset[int], int] = {}
-        self._masks: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._masks: LRUCache[tuple[int, int], Tensor] = LRUCache(KEPT_MASK_BYTES, getsizeof=len)
         self._habits: dict[int, Counter[int]] = {}
         self.start = self._state_of(frozenset({nodes[start]}))
 
@@ -164,14 +165,11 @@ class TokenConstraint(Constraint[int]):
     def mask(self, state: int, vocab_size: int) -> Tensor:
         """Return a cached (vocab_size,) bool mask on the CPU, True where a token is allowed. Must not be modified."""
         key = (state, vocab_size)
-        if key in self._masks:
-            self._masks.move_to_end(key)
-            return self._masks[key]
-        allowed = torch.zeros(vocab_size, dtype=torch.bool)  # (V,)
-        allowed[[token_id for token_id in self.moves(state) if token_id < vocab_size]] = True
-        self._masks[key] = allowed
-        if len(self._masks) * vocab_size > KEPT_MASK_BYTES and len(self._masks) > 1:
-            self._masks.popitem(last=False)
+        allowed = self._masks.get(key)
+        if allowed is None:
+            allowed = torch.zeros(vocab_size, dtype=torch.bool)  # (V,)
+            allowed[[token_id for token_id in self.moves(state) if token_id < vocab_size]] = True
+            self._masks[key] = allowed
         return allowed
 
     def num_allowed(self, state: int, token_ids: Sequence[int]) -> int:

@@ -8,8 +8,8 @@
 
 row_groups      which rows attend together, and long contexts read in chunks that attend side by side
 attention       the function that transformers calls in every layer
-loading, model  a directory to a model, and one forward of a mixed batch
-compatibility   what is refused, and the comparison with transformers' own attention
+loading         a directory to a model, and what is refused
+model           a loaded model, and one forward of a mixed batch
 weight_only     int8 and int4
 """
 

@@ -138,9 +138,7 @@ class PagedCall:
         pages = group.pages[view.group]
         gathered = []
         for name, source in (("keys", view.keys), ("values", view.values)):
-            tokens = self._workspace.gather(name, source, pages).flatten(0, 1)  # (B * P * page_tokens, heads, D)
-            if group.padding.numel():
-                tokens.index_fill_(0, group.padding, 0)  # pages hold what was last written, NaN included
+            tokens = self._workspace.gather(name, source, pages, group.padding)  # (B * P * page_tokens, heads, D)
             gathered.append(tokens.view(*group.pages_shape, *tokens.shape[1:])[:, : group.num_keys].transpose(1, 2))
         return gathered[0], gathered[1]
 

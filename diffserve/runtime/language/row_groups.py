@@ -181,14 +181,27 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
-        """Return ``source[pages]`` in the buffer ``name``, for source (num_pages, page_tokens, heads, head_dim)."""
+    def gather(self, name: str, source: Tensor, pages: Tensor, padding: Tensor) -> Tensor:
+        """Copy pages to the buffer ``name``.
+
+        Args:
+            name: The buffer.
+            source: Keys or values (num_pages, page_tokens, heads, head_dim).
+            pages: Numbers of the pages.
+            padding: Indices of tokens of the result to set to zero.
+
+        Returns:
+            (tokens of all pages, heads, head_dim).
+        """
         shape = (len(pages), *source.shape[1:])
         count = len(pages) * source[0].numel()
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < count or buffer.dtype != source.dtype:
             buffer = self._buffers[name] = torch.empty(count + count // 4, dtype=source.dtype, device=source.device)
-        return torch.index_select(source, 0, pages, out=buffer[:count].view(shape))
+        tokens = torch.index_select(source, 0, pages, out=buffer[:count].view(shape)).flatten(0, 1)
+        if padding.numel():
+            tokens.index_fill_(0, padding, 0)  # pages hold what was last written, NaN included
+        return tokens
 
 
 logger = logging.getLogger(__name__)
@@ -275,9 +288,7 @@ class ChunkedRows:
 
     def _gather(self, workspace: Workspace, name: str, source: Tensor, pages: Tensor, padding: Tensor) -> Tensor:
         """(n, G, chunk tokens, D), zero beyond each row's length."""
-        tokens = workspace.gather(name, source, pages).flatten(0, 1)
-        if padding.numel():
-            tokens.index_fill_(0, padding, 0)  # pages hold what was last written, NaN included
+        tokens = workspace.gather(name, source, pages, padding)
         return tokens.view(-1, self._chunk_tokens, *tokens.shape[1:]).transpose(1, 2)
 
     def _mask(self, part: range, padding: Tensor, dtype: torch.dtype) -> Tensor | None:

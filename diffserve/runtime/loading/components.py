@@ -108,35 +108,31 @@ def build(name: str, config: Mapping[str, Any], where: str) -> Any:
     """Build diffusers' class ``name``, empty."""
     cls = import_quietly("diffusers", name)
     settings = {key: value for key, value in config.items() if not key.startswith("_")}
-    try:
-        return build_on_meta(lambda: cls.from_config(settings))
-    except Exception as error:  # the library raises various errors
-        raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
+    return _build(name, where, lambda: cls.from_config(settings))
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
     """Build ``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``), empty."""
-    cls = import_quietly("transformers", name)
-    config_cls = import_quietly("transformers", "CLIPTextConfig")
+    cls, config_cls = (import_quietly("transformers", part) for part in (name, "CLIPTextConfig"))
     dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
     config = config.get("text_config") or config  # in a complete CLIP the vision part has its own
-    try:
-        with hushed("transformers"):
-            text_config = config_cls(**{key: value for key, value in config.items() if key not in dropped})
-            return build_on_meta(lambda: cls(text_config))
-    except Exception as error:  # the same
-        raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
+    settings = {key: value for key, value in config.items() if key not in dropped}
+    return _build(name, where, lambda: cls(config_cls(**settings)))
 
 
 def build_clip(config: Mapping[str, Any], where: str) -> Any:
     """Build transformers' ``CLIPModel``, text and vision, empty."""
     cls, config_cls = (import_quietly("transformers", name) for name in ("CLIPModel", "CLIPConfig"))
     settings = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
+    return _build("CLIPModel", where, lambda: cls(config_cls(**settings)))
+
+
+def _build(name: str, where: str, make: Callable[[], Any]) -> Any:
     try:
         with hushed("transformers"):
-            return build_on_meta(lambda: cls(config_cls(**settings)))
-    except Exception as error:  # the same
-        raise ModelLoadError(f"{where}: CLIPModel cannot be built from this configuration ({error}).") from error
+            return build_on_meta(make)
+    except Exception as error:  # the libraries raise various errors
+        raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
 def load_component(
@@ -221,29 +217,6 @@ def read_original_vae(
     return LoadedVAE(network, precision.compute_dtype, checkpoint.files), used
 
 
-def load_vae_file(file: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
-    """Load the VAE in ``file``, in the original layout, or in diffusers' layout with config.json in the same folder.
-
-    The original layout has no scaling factor, so that of the model's family is used. Raises ModelLoadError.
-    """
-    refuse_pickle(file)
-    checkpoint = Checkpoint.open([file])
-    for prefix in ("", VAE_PREFIX):
-        if f"{prefix}decoder.mid.block_1.conv1.weight" in checkpoint:
-            config = infer_vae(checkpoint, prefix, is_sdxl=is_sdxl)
-            return read_original_vae(checkpoint, prefix, config, choice, is_sdxl=is_sdxl)[0]
-    config_file = file.with_name("config.json")
-    if "decoder.conv_in.weight" not in checkpoint or not config_file.is_file():
-        raise ModelLoadError(
-            f"{file} is no VAE in the original layout (it has no decoder.mid.block_1 tensors), and no config.json "
-            "beside it says what else it is; name a VAE's file or directory (model.vae)."
-        )
-    config = read_json(config_file)
-    precision = vae_precision(choice, config, is_sdxl=is_sdxl)
-    network = load_component(build_vae(config, str(config_file)), checkpoint, precision, channels_last=True)
-    return LoadedVAE(network, precision.compute_dtype, checkpoint.files)
-
-
 TEXT_CLASSES: Final = {"": "CLIPTextModel", "_2": "CLIPTextModelWithProjection"}
 
 Adapt = Callable[[str, TensorSource], None]
@@ -291,28 +264,44 @@ class ComponentOverrides:
                 f"{self.text_encoder} is one text encoder, and the model has {len(encoders)}; "
                 "name a model's directory, with text_encoder and text_encoder_2 (model.text_encoder)."
             )
-        tokenizers = [
-            directory.with_name(f"tokenizer{suffix}") for directory, suffix in zip(encoders, suffixes, strict=True)
-        ]
-        return [
-            (encoder, tokenizer if tokenizer.is_dir() else encoder)
-            for encoder, tokenizer in zip(encoders, tokenizers, strict=True)
-        ]
+        pairs = zip(encoders, suffixes, strict=True)
+        tokenizers = [encoder.with_name(f"tokenizer{suffix}") for encoder, suffix in pairs]
+        pairs_of_folders = zip(encoders, tokenizers, strict=True)
+        return [(encoder, tokenizer if tokenizer.is_dir() else encoder) for encoder, tokenizer in pairs_of_folders]
 
 
 NO_OVERRIDES: Final = ComponentOverrides()
 
 
-def load_vae(directory: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
-    """Load the VAE from a directory or a file. Raises ModelLoadError."""
-    if directory.is_file():
-        return load_vae_file(directory, choice, is_sdxl=is_sdxl)
-    file = directory / "config.json"
-    config = read_json(file)
-    network = build_vae(config, str(file))
+def load_vae(path: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedVAE:
+    """Load the VAE in a directory or a file.
+
+    A file is in the original layout, or in diffusers' layout with config.json in the same folder. The original layout
+    has no scaling factor, so that of the model's family is used.
+
+    Raises:
+        ModelLoadError: The VAE cannot be used.
+    """
+    if path.is_file():
+        refuse_pickle(path)
+        checkpoint = Checkpoint.open([path])
+        for prefix in ("", VAE_PREFIX):
+            if f"{prefix}decoder.mid.block_1.conv1.weight" in checkpoint:
+                config = infer_vae(checkpoint, prefix, is_sdxl=is_sdxl)
+                return read_original_vae(checkpoint, prefix, config, choice, is_sdxl=is_sdxl)[0]
+        file = path.with_name("config.json")
+        if "decoder.conv_in.weight" not in checkpoint or not file.is_file():
+            raise ModelLoadError(
+                f"{path} is no VAE in the original layout (it has no decoder.mid.block_1 tensors), and no config.json "
+                "beside it says what else it is; name a VAE's file or directory (model.vae)."
+            )
+        config = read_json(file)
+    else:
+        file = path / "config.json"
+        config = read_json(file)
+        checkpoint = Checkpoint.open(find_weights(path, DIFFUSERS_STEM, dtype=choice.dtype))
     precision = vae_precision(choice, config, is_sdxl=is_sdxl)
-    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=choice.dtype))
-    load_component(network, checkpoint, precision, channels_last=True)
+    network = load_component(build_vae(config, str(file)), checkpoint, precision, channels_last=True)
     return LoadedVAE(network, precision.compute_dtype, checkpoint.files)
 
 

@@ -157,19 +157,19 @@ def use_original_names(checkpoint: Checkpoint) -> None:
     if FIRST in keys:
         checkpoint.rename({key: UNET_PREFIX + key for key in keys if key.startswith(ROOTS)})
     elif FIRST_OF_DIFFUSERS in keys:
-        checkpoint.rename(_from_diffusers(keys))
+        checkpoint.rename(keys_of_diffusers(keys))
     elif EMA_PREFIX + FIRST.replace(".", "") in keys:
         names = {key: original_name(key.removeprefix(EMA_PREFIX)) for key in keys if key.startswith(EMA_PREFIX)}
         checkpoint.rename({key: UNET_PREFIX + name for key, name in names.items() if name})
 
 
-def _from_diffusers(keys: Iterable[str]) -> dict[str, str]:
-    """Return the original name of each of diffusers' names ``keys``."""
-    keys = [*keys]
-    num_layers = len({key.split(".")[3] for key in keys if key.startswith("down_blocks.0.resnets.")})
-    attentions = (re.match(r"up_blocks\.(\d+)\.attentions\.", key) for key in keys)
+def keys_of_diffusers(names: Iterable[str]) -> dict[str, str]:
+    """Return the original key of each of ``names``: diffusers' names of a UNet's parameters, or layers with a dot."""
+    names = [*names]
+    num_layers = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
+    attentions = (re.match(r"up_blocks\.(\d+)\.attentions\.", name) for name in names)
     with_attention = frozenset(int(match[1]) for match in attentions if match)
-    return {key: unet_key(key, num_layers, with_attention) for key in keys}
+    return {name: unet_key(name, num_layers, with_attention) for name in names}
 
 
 def original_name(name: str) -> str:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
+from cachetools import LRUCache
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import NUM_REFINER_IDS, PLAIN
 from diffserve.api.prompt_syntax import parse_prompt
 from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
-from diffserve.runtime.text.learnt_words import LearntWords
+from diffserve.runtime.text.learnt_words import NO_WORDS, LearntWords
 from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens
 from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, text_name
 from diffserve.runtime.transfer import send
 
-CACHED_TEXTS = 128
-CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
+CACHED_CHUNKS = 256  # a chunk of SDXL is 0.3 MB in 16 bits
 CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
 TOKEN_BITS = 31
@@ -156,7 +155,7 @@ class TextEncoder(NamedTuple):
     network: Any
     window_tokens: int
     special: SpecialTokens
-    learnt: LearntWords | None = None
+    learnt: LearntWords = NO_WORDS
 
     @classmethod
     def pair(cls, tokenizer: Any, network: Any) -> TextEncoder:
@@ -168,7 +167,7 @@ class TextEncoder(NamedTuple):
 
     def chunks(self, text: str) -> list[Chunk]:
         """Split ``text`` into windows."""
-        num_vectors = self.learnt.num_vectors if self.learnt else {}
+        num_vectors = self.learnt.num_vectors
         return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, num_vectors)
 
     def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
@@ -182,18 +181,13 @@ class TextEncoder(NamedTuple):
         """
         tokens = self._tokenize(given) if isinstance(given, str) else given
         max_token_id = int(self.network.config.vocab_size) - 1
-        unknown = (
-            None if isinstance(given, str) else next((token for token in given if not 0 <= token <= max_token_id), None)
-        )
-        if unknown is not None:
+        unknown = next((token for token in tokens if not 0 <= token <= max_token_id), None)
+        if unknown is not None and not isinstance(given, str):
             message = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {max_token_id}."
             raise InvalidRequest(message, param="input")
-        num_vectors = self.learnt.num_vectors if self.learnt else {}
-        return chunk_tokens(tokens, self.special, self.window_tokens, num_vectors)
+        return chunk_tokens(tokens, self.special, self.window_tokens, self.learnt.num_vectors)
 
     def _tokenize(self, text: str) -> Sequence[int]:
-        if self.learnt is None:
-            return self._tokenize_plain(text)
         pieces = self.learnt.split(text)
         return [
             token for piece in pieces for token in (self._tokenize_plain(piece) if isinstance(piece, str) else piece)
@@ -231,7 +225,7 @@ class TextEncoderRunner:
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_sdxl
         self.encodings: EncodingTable | None = None
-        self._cache: OrderedDict[tuple[str, bytes], EncodedText] = OrderedDict()
+        self._cache: LRUCache[tuple[str, bytes], EncodedText] = LRUCache(CACHED_CHUNKS, lambda text: len(text.chunks))
         self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
     @property
@@ -247,19 +241,16 @@ class TextEncoderRunner:
     @property
     def learnt_words(self) -> tuple[str, ...]:
         """Words for learnt embeddings in prompts, in lower case (textual inversion)."""
-        learnt = self.encoders[0].learnt
-        return tuple(learnt.ids) if learnt else ()
+        return tuple(self.encoders[0].learnt.ids)
 
     @property
     def refused_words(self) -> dict[str, str]:
         """Reasons why files of the embeddings folder cannot be used, by the names of their words."""
-        learnt = self.encoders[0].learnt
-        return learnt.refused if learnt else {}
+        return self.encoders[0].learnt.refused
 
     def word_digests(self, text: str) -> dict[str, str]:
         """Return the SHA-256 of the files of the learnt words in ``text``, by file name."""
-        learnt = self.encoders[0].learnt
-        return learnt.digests(text) if learnt else {}
+        return self.encoders[0].learnt.digests(text)
 
     @cached_property
     def most_clip_skip(self) -> int:
@@ -351,17 +342,16 @@ class TextEncoderRunner:
 
     def _encode_cached(self, text: str, reading: TextReading = AS_TRAINED) -> EncodedText:
         key = (text, self._way(reading))
-        if key not in self._cache:
-            if self.encodings is not None:
-                pooled = find_encoding(self.encodings, text_name(b"text pooled", *key)) if self.is_sdxl else None
-                self._cache[key] = EncodedText(find_encoding(self.encodings, text_name(b"text", *key)), pooled)
-            else:
-                with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
-                    self._cache[key] = self._encode_text(text, reading.clip_skip)
-            while len(self._cache) > CACHED_TEXTS or self._num_cached_chunks() > CACHED_CHUNKS:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
+        if key in self._cache:
+            return self._cache[key]
+        if self.encodings is not None:
+            pooled = find_encoding(self.encodings, text_name(b"text pooled", *key)) if self.is_sdxl else None
+            encoded = EncodedText(find_encoding(self.encodings, text_name(b"text", *key)), pooled)
+        else:
+            with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
+                encoded = self._encode_text(text, reading.clip_skip)
+        self._cache[key] = encoded
+        return encoded
 
     @torch.inference_mode()
     def export_encodings(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> EncodingTable:
@@ -377,9 +367,6 @@ class TextEncoderRunner:
     @staticmethod
     def _way(reading: TextReading) -> bytes:
         return reading.adapters + (b" %d" % reading.clip_skip if reading.clip_skip != 1 else b"")
-
-    def _num_cached_chunks(self) -> int:
-        return sum(encoded.chunks.shape[0] for encoded in self._cache.values())
 
     def _encode_text(self, text: str, clip_skip: int) -> EncodedText:
         windows = self.windows(text)

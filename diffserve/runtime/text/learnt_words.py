@@ -168,7 +168,8 @@ class LearntWords:
                 self.num_vectors[ids.start] = len(ids)
                 self.ids |= dict.fromkeys(map(str.lower, word.names), ids)
         names = sorted({*self.ids, *self._problems}, key=len, reverse=True)
-        self._any = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)", re.IGNORECASE)
+        any_name = "|".join(map(re.escape, names)) or "(?!)"
+        self._any = re.compile(rf"(?<!\w)({any_name})(?!\w)", re.IGNORECASE)
 
     def split(self, text: str) -> Iterator[str | range]:
         """``text`` in pieces: runs of it, and the ids of the words in between.
@@ -186,6 +187,9 @@ class LearntWords:
     def digests(self, text: str) -> dict[str, str]:
         """Return the file digests of the learnt words in ``text``, by file name."""
         return dict(self._digests[piece.lower()] for piece in self._any.split(text)[1::2])
+
+
+NO_WORDS: Final = LearntWords((), 0)
 
 
 def teach(network: Any, words: Sequence[LearntWord], place: int, end: int) -> LearntWords:

@@ -163,7 +163,7 @@ class PagedTextEncoder:
         )  # (B, n, heads, head_dim)
         batch.write(index, keys.flatten(0, 1), values.flatten(0, 1))
         if mask is not None:
-            keys, values, _ = batch.gather(index)  # (B, tokens so far, heads, head_dim)
+            keys, values = batch.gather(index)  # (B, tokens so far, heads, head_dim)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),

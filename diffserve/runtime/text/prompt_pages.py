@@ -340,7 +340,7 @@ class PromptPages:
         batch = self.pool.batch([table for tables in filled for table in tables])
         pairs = []
         for layer in range(len(self.specs.unet.layers)):
-            keys, values, _ = batch.gather(layer)  # (R * windows, tokens, heads, head_dim)
+            keys, values = batch.gather(layer)  # (R * windows, tokens, heads, head_dim)
             pairs.append(Pair(*(tensor.reshape(len(rows), -1, *tensor.shape[2:]) for tensor in (keys, values))))
         mask = None if min(counts) == max(counts) else self._mask(counts)
         return KeysValues(tuple(pairs), mask)

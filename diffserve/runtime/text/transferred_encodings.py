@@ -17,12 +17,12 @@ from torch import Tensor
 
 from diffserve.api.errors import EngineUnavailable
 from diffserve.api.tensor_values import TensorValue
+from diffserve.runtime.precision import TORCH_DTYPES
 
 EncodingTable = dict[bytes, Tensor]
 NO_ENCODINGS: Final[EncodingTable] = {}
 
 NAME_BYTES: Final = 16
-_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def window_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
@@ -59,7 +59,7 @@ def to_value(tensor: Tensor) -> TensorValue:
 
 def to_tensor(value: TensorValue, device: torch.device) -> Tensor:
     """``value`` on ``device``."""
-    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
+    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(TORCH_DTYPES[value.dtype])
     return tensor.view(value.shape).to(device)
 
 

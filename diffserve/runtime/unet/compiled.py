@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 from zipfile import BadZipFile
 
@@ -195,8 +195,8 @@ class Packages:
         if self.missing_tools:
             raise ConfigError(f"AOTInductor cannot compile: {self.missing_tools}.", param="compile")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
-        try:
+        with TemporaryDirectory(dir=self._folder, prefix=".", ignore_cleanup_errors=True) as folder:
+            part = Path(folder) / f"part{path.suffix}"
             if self.is_by_openvino:
                 self._convert(call).compile(len(call.sample), part)
             else:
@@ -204,8 +204,6 @@ class Packages:
                 if self.device.type == "cuda":
                     self._call_once(part, call)
             os.replace(part, path)
-        finally:
-            shutil.rmtree(part.parent, ignore_errors=True)
         _remove_oldest(self._folder)
         return path
 

@@ -10,9 +10,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -119,12 +118,10 @@ class DecoderPackages:
         if path.is_file():
             return self._judge(z, path, path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
-        try:
+        with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as folder:
+            part = Path(folder) / "part.pt2"
             compile_package(FlatDecoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
             return self._judge(z, part, path)
-        finally:
-            shutil.rmtree(part.parent, ignore_errors=True)
 
     def _judge(self, z: Tensor, compiled_file: Path, path: Path) -> str:
         """Measure the package at ``compiled_file`` by decoding ``z``; keep it at ``path`` or delete it. See ``make``.

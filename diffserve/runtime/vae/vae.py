@@ -156,7 +156,7 @@ class VAERunner:
             raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            moments = self._guarded(lambda part: encode_moments(self.network, part), image, lambda moments: moments)
+            moments = self._guarded(lambda part: encode_moments(self.network, part), image)
             posterior = posterior_of(self.network, moments)
             if posterior is None:
                 z = moments
@@ -218,26 +218,19 @@ class VAERunner:
             give_memory_back(self.device)
         raise AssertionError("TILE_SHARES is empty")
 
-    def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Return small images (B, <= H, <= W, 3) of ``latents``, for models without a preview decoder."""
-        return self.decode(shrunk(latents))
-
     def preview_later(self, latents: torch.Tensor) -> Decoded:
-        """Start ``preview`` without waiting for the device."""
+        """Start decoding small images of ``latents``, for models without a preview decoder."""
         return self.decode_later(shrunk(latents))
 
     def _decoded(self, z: torch.Tensor) -> torch.Tensor:
-        decoded: torch.Tensor = self._guarded(
-            lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image
-        )
-        return decoded
+        return self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z)
 
-    def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
+    def _guarded(self, run: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """Run ``run`` on ``value``; an image that overflows in float16 is computed again, alone, in float32."""
         if not bool(torch.isfinite(value).all()):
             raise NumericalError(f"{NOT_FINITE['denoise']}; try another seed, fewer steps or a wider dtype.")
         output = run(value.to(self.device, self.dtype))
-        is_whole = torch.isfinite(visible(output)).flatten(1).all(1).tolist()
+        is_whole = torch.isfinite(output).flatten(1).all(1).tolist()
         if all(is_whole):
             return output
         if self.dtype != torch.float16:
@@ -245,10 +238,10 @@ class VAERunner:
         logger.warning("the VAE overflowed in float16; this picture is made in float32")
         with self._in_float32():
             if len(value) == 1:
-                return self._guarded(run, value, visible)
+                return self._guarded(run, value)
             output = output.float()
             for index in (index for index, is_finite in enumerate(is_whole) if not is_finite):
-                output[index] = self._guarded(run, value[index : index + 1], visible)[0]
+                output[index] = self._guarded(run, value[index : index + 1])[0]
             return output
 
     @contextlib.contextmanager
@@ -287,14 +280,13 @@ def posterior_of(network: Any, moments: Tensor) -> Any:
 
 def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
     """Draw a sample as diffusers does, on the device of ``generator``, which may be another GPU."""
-    drawn: Tensor
-    if generator.device.type == "cpu" or generator.device == posterior.mean.device:
-        drawn = posterior.sample(generator)
-        return drawn
-    options = {"device": generator.device, "dtype": posterior.mean.dtype}
-    drawn = torch.randn(posterior.mean.shape, generator=generator, **options).to(posterior.mean.device)
-    drawn = posterior.mean + posterior.std * drawn
-    return drawn
+    mean: Tensor = posterior.mean
+    if generator.device.type == "cpu" or generator.device == mean.device:
+        sample: Tensor = posterior.sample(generator)
+    else:
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=mean.dtype)
+        sample = mean + posterior.std * noise.to(mean.device)
+    return sample
 
 
 def shrunk(latents: torch.Tensor) -> torch.Tensor:

@@ -175,9 +175,9 @@ def test_the_least_length_holds_where_there_is_more_to_say() -> None:
 
 
 def test_masks_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_module, "KEPT_MASK_BYTES", 25)
     constraint = TokenConstraint([[1, 2, 3, 4]], end_ids=[END])
     assert constraint.mask(constraint.start, 10) is constraint.mask(constraint.start, 10)
-    monkeypatch.setattr(constraint_module, "KEPT_MASK_BYTES", 25)
     states = [state_after(constraint, [1, 2, 3][:count]) for count in range(4)]
     masks = [constraint.mask(state, 10) for state in states]
     assert constraint.mask(states[3], 10) is masks[3]

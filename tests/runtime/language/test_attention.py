@@ -91,8 +91,9 @@ def test_workspace_serves_small_forwards_after_large_ones() -> None:
     source = torch.arange(24.0, device=DEVICE).view(6, 2, 2, 1)
     workspace = Workspace()
     for pages in ([0, 1, 2, 3, 4, 5, 0, 1], [5], [3, 3]):
-        index = torch.tensor(pages, device=DEVICE)
-        assert torch.equal(workspace.gather("keys", source, index), source[index])
+        index, padding = torch.tensor(pages, device=DEVICE), torch.tensor([1], device=DEVICE)
+        expected = source[index].flatten(0, 1).index_fill(0, padding, 0)
+        assert torch.equal(workspace.gather("keys", source, index, padding), expected)
 
 
 def test_it_refuses_to_run_without_pages_or_with_a_mask() -> None:
