@@ -185,7 +185,7 @@ def test_a_configuration_that_does_not_fit_says_how(tmp_path: Path, change: dict
 def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
     directory = save_preview(own_decoder(), tmp_path / "preview")
     (directory / "config.json").write_text('{"_class_name": "PreviewDecoder", "factor": 8}')
-    with pytest.raises(ModelLoadError, match="it has no latent_channels and no widths and no num_blocks"):
+    with pytest.raises(ModelLoadError, match="Object missing required field `latent_channels`"):
         load_preview(directory, CPU)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -94,43 +94,27 @@ AnyConstraint = Constraint[Any]
 
 
 class TokenConstraint(Constraint[int]):
-    """An automaton that says which token ids may follow; a state is an int.
+    """Automaton of allowed token ids: texts that lead along arcs from ``start`` to one of ``ends``; a state is an int.
 
-    first    the words that a text may begin with, each a sequence of token ids
-    later    the words that may follow another word; empty: the text is exactly one of ``first``
-    end_ids  tokens that end a text; allowed after every whole word
+    Args:
+        arcs: Words as token ids, each with the nodes that it leads from and to.
+        start: Node at which texts begin.
+        ends: Nodes at which texts may end.
+        end_ids: Tokens that end a text.
 
-    Raises ConfigError when there is no first word, no end token, or a word without tokens.
+    Raises:
+        ConfigError: A node that is no end has no arc, a word has no tokens, or there is no end token.
     """
 
     def __init__(
-        self, first: Iterable[Sequence[int]], later: Iterable[Sequence[int]] = (), *, end_ids: Collection[int]
+        self, arcs: Iterable[Arc], *, start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
     ) -> None:
-        arcs = [Arc("nothing", word, "word") for word in first]
-        if not arcs:
-            raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
-        self._build([*arcs, *(Arc("word", word, "word") for word in later)], "nothing", ["word"], end_ids)
-
-    @classmethod
-    def of_graph(
-        cls, arcs: Iterable[Arc], *, start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
-    ) -> Self:
-        """Texts that lead from ``start`` to one of ``ends`` along ``arcs``; they may end there and nowhere else.
-
-        Raises ConfigError for a node from which no word leads on and that is no end, and as the constructor does.
-        """
-        self = object.__new__(cls)
-        self._build(list(arcs), start, ends, end_ids)
-        return self
-
-    def _build(
-        self, arcs: Sequence[Arc], start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
-    ) -> None:
+        arcs = list(arcs)
         stuck = ({start} | {arc.target for arc in arcs}) - {arc.source for arc in arcs} - set(ends)
         if stuck:
             raise ConfigError(f"nothing may follow {min(map(repr, stuck))} in a constraint, and it is no end.")
         if not end_ids:
-            raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
+            raise ConfigError("a constraint needs an end token.")
         self._steps: list[dict[int, set[int]]] = []  # for each place: next places by token
         self._inner: dict[tuple[int, int], int] = {}  # places inside words; words with a common beginning share them
         nodes = {node: self._new_place() for node in dict.fromkeys([start, *(arc.source for arc in arcs), *ends])}
@@ -253,32 +237,6 @@ class Phrase(NamedTuple):
     target: str
 
 
-def allowed_words(
-    tokenizer: Any, words: Iterable[str], *, attached: Iterable[str] = (), end_ids: Collection[int]
-) -> TokenConstraint:
-    """Only texts made of ``words`` with single spaces between them; ``attached`` follow a word without a space.
-
-    tokenizer  any transformers tokenizer
-    words      words, or several words that belong together ("next to")
-    attached   such as ``,`` and ``'s``: after any word, never first
-    end_ids    the tokens that end a text
-
-    Raises ConfigError naming a word that the tokenizer cannot spell.
-    """
-    unique_words = list(dict.fromkeys(words))
-    if not unique_words:
-        raise ConfigError("the list of allowed words is empty: give at least one word.")
-    first = [_spell(tokenizer, word) for word in unique_words]
-    later = [_spell_after(tokenizer, unique_words, f" {word}") for word in unique_words]
-    marks = [_spell_after(tokenizer, unique_words, mark) for mark in dict.fromkeys(attached)]
-    return TokenConstraint(first, later + marks, end_ids=end_ids)
-
-
-def one_of(tokenizer: Any, texts: Iterable[str], *, end_ids: Collection[int]) -> TokenConstraint:
-    """Exactly one of ``texts``, as the tokenizer spells it. Raises ConfigError as :func:`allowed_words` does."""
-    return TokenConstraint([_spell(tokenizer, text) for text in texts], end_ids=end_ids)
-
-
 def allowed_sentences(
     tokenizer: Any, phrases: Iterable[Phrase], *, start: str, ends: Collection[str], end_ids: Collection[int]
 ) -> TokenConstraint:
@@ -296,7 +254,7 @@ def allowed_sentences(
         else:
             ids = _spell_after(tokenizer, anchors, f" {text}" if text[:1].isalnum() else text)
         arcs.append(Arc(source, ids, target))
-    return TokenConstraint.of_graph(arcs, start=start, ends=ends, end_ids=end_ids)
+    return TokenConstraint(arcs, start=start, ends=ends, end_ids=end_ids)
 
 
 def _token_ids(tokenizer: Any, text: str) -> list[int]:
