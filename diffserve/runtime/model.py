@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
-from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
 from diffserve.models.model_files import refuse_pickle
@@ -46,6 +45,7 @@ from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
+from diffserve.runtime.model_checks import check_latents, check_noise, check_parts, share_encoders
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantization import (
     CALIBRATION_EDITION,
@@ -59,7 +59,6 @@ from diffserve.runtime.quantization import (
     schemes,
 )
 from diffserve.runtime.quantized_layers import InputRange
-from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.text.learnt_words import read_words, teach
 from diffserve.runtime.text.transferred_encodings import NO_ENCODINGS
@@ -313,7 +312,7 @@ def load_model(
     previewer = None if refines else load_preview(home / PREVIEW_DIRECTORY, choice)
     if refines is not None:
         check_latents(location, unet, refines.unet)
-    _check_fit(text, unet, vae, previewer, location)
+    check_parts(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
     family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config)
     native = native_size(unet.network.config, vae.factor)
@@ -443,33 +442,3 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
             config["prediction_type"],
         )
     return config
-
-
-def _check_fit(
-    text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
-) -> None:
-    """Raise ModelLoadError for components that do not fit each other."""
-    config = unet.network.config
-    width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
-    cells = vae.latent_channels
-    if width != config.cross_attention_dim:
-        dim = config.cross_attention_dim
-        problem = f"the text encoder gives {width} features, the UNet reads {dim} (cross_attention_dim)"
-    elif unet.latent_channels != cells:
-        problem = f"the VAE has {cells} latent_channels, the UNet paints {unet.latent_channels} (out_channels)"
-    elif unet.extra_channels not in (0, 1 + cells):
-        served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
-        problem = f"in_channels of the UNet is {config.in_channels}; diffserve serves {served}"
-    elif len(text.encoders) == 2 and not unet.has_size_conditioning:
-        problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
-    elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
-        problem = "size conditioning and a text encoder with a projection come together (SDXL) or not at all"
-    elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
-        problem = (
-            f"its UNet is told {text.num_time_ids} numbers of sizes; diffserve serves 6 (SDXL) and 5 (its refiner)"
-        )
-    elif previewer is not None and previewer.latent_channels != cells:
-        problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
-    else:
-        return
-    raise ModelLoadError(f"{location}: {problem}.")

@@ -24,7 +24,8 @@ from diffserve.disk_cache import DiskCache
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import AS_TRAINED, Conditioning, TextReading
-from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
+from diffserve.runtime.text.paged_encoder import ImageSpecs
+from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
 from diffserve.runtime.text.transferred_encodings import EncodingTable
 from diffserve.runtime.unet.cross_attention import Contexts
 from diffserve.settings.config import EngineConfig

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.disk_cache import DiskCache
-from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooSmall
+from diffserve.runtime.kv import PagePool, PageTable, PoolBusy, PoolTooSmall
 from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, Window, WindowName, weigh
-from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, PagedTextEncoder, WindowBatches, segments, text_spec
-from diffserve.runtime.text.prompt import Chunk
+from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, weigh
+from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, ImageSpecs, PagedTextEncoder, WindowBatches, segments
+from diffserve.runtime.text.prompt import Chunk, Window, WindowName
 from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
@@ -42,45 +42,6 @@ POOLED_KEPT = 1024
 
 HIDDEN_KEPT = 256
 """Number of windows with cached hidden states for transfer: 0.3 MB each for 77 tokens of 2048 numbers in 16 bits."""
-
-
-@dataclass(frozen=True)
-class ImageSpecs:
-    """Specs of the tenants of one image model: the UNet's cross-attention and each text encoder's self-attention."""
-
-    unet: KVSpec
-    encoders: tuple[KVSpec, ...]
-
-    def __iter__(self) -> Iterator[KVSpec]:
-        return iter((self.unet, *self.encoders))
-
-    @classmethod
-    def of(
-        cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes, encoders: Sequence[bytes] | None = None
-    ) -> ImageSpecs:
-        """Create the specs of a model. Raises ConfigError for a UNet whose cross-attention cannot be paged.
-
-        ``identity`` is a hash of all that affects the numbers: weights, adapters, quantization, segment boundaries.
-        ``encoders`` are such hashes for each text encoder, ``None`` to use ``identity``.
-        """
-        dtype, layers = unet.dtype, unet.cross_attention.layers
-        indexed = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
-        return cls(
-            KVSpec(f"unet:{_short(identity)}", layers, dtype, model_digest=identity, whole_sequences=True),
-            tuple(
-                text_spec(
-                    encoder.network,
-                    tenant=f"text{index}:{_short(encoder_identity)}",
-                    dtype=dtype,
-                    identity=encoder_identity,
-                )
-                for index, (encoder, encoder_identity) in indexed
-            ),
-        )
-
-
-def _short(identity: bytes) -> str:
-    return identity.hex()[:12]
 
 
 @dataclass(frozen=True, eq=False)
