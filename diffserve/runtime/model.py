@@ -38,10 +38,10 @@ from diffserve.runtime.loading.family import (
     detect_family,
     location_of,
     native_size,
+    noise_schedule,
 )
 from diffserve.runtime.loading.placement import with_spread
 from diffserve.runtime.loading.plausibility import PLAUSIBILITY, Plausibility, judge, predicts_velocity, probe
-from diffserve.runtime.loading.scheduler_config import noise_schedule
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back

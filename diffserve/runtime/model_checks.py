@@ -1,7 +1,7 @@
 """Checks that the parts of a model fit together, and that a refiner fits its base.
 
-A refiner's UNet takes over for the last steps (SDXL's refiner, arXiv 2307.01952, section 2.5). Base and refiner share one
-latent and one step table, so their latents and noise schedules must agree. The base's VAE is used, and those of the
+A refiner's UNet takes over for the last steps (SDXL's refiner, arXiv 2307.01952, section 2.5). Base and refiner share
+one latent and one step table, so their latents and noise schedules must agree. The base's VAE is used, and those of the
 base's text encoders that are identical.
 """
 

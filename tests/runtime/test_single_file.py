@@ -15,9 +15,9 @@ from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import load_model
 from diffserve.runtime.loading import single_file_layout as layout
 from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
+from diffserve.runtime.loading.family import edm_normalization, edm_scheduler
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.plausibility import predicts_velocity
-from diffserve.runtime.loading.scheduler_config import edm_normalization, edm_scheduler
 from diffserve.runtime.loading.single_file_layout import VAE_PREFIX, original_name
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
 from diffserve.runtime.unet.unet import UNetRunner

@@ -28,9 +28,8 @@ from diffserve.runtime.loading.components import (
     load_text_encoders,
     load_vae,
 )
-from diffserve.runtime.loading.family import BUILT_IN
+from diffserve.runtime.loading.family import BUILT_IN, read_scheduler
 from diffserve.runtime.loading.lora import LoRAFile
-from diffserve.runtime.loading.scheduler_config import read_scheduler
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.pruning import shrink_to_stored_widths

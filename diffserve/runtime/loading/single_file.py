@@ -30,8 +30,16 @@ from diffserve.runtime.loading.components import (
     read_original_vae,
 )
 from diffserve.runtime.loading.directory import read_index
-from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
-from diffserve.runtime.loading.scheduler_config import SCHEDULER_FILE, edm_normalization, edm_scheduler, read_scheduler
+from diffserve.runtime.loading.family import (
+    REFINER,
+    SCHEDULER_FILE,
+    SD1,
+    SD2,
+    SDXL,
+    edm_normalization,
+    edm_scheduler,
+    read_scheduler,
+)
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
