@@ -255,7 +255,7 @@ def load_model(
 
     Args:
         path: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
-            ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+            ``loading.directory``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
         dtype: Precision, or "auto".
         device: Device, or "auto"; on "meta" a model has shapes and no values (``runtime.dry_run``).
         offload: Where weights are stored while their layer does not run: none (on the device), auto, cpu or disk.

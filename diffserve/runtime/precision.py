@@ -35,7 +35,6 @@ QUANTIZED: Final = {
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
 }
-DTYPE_NAMES: Final = DTYPES
 RESTS: Final = {
     "auto": "weights for which it has no room rest in main memory or on disk",
     "cpu": "weights rest in main memory until a layer runs",
@@ -156,8 +155,8 @@ def choose_device(
     torch_device, device_reason = _choose_device(device)
     dtype = replace_removed_dtype(dtype)
     name = DTYPE_ALIASES.get(dtype, dtype)
-    if name not in DTYPE_NAMES:
-        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     best_name, best_reason = best or _best_dtype(torch_device)
     rests = f"; {RESTS[offload]}." if offload in RESTS else "."
     compute_dtype = TORCH_DTYPES.get(name, TORCH_DTYPES[best_name])

@@ -26,7 +26,7 @@ NUCLEUS_TOKENS: Final = 1024
 def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """Apply bias, penalties and masks to ``scores`` (B, V) float32; returns the same tensor if no row uses any."""
     scores = _add_bias(scores, rows)
-    scores = _penalise(scores, rows)
+    scores = _penalize(scores, rows)
     scores = _hide_stops(scores, rows)
     return _constrain(scores, rows)
 
@@ -45,7 +45,7 @@ def _add_bias(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     return scores.index_put(where, send(torch.tensor(values), scores.device), accumulate=True)
 
 
-def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+def _penalize(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     lines = [line for line, row in enumerate(rows) if row.counts is not None]
     if not lines:
         return scores

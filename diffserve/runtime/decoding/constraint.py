@@ -176,7 +176,7 @@ class TokenConstraint(Constraint[int]):
             moves = self.moves(state)
         return tokens
 
-    def practise(self, texts: Iterable[Sequence[int]]) -> None:
+    def observe(self, texts: Iterable[Sequence[int]]) -> None:
         """Record the usual continuations in ``texts``, which must be allowed, as a fallback for drafts."""
         for token_ids in texts:
             state = self.start
@@ -185,7 +185,7 @@ class TokenConstraint(Constraint[int]):
                 state = self.advance(state, token_id)
 
     def usual(self, state: int) -> int | None:
-        """Return the token that followed in most of the practice texts, if any."""
+        """Return the token that followed in most of the observed texts, if any."""
         counts = self._habits.get(state)
         if not counts:
             return None
@@ -240,10 +240,12 @@ class Phrase(NamedTuple):
 def allowed_sentences(
     tokenizer: Any, phrases: Iterable[Phrase], *, start: str, ends: Collection[str], end_ids: Collection[int]
 ) -> TokenConstraint:
-    """Only sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
+    """Return a constraint to sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
 
-    A phrase that begins with a letter or a digit is parted from the one before it by a space, any other is not. Raises
-    ConfigError as :func:`allowed_words` and ``TokenConstraint.of_graph`` do.
+    A phrase that begins with a letter or a digit is separated from the one before it by a space, any other is not.
+
+    Raises:
+        ConfigError: The tokenizer cannot spell a phrase, or as ``TokenConstraint`` does.
     """
     phrase_list = list(phrases)
     anchors = list(dict.fromkeys(phrase.text for phrase in phrase_list if phrase.source == start))

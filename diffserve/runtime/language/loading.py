@@ -20,7 +20,7 @@ from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language.attention import Scoring, register
 from diffserve.runtime.language.model import LanguageModel, LanguageRunner, LayerShape, TokenChunk, run_network
-from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantise
+from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantize_network
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
@@ -204,7 +204,7 @@ def load_language_model(
         check_config(config, str(directory))
         network = _load_network(directory, config, choice)
         tokenizer = read_tokenizer("AutoTokenizer", directory)
-    quantise(network, choice)
+    quantize_network(network, choice)
     if choice.offload == "none":
         network.to(choice.device)
     layers = find_layers(network, str(directory), choice.device)

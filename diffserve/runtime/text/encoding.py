@@ -132,7 +132,7 @@ class TextEncoderRunner:
     ``num_time_ids`` is the number of size values that the UNet takes: 6 (SDXL), 5 (its refiner) or 0. With 0 the
     encoder returns its normalized last hidden state. Otherwise the next-to-last hidden states of all encoders are
     concatenated, and the last encoder returns its pooled projection. Texts are encoded one chunk at a time, so a result
-    does not depend on other prompts; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
+    does not depend on other prompts; the last texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
 
     Attributes:
         encodings: Encodings of the current texts from another process, if the encoders run there.

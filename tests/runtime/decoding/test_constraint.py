@@ -246,10 +246,10 @@ def test_a_graph_with_a_dead_end_is_refused() -> None:
         TokenConstraint([], start="a", ends=["c"], end_ids=[END])
 
 
-def test_what_followed_in_most_practised_texts_is_usual() -> None:
+def test_what_followed_in_most_observed_texts_is_usual() -> None:
     constraint = word_constraint([[1], [2]], [[3], [4], [5]], end_ids=[END])
     assert constraint.usual(constraint.start) is None
-    constraint.practise([[1, 3, END], [1, 3, 3, END], [2, 4, END], [1, 5, END]])
+    constraint.observe([[1, 3, END], [1, 3, 3, END], [2, 4, END], [1, 5, END]])
     assert constraint.usual(constraint.start) == 1
     after_one = state_after(constraint, [1])
     assert constraint.usual(after_one) is None, "the end came four times of nine, 3 three times"

@@ -339,7 +339,7 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
     assert drafted([1, 2, 1, 6, 1, 3], [1]) == [], "a third of the votes is too little"
     assert drafted([2, 1, 6, 50, 1, 2, 50, 1, 2], [2, 1]) == [6], "a longer ending is believed before a shorter"
     assert drafted([50], [1]) == []
-    constraint.practise([[1, 6, 6, END]] * 3)
+    constraint.observe([[1, 6, 6, END]] * 3)
     assert drafted([50], [1]) == [6] * 5, "what is usual where nothing was said before"
     assert drafted([1, 2, 50], [1])[0] == 2, "what was said before is believed first"
     assert PromptLookup(num_draft_tokens=0).propose_allowed([1, 2, 1], constraint, start) == []
@@ -350,7 +350,7 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
 def test_drafts_under_a_constraint_are_allowed_by_it(prompt: list[int], count: int, longest: int) -> None:
     words = [[1, 2], [3], [4, 5, 6]]
     constraint = word_constraint(words, words, end_ids=[7])
-    constraint.practise([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])
+    constraint.observe([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])
     draft = PromptLookup(num_draft_tokens=count, max_ngram=longest).propose_allowed(
         prompt, constraint, constraint.start
     )
