@@ -236,12 +236,13 @@ def tenants(model: DiffusionModel) -> dict[str, Any]:
     description: dict[str, Any] = {}
     for spec in specs:
         plan = PagePlan(spec, page_bytes)
+        num_bytes = sum(map(spec.layer_bytes, range(len(spec.layers))))
         description[spec.tenant.split(":")[0]] = {
             "layers": len(spec.layers),
-            "bytes_per_token": spec.bytes_per_token,
+            "bytes_per_token": num_bytes // spec.page_tokens,
             "pages": plan.num_pages(model.text.window_tokens),
             "page_bytes": page_bytes,
-            "used_share_of_a_sheet": round(plan.used_share, 3),
+            "used_share_of_a_sheet": round(num_bytes / (plan.num_groups * page_bytes), 3),
         }
     return description
 

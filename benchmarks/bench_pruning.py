@@ -30,8 +30,8 @@ from diffserve.experiments.gate import GateLimits, PrecisionGate, run_gate
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.runtime import load_model
+from diffserve.runtime.footprint import footprint_of
 from diffserve.runtime.loading.pruned import prune_directory
-from diffserve.runtime.needs import needs_of
 from diffserve.runtime.unet.pruning import Shares
 from diffserve.settings.config import Settings
 from diffserve.settings.layers import load_settings
@@ -41,12 +41,12 @@ WHOLE = "whole"
 
 def cost(path: str, dtype: str, settings: Settings) -> dict[str, Any]:
     """Measure the size of the UNet at ``path`` and the time of a row at the native size."""
-    needs = needs_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
-    unet = next(part for part in needs.model.memory_report() if part.component == "unet")
+    footprint = footprint_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
+    unet = next(part for part in footprint.model.memory_report() if part.component == "unet")
     return {
         "parameters": unet.num_parameters,
         "unet_bytes": unet.weights_bytes,
-        "flops_a_row": needs.steps[1].flops,
+        "flops_a_row": footprint.steps[1].flops,
     }
 
 

@@ -35,7 +35,7 @@ from benchmarks.report import RESULTS, hardware, versions, write
 from benchmarks.simulator import Costs, capacity_per_s, loaded, read_costs, replay
 from benchmarks.trace import mixed
 from diffserve.runtime.dry_run import GPU, Work, find_gpu
-from diffserve.runtime.needs import Needs, needs_of
+from diffserve.runtime.footprint import Footprint, footprint_of
 from diffserve.settings.config import EngineConfig
 from diffserve.store.database import Database
 from diffserve.store.history import History, new_entry_id
@@ -120,11 +120,11 @@ def assumptions(launches_s: Sequence[float]) -> tuple[Assumptions, Assumptions, 
 
 
 @cache
-def needs_of_model(model: str) -> Needs:
+def footprint_of_model(model: str) -> Footprint:
     """Count the work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, without a GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         path = save_hollow_model(model, Path(scratch), dtype=torch.bfloat16)
-        return needs_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
+        return footprint_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
 
 
 def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
@@ -133,12 +133,14 @@ def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
     def seconds(work: Work, reached: float) -> float:
         return max(gpu.seconds(work, torch.bfloat16) / reached, assumed.launch_s * len(work.kernels))
 
-    needs = needs_of_model(model)
-    width_px, height_px = needs.model.info.good_sizes[0]
+    footprint = footprint_of_model(model)
+    width_px, height_px = footprint.model.info.good_sizes[0]
     return Costs(
-        calls={f"{width_px}x{height_px}": {rows: seconds(work, assumed.reached) for rows, work in needs.steps.items()}},
+        calls={
+            f"{width_px}x{height_px}": {rows: seconds(work, assumed.reached) for rows, work in footprint.steps.items()}
+        },
         prepare_s=PREPARE_S,
-        decode_s=seconds(needs.decode, assumed.decode_reached),
+        decode_s=seconds(footprint.decode, assumed.decode_reached),
         tick_s=TICK_S,
     )
 
@@ -147,7 +149,7 @@ def suite_costs(model: str, row: str) -> Costs:
     """Return the costs of eager calls of ``model`` from ``row`` of ``SUITE``."""
     document = json.loads(SUITE.read_text(encoding="utf-8"))
     curve = document["rows"][row]["points"]["curve"]["result"]["points"]
-    width_px, height_px = needs_of_model(model).model.info.good_sizes[0]
+    width_px, height_px = footprint_of_model(model).model.info.good_sizes[0]
     decode_ms = figure(document, *DECODER)
     assert decode_ms is not None
     return Costs(

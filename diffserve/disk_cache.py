@@ -12,8 +12,11 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 AUTO = "auto"
 MOST_ENTRIES = 256
@@ -23,6 +26,8 @@ MOST_BYTES = 1 << 20
 """Maximum size of an entry."""
 
 log = logging.getLogger("diffserve.cache")
+
+ValueT = TypeVar("ValueT")
 
 
 class DiskCache:
@@ -63,6 +68,18 @@ class DiskCache:
         with contextlib.suppress(OSError):  # mark as recently used
             os.utime(path)
         return entry.get("value")
+
+    def read_or_compute(self, kind: str, key: str, value_type: type[ValueT], compute: Callable[[], ValueT]) -> ValueT:
+        """Return the value stored for ``key``; if there is none of ``value_type``, compute and store it.
+
+        Raises:
+            ValueError: The entry is larger than ``MOST_BYTES``.
+        """
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(self.read(kind, key), value_type)
+        value = compute()
+        self.write(kind, key, msgspec.to_builtins(value))
+        return value
 
     def write(self, kind: str, key: str, value: Any) -> None:
         """Store ``value``, which must be serializable as JSON, for ``key``.

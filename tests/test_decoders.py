@@ -16,7 +16,7 @@ from PIL import Image
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media import decoder_process, decoders, images
-from diffserve.media.decoders import Decoder, Decoders
+from diffserve.media.decoders import Decoders, ImageDecoder
 from diffserve.media.provenance import examine
 from tests.image_bombs import scans
 
@@ -38,24 +38,24 @@ def transparent_file(side_px: int = 64) -> bytes:
 
 
 @pytest.fixture
-def decoder() -> Iterator[Decoder]:
-    decoder = Decoder()
+def decoder() -> Iterator[ImageDecoder]:
+    decoder = ImageDecoder()
     yield decoder
     decoder.close()
 
 
-def process_of(decoder: Decoder) -> psutil.Process:
+def process_of(decoder: ImageDecoder) -> psutil.Process:
     decoder.decode_image(file_of(noise(8)))
     assert decoder._process is not None
     return psutil.Process(decoder._process.pid)
 
 
-def spin(decoder: Decoder) -> None:
+def spin(decoder: ImageDecoder) -> None:
     """Decode a file that takes minutes to decode."""
     decoder.decode_image(slow_file())
 
 
-def decode_many(decoder: Decoder, num_files: int) -> None:
+def decode_many(decoder: ImageDecoder, num_files: int) -> None:
     file = file_of(noise(512))
     for _ in range(num_files):
         decoder.decode_image(file)
@@ -77,7 +77,7 @@ def slow_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "COMMAND", ("-c", program))
 
 
-def test_a_decoder_process_returns_the_same_results_as_direct_calls(decoder: Decoder) -> None:
+def test_a_decoder_process_returns_the_same_results_as_direct_calls(decoder: ImageDecoder) -> None:
     file, transparent = file_of(noise()), transparent_file()
     assert decoder.decode_image(file) == images.decode_image(file)
     assert decoder.decode_mask(transparent) == images.decode_mask(transparent)
@@ -88,7 +88,7 @@ def test_a_decoder_process_returns_the_same_results_as_direct_calls(decoder: Dec
     assert decoder.examine(file) == examine(file)
 
 
-def test_a_decoder_process_raises_the_same_errors_as_direct_calls(decoder: Decoder) -> None:
+def test_a_decoder_process_raises_the_same_errors_as_direct_calls(decoder: ImageDecoder) -> None:
     for data in (b"GIF89a", b"\x89PNG\r\n\x1a\n", scans(64, 101)):
         with pytest.raises(InvalidRequest) as expected:
             images.decode_image(data, name="controlnets[1].image")
@@ -99,7 +99,7 @@ def test_a_decoder_process_raises_the_same_errors_as_direct_calls(decoder: Decod
 
 
 def test_the_process_is_reused_is_small_and_inherits_no_secrets(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIFFSERVE_API_KEY", "a secret of the server")
     process = process_of(decoder)
@@ -109,7 +109,7 @@ def test_the_process_is_reused_is_small_and_inherits_no_secrets(
     assert process.rlimit(psutil.RLIMIT_AS) == (decoder_process.MEMORY_BYTES, decoder_process.MEMORY_BYTES)
 
 
-def test_a_crashed_process_is_replaced(decoder: Decoder) -> None:
+def test_a_crashed_process_is_replaced(decoder: ImageDecoder) -> None:
     first = process_of(decoder)
     first.send_signal(signal.SIGSEGV)
     first.wait(EXIT_TIMEOUT_S)
@@ -117,7 +117,7 @@ def test_a_crashed_process_is_replaced(decoder: Decoder) -> None:
     assert process_of(decoder).pid != first.pid
 
 
-def test_the_largest_image_fits_into_the_memory_limit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_image_fits_into_the_memory_limit(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     file = BytesIO()
     Image.new("RGBA", (4096, 4096), (1, 2, 3, 4)).save(file, "PNG")
     picture, mask = decoder.decode_with_mask(file.getvalue())
@@ -135,7 +135,7 @@ def test_the_largest_image_fits_into_the_memory_limit(decoder: Decoder, monkeypa
 
 @pytest.mark.slow
 def test_the_cpu_time_of_a_request_is_shared_by_its_files(
-    slow_process: None, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    slow_process: None, decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoders, "CPU_S", 1.0)
     decoder.begin()
@@ -186,7 +186,7 @@ def test_slow_files_of_one_client_do_not_block_other_clients(slow_process: None)
     asyncio.run(run())
 
 
-def test_the_process_exits_when_the_parent_closes_the_connection(decoder: Decoder) -> None:
+def test_the_process_exits_when_the_parent_closes_the_connection(decoder: ImageDecoder) -> None:
     process = process_of(decoder)
     assert decoder._connection is not None
     decoder._connection.close()

@@ -12,8 +12,8 @@ from numpy import zeros
 from safetensors.numpy import save_file
 
 from diffserve.api.types import DiffusionParams
-from diffserve.models.few_step import begin_with_loras, find_few_step
 from diffserve.models.loras import Lora
+from diffserve.models.profiles import begin_with_loras, find_few_step
 from diffserve.runtime import load_model
 from diffserve.settings.layers import load_settings
 

@@ -12,7 +12,7 @@ import pytest
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.api.types import Picture
-from diffserve.models.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
+from diffserve.models.vocabulary import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
 from tests.engine.simulated_scheduler import INFO, admission, request
 

@@ -39,7 +39,7 @@ def test_every_file_has_its_marks_and_a_plain_file_has_none(image_format: ImageF
             assert (provenance.watermark.kind if provenance.watermark else None) == (kind if has_mark else None)
     unmarked = BytesIO()
     Image.fromarray(picture.array).save(unmarked, image_format.upper())
-    assert examine(unmarked.getvalue()).told() == {
+    assert examine(unmarked.getvalue()).to_dict() == {
         "is_generated": False, "xmp": None, "watermark": None, "c2pa": None, "parameters": False,
     }  # fmt: skip
 

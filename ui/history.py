@@ -14,7 +14,7 @@ import gradio as gr
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import HistoryEntry
 from diffserve.media.images import format_of
-from diffserve.media.infotext import parse_infotext, seeds_told
+from diffserve.media.infotext import parse_infotext, seeds_text
 from ui import captions
 from ui.create.handlers import settings_in
 from ui.create.layout import CreateTab, thumbnails
@@ -75,7 +75,7 @@ class Looking:
 
     def draw(self, trouble: str | None = None) -> list[Update]:
         """Return updates of ``HistoryTab.outputs``."""
-        pictures = [(str(path), seeds_told(entry.seed, entry.variation_seed)) for entry, path in self.found]
+        pictures = [(str(path), seeds_text(entry.seed, entry.variation_seed)) for entry, path in self.found]
         return [
             captions.status(trouble, is_error=True) if trouble else self._caption(),
             gr.update(value=pictures, visible=bool(pictures), selected_index=self.selected),
@@ -88,7 +88,7 @@ class Looking:
         if self.selected is not None:
             entry = self.found[self.selected][0]
             at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.created_at))
-            seeds = seeds_told(entry.seed, entry.variation_seed)
+            seeds = seeds_text(entry.seed, entry.variation_seed)
             facts = f"{entry.model}, {entry.width}x{entry.height}, {seeds}, {at}"
             return captions.status(entry.prompt or "No prompt.", notes=(facts,))
         if not self.found:

@@ -20,7 +20,7 @@ import gradio as gr
 import msgspec
 
 from diffserve.client import Asker, ask_for
-from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.decoders import ImageDecoder, shared_decoders
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form, StartFile
 from ui.files import PageFiles, owner_of
@@ -290,7 +290,7 @@ def ask_for_visitor(request: gr.Request) -> None:
     ask_for(Asker(_addresses(request), request.session_hash or "", key_of(request)))
 
 
-async def decoded(request: gr.Request, read: Callable[[Decoder], T]) -> T:
+async def decoded(request: gr.Request, read: Callable[[ImageDecoder], T]) -> T:
     """Return ``read(decoder)`` in a thread, when it is the turn of the key or address that sent ``request``."""
     return await shared_decoders().run(f"page/{key_of(request) or _addresses(request)}", read)
 

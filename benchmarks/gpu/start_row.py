@@ -21,7 +21,7 @@ from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.cli import doctor
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.runtime.needs import step_work
+from diffserve.runtime.footprint import step_work
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.inductor import missing_tools
 from diffserve.runtime.unet.random_rows import random_call

@@ -18,9 +18,8 @@ from diffserve.api.fields import FULL_INTERVAL, MAX_SEED, NoiseSource, check_fie
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.tensor_values import Encodings
 from diffserve.models.controlnets import Control, check_controls, digest_of
-from diffserve.models.fewest_steps import FewestSteps
 from diffserve.models.loras import Lora, check_loras, read_tags
-from diffserve.models.vocabulary import Vocabulary
+from diffserve.models.vocabulary import FewestSteps, Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diffserve.disk_cache import DiskCache
-from diffserve.models.few_step import find_few_step
+from diffserve.models.profiles import find_few_step
 from diffserve.settings.config import EngineConfig, Settings
 from diffserve.settings.layers import KEYS
 from diffserve.store.unet_paths import UNetPathFile
@@ -23,7 +23,7 @@ from diffserve.version import __version__
 if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
     from diffserve.runtime.dry_run import GPU
-    from diffserve.runtime.needs import Needs
+    from diffserve.runtime.footprint import Footprint
 
 PROBE_BYTES = 1 << 16
 ROWS = (1, 2, 8)
@@ -49,10 +49,10 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_for, load_model
+    from diffserve.runtime.footprint import footprint_of
     from diffserve.runtime.loading.family import location_of
     from diffserve.runtime.loading.library_imports import hushed
     from diffserve.runtime.loading.placement import with_spread
-    from diffserve.runtime.needs import needs_of
 
     folders = list(_folders(settings))
     profile, offload = settings.model, settings.engine.offload
@@ -60,15 +60,17 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     choice = choose_for(profile.path, profile.device, profile.dtype, offload, cache)
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # the report contains these warnings
-        needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
-        choice = with_spread(choice, needs.model.memory_report(), settings.engine.device_map)
-        _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
-        _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
+        footprint = footprint_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
+        choice = with_spread(choice, footprint.model.memory_report(), settings.engine.device_map)
+        _section(
+            console, "memory", _memory(footprint, choice, settings.engine), headings=("part", "parameters", "weights")
+        )
+        _section(console, f"one step at {_size(footprint)}", _steps(footprint, roof), headings=STEP_HEADINGS)
         load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
         model = load(profile.path, device_map=settings.engine.device_map, profile=profile, cache=cache)
     _section(console, "model", _model(model, location_of(profile.path)))
     _section(console, "UNet calls", _unet_calls(model, settings))
-    left = model.left_in_full()
+    left = model.unquantized_layers()
     if left:
         _section(console, f"not in {choice.dtype}", ((line,) for line in left))
     _section(console, "folders", ((name, status) for name, status, _ in folders))
@@ -175,22 +177,22 @@ def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
             yield name, f"{folder} cannot be written: {error.strerror}", False
 
 
-def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
+def _memory(footprint: Footprint, choice: DeviceChoice, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
     """Yield the memory of each part, estimated before the model is loaded."""
     from diffserve.runtime.memory import free_bytes
 
-    entries = needs.model.memory_report()
+    entries = footprint.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
-    yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(needs.weights_bytes)
-    yield "page pool", "", _mebibytes(needs.page_pool_bytes)
+    yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(footprint.weights_bytes)
+    yield "page pool", "", _mebibytes(footprint.page_pool_bytes)
     yield "image cache", "", _mebibytes(config.result_cache_bytes)
     yield "latent cache", "", _mebibytes(config.latent_cache_bytes)
-    yield "decoding an image", "", _mebibytes(needs.decode.peak_bytes)
-    if needs.shallow is not None:
-        yield "a row's features for DeepCache", "", _mebibytes(needs.feature_bytes)
-        yield "a shallow row's activations", "", _mebibytes(needs.shallow.peak_bytes)
-    yield f"at the most, {max(needs.steps)} rows", "", _mebibytes(needs.peak_bytes)
+    yield "decoding an image", "", _mebibytes(footprint.decode.peak_bytes)
+    if footprint.shallow is not None:
+        yield "a row's features for DeepCache", "", _mebibytes(footprint.feature_bytes)
+        yield "a shallow row's activations", "", _mebibytes(footprint.shallow.peak_bytes)
+    yield f"at the most, {max(footprint.steps)} rows", "", _mebibytes(footprint.peak_bytes)
     spread = {} if choice.spread is None else choice.spread._asdict()
     for part, rooms in spread.items():
         for name, num_bytes in rooms:
@@ -200,15 +202,15 @@ def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterabl
         yield f"free on {device}", "", "unknown" if free is None else _mebibytes(free)
 
 
-def _size(needs: Needs) -> str:
-    width_px, height_px = needs.model.info.good_sizes[0]
+def _size(footprint: Footprint) -> str:
+    width_px, height_px = footprint.model.info.good_sizes[0]
     return f"{width_px}x{height_px}"
 
 
-def _steps(needs: Needs, roof: GPU | None) -> Iterable[tuple[str, str, str, str, str]]:
+def _steps(footprint: Footprint, roof: GPU | None) -> Iterable[tuple[str, str, str, str, str]]:
     """Yield the cost of a UNet call per number of rows; one image with guidance has two rows."""
-    for rows, work in needs.steps.items():
-        minimum = f"{1e3 * roof.seconds(work, needs.model.dtype):.2f} ms on {roof.name}" if roof else "see --gpu"
+    for rows, work in footprint.steps.items():
+        minimum = f"{1e3 * roof.seconds(work, footprint.model.dtype):.2f} ms on {roof.name}" if roof else "see --gpu"
         yield (
             str(rows),
             f"{work.flops / 1e12:.3f}",

@@ -24,7 +24,7 @@ from diffserve.cli.options import SettingsOptions
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
 from diffserve.media.images import decode_image, decode_mask, image_format_of
-from diffserve.media.infotext import seeds_told, write_infotext
+from diffserve.media.infotext import seeds_text, write_infotext
 from diffserve.media.provenance import Marks
 from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
@@ -360,7 +360,7 @@ def describe_image(file: Path, image: Painted, num_steps: int) -> str:
         details += f", from {image.switch_at:g} on by {image.refiner}"
     if image.score is not None:
         details += f", score {image.score:.4g}"
-    return f"{file}  {seeds_told(image.seed, image.variation_seed)}  {count} of {sampler}{details}"
+    return f"{file}  {seeds_text(image.seed, image.variation_seed)}  {count} of {sampler}{details}"
 
 
 def note(console: Console, *messages: str) -> None:

@@ -33,7 +33,7 @@ from diffserve.client import (
     ServerUnreachable,
 )
 from diffserve.media.images import decode_image, format_of
-from diffserve.media.infotext import seeds_told
+from diffserve.media.infotext import seeds_text
 from diffserve.service.images.inputs import image_bytes
 from diffserve.version import __version__
 
@@ -234,7 +234,7 @@ class Tools:
             )
             for image in painted
         ]
-        lines = [f"{image.name}: {seeds_told(image.seed, image.variation_seed)}" for image in images]
+        lines = [f"{image.name}: {seeds_text(image.seed, image.variation_seed)}" for image in images]
         lines += list(dict.fromkeys(warning for image in painted for warning in image.warnings)) + failures
         content.append(TextContent(type="text", text="\n".join(lines)))
         excluded = {"image_index", "b64_json", "revised_prompt", "created_at", "score", "similarity"}

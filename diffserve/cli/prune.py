@@ -11,7 +11,7 @@ from rich.table import Table
 from diffserve.settings.config import Settings
 
 if TYPE_CHECKING:
-    from diffserve.runtime.needs import Needs
+    from diffserve.runtime.footprint import Footprint
 
 
 def run(settings: Settings, output: Path, *, heads: float, channels: float) -> int:
@@ -27,8 +27,8 @@ def run(settings: Settings, output: Path, *, heads: float, channels: float) -> i
         ConfigError: A share is out of range, the folder exists, or the model cannot be loaded.
     """
     from diffserve.runtime import choose_for
+    from diffserve.runtime.footprint import footprint_of
     from diffserve.runtime.loading.pruned import prune_directory
-    from diffserve.runtime.needs import needs_of
     from diffserve.runtime.unet.pruning import Shares
 
     shares = Shares(heads=heads, channels=channels)
@@ -37,17 +37,20 @@ def run(settings: Settings, output: Path, *, heads: float, channels: float) -> i
     console = Console(highlight=False, soft_wrap=True)
     prune_directory(profile.path, output, shares)
     paths = (profile.path, output)
-    before, after = (needs_of(path, dtype=dtype, config=settings.engine, profile=profile, rows=(1,)) for path in paths)
+    before, after = (
+        footprint_of(path, dtype=dtype, config=settings.engine, profile=profile, rows=(1,)) for path in paths
+    )
     console.print(_table(before, after))
     console.print(f"{output}: check image quality (benchmarks/bench_pruning.py) before use", markup=False)
     return 0
 
 
-def _table(before: Needs, after: Needs) -> Table:
+def _table(before: Footprint, after: Footprint) -> Table:
     width_px, height_px = before.model.info.good_sizes[0]
     table = Table("UNet", "before", "after", "ratio", box=None)
     old, new = (
-        next(part for part in needs.model.memory_report() if part.component == "unet") for needs in (before, after)
+        next(part for part in footprint.model.memory_report() if part.component == "unet")
+        for footprint in (before, after)
     )
     flops = f"GFLOP a row of {width_px}x{height_px}"
     for name, unit, was, is_now in (

@@ -9,7 +9,7 @@ import msgspec
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.cli.start import refuse
-from diffserve.media.provenance import Provenance, examine
+from diffserve.media.provenance import ProvenanceReport, examine
 
 EXIT_UNMARKED = 1
 
@@ -26,12 +26,12 @@ def run(files: Sequence[Path], *, as_json: bool) -> int:
             code = refuse(error.message)
         else:
             code = max(code, 0 if provenance.is_generated else EXIT_UNMARKED)
-            details = {"file": str(file), **provenance.told()}
+            details = {"file": str(file), **provenance.to_dict()}
             print(msgspec.json.encode(details).decode() if as_json else f"{file}  {_describe(provenance)}")
     return code
 
 
-def _describe(provenance: Provenance) -> str:
+def _describe(provenance: ProvenanceReport) -> str:
     marks = []
     if provenance.xmp is not None and provenance.xmp.digital_source_type:
         marks.append(f"XMP: {provenance.xmp.digital_source_type.rpartition('/')[2]}")

@@ -28,9 +28,9 @@ from diffserve.engine.text import TextEngine
 from diffserve.engine.text.engine import draft_tenant
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
 from diffserve.runtime import DiffusionModel, choose_for, load_model
+from diffserve.runtime.footprint import footprint_of
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.runtime.needs import needs_of
 from diffserve.runtime.text.conditioning import image_tenants, make_pool
 from diffserve.runtime.weight_sharing import sharing, with_digests
 from diffserve.settings.config import AUTO_STYLE, EngineConfig, TextSettings
@@ -121,12 +121,12 @@ def make_loader(config: EngineConfig, cache: DiskCache) -> Loader:
 def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Survey:
     """Determine info and memory needs of the model of ``profile`` by a dry run. Raises the errors of ``load_model``."""
     choice = choose_for(profile.path, profile.device, profile.dtype, config.offload, cache)
-    needs = needs_of(profile.path, dtype=choice.dtype, config=config, profile=profile, rows=(LEAST_ROWS,))
-    model, is_paged = needs.model, config.cross_attention == "paged"
+    footprint = footprint_of(profile.path, dtype=choice.dtype, config=config, profile=profile, rows=(LEAST_ROWS,))
+    model, is_paged = footprint.model, config.cross_attention == "paged"
     placement = {"device": str(choice.device), "dtype": choice.dtype, "choice_reason": choice.reason}
     return Survey(
         info=msgspec.structs.replace(model.info, **placement),
-        needs_bytes=needs.peak_bytes - needs.page_pool_bytes,
+        needs_bytes=footprint.peak_bytes - footprint.page_pool_bytes,
         specs=tuple(itertools.chain(*image_tenants(model, is_exact=True))) if is_paged else (),
         window_tokens=model.text.window_tokens,
     )

@@ -37,7 +37,6 @@ from diffserve.api.errors import (
 from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 from diffserve.logs import MACHINE, json_logs
 from diffserve.processes import leave_stopping_to_parent
-from diffserve.runtime import faults
 
 if TYPE_CHECKING:
     from diffserve.engine.combined_engine import CombinedEngine
@@ -252,10 +251,10 @@ def open_engine(load: ipc.Load, pulse: Pulse) -> CombinedEngine:
 
 def open_probe(engine: CombinedEngine) -> DeviceProbe:
     """Create the device check, and then install the faults of tests."""
-    from diffserve.runtime.device_health import DeviceProbe
+    from diffserve.runtime.device_health import DeviceProbe, install_faults
 
     probe = DeviceProbe(engine.engine.model)
-    faults.install(engine.engine.model.unet)
+    install_faults(engine.engine.model.unet)
     return probe
 
 

@@ -182,15 +182,15 @@ def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> 
     """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
     settings, runner = engine.admitted(request).settings, engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
-    base = runner.conditioner.hand_over(*texts, reading)
+    base = runner.conditioner.export_encodings(*texts, reading)
     prompts = [text or "" for text in texts]
     if settings.controlnets:  # they take embeddings
-        base |= engine.model.text.hand_over(prompts, reading)
+        base |= engine.model.text.export_encodings(prompts, reading)
     if settings.similarity_threshold is not None:
-        base |= engine.model.text.hand_over(prompts[:1], AS_TRAINED)
+        base |= engine.model.text.export_encodings(prompts[:1], AS_TRAINED)
     refiner = {}
     if settings.switch_row is not None and runner.refiner is not None:
-        refiner = runner.refiner.conditioner.hand_over(*texts, TextReading(clip_skip=settings.clip_skip))
+        refiner = runner.refiner.conditioner.export_encodings(*texts, TextReading(clip_skip=settings.clip_skip))
     parts = [{name: to_value(tensor) for name, tensor in part.items()} for part in (base, refiner)]
     return Encodings(base=parts[0], refiner=parts[1])
 

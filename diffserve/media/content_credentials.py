@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from diffserve.api.errors import ConfigError
-from diffserve.media.images import DIGITAL_SOURCE_TYPES, MEDIA_TYPES, ImageFormat
+from diffserve.api.types import Picture
+from diffserve.media.images import DIGITAL_SOURCE_TYPES, MEDIA_TYPES, ImageFormat, encode_image
 from diffserve.media.infotext import SOFTWARE
 from diffserve.media.watermark import Kind
 from diffserve.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 ALGORITHMS: Final = ("es256", "es384", "es512", "ps256", "ed25519")
 """Signing algorithms in the order in which they are tried; the first that works with the key is used."""
@@ -87,9 +85,6 @@ class Signer:
 
     def _find_algorithm(self, certificate: str) -> str:
         """Return the algorithm that fits the key, by signing a test image and verifying it."""
-        from diffserve.api.types import Picture
-        from diffserve.media.images import encode_image
-
         file, problem = encode_image(Picture(width_px=8, height_px=8, data=bytes(192))), ""
         for algorithm in ALGORITHMS:
             try:

@@ -20,7 +20,7 @@ import msgspec
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.images import decode_image, decode_mask, decode_with_mask, read_infotext
-from diffserve.media.provenance import Provenance, examine
+from diffserve.media.provenance import ProvenanceReport, examine
 from diffserve.processes import frame_of, leave_stopping_to_parent, read_frame
 
 MEMORY_BYTES: Final = 1 << 30
@@ -39,11 +39,11 @@ FUNCTIONS: Final = {
     "decode_mask": Function(decode_mask, Picture),
     "decode_with_mask": Function(decode_with_mask, tuple[Picture, Picture | None]),
     "read_infotext": Function(read_infotext, str | None),
-    "examine": Function(examine, Provenance),
+    "examine": Function(examine, ProvenanceReport),
 }
 
 
-class Question(msgspec.Struct, frozen=True):
+class DecodeRequest(msgspec.Struct, frozen=True):
     """Request to call ``function`` on the file ``data`` with ``options``, within ``cpu_s`` seconds of CPU time."""
 
     function: str
@@ -76,14 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     leave_stopping_to_parent()
     for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
-    decoder = msgspec.msgpack.Decoder(Question)
+    decoder = msgspec.msgpack.Decoder(DecodeRequest)
     with socket.socket(fileno=options.fd) as connection:
         while (frame := read_frame(connection)) is not None:
             connection.sendall(frame_of(msgspec.msgpack.encode(_answer(decoder.decode(frame)))))
     return 0
 
 
-def _answer(question: Question) -> Answer | Refusal:
+def _answer(question: DecodeRequest) -> Answer | Refusal:
     started_s = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, question.cpu_s)  # SIGPROF has no handler and ends the process
     try:

@@ -1,8 +1,8 @@
 """Pool of image decoder processes that can be killed; each client uses at most one at a time.
 
-C decoders can take seconds for small files, can crash, and cannot be stopped within a process. A :class:`Decoder` runs
-the reading functions of :mod:`diffserve.media.images` in a separate process. The CPU time of a request, for all its
-files, is limited to ``CPU_S``.
+C decoders can take seconds for small files, can crash, and cannot be stopped within a process. An
+:class:`ImageDecoder` runs the reading functions of :mod:`diffserve.media.images` in a separate process. The CPU time of
+a request, for all its files, is limited to ``CPU_S``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import msgspec
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.client_places import ClientPlaces
-from diffserve.media.decoder_process import FUNCTIONS, Answer, Question, Refusal
+from diffserve.media.decoder_process import FUNCTIONS, Answer, DecodeRequest, Refusal
 from diffserve.media.images import MaskConvention
-from diffserve.media.provenance import Provenance
+from diffserve.media.provenance import ProvenanceReport
 from diffserve.processes import frame_of, read_frame
 
 COMMAND: Final[tuple[str, ...]] = ("-m", "diffserve.media.decoder_process")
@@ -62,7 +62,7 @@ class ImageReader(Protocol):
         """See :func:`diffserve.media.images.read_infotext`."""
 
 
-class Decoder:
+class ImageDecoder:
     """Decoder process, started on the first call. Its methods block: call them in a thread.
 
     Every reading method raises InvalidRequest for a file that is refused, takes too long, or crashes the process.
@@ -94,9 +94,9 @@ class Decoder:
         text: str | None = self._call("read_infotext", data, may_shorten=may_shorten)
         return text
 
-    def examine(self, data: bytes, *, name: str = "image") -> Provenance:
+    def examine(self, data: bytes, *, name: str = "image") -> ProvenanceReport:
         """See :func:`diffserve.media.provenance.examine`."""
-        provenance: Provenance = self._call("examine", data, name=name)
+        provenance: ProvenanceReport = self._call("examine", data, name=name)
         return provenance
 
     def begin(self) -> None:
@@ -123,7 +123,7 @@ class Decoder:
         name = str(options.get("name", "image"))
         if self._cpu_left_s <= 0.0:
             raise _too_complex(name)
-        question = Question(function, data, options, self._cpu_left_s)
+        question = DecodeRequest(function, data, options, self._cpu_left_s)
         try:
             connection = self._ensure_connected()
             connection.settimeout(WALL_S)
@@ -180,7 +180,7 @@ class Decoder:
 
 
 class Decoders:
-    """Pool of :class:`Decoder` processes; each client uses at most one at a time."""
+    """Pool of :class:`ImageDecoder` processes; each client uses at most one at a time."""
 
     def __init__(self, num_processes: int | None = None) -> None:
         """Create the pool.
@@ -191,15 +191,15 @@ class Decoders:
         count = num_processes or min(MAX_PROCESSES, max(2, os.cpu_count() or 1))
         self._places = ClientPlaces(count)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="decoders")
-        self._idle: list[Decoder] = []
+        self._idle: list[ImageDecoder] = []
 
-    async def run(self, client: str, read: Callable[[Decoder], T]) -> T:
+    async def run(self, client: str, read: Callable[[ImageDecoder], T]) -> T:
         """Call ``read(decoder)`` in a thread when a decoder is free for ``client``, and return its result.
 
         If the call is cancelled, the decoder process is killed, so that the next request does not wait for it.
         """
         async with self._places.taken(client):
-            decoder = self._idle.pop() if self._idle else Decoder()
+            decoder = self._idle.pop() if self._idle else ImageDecoder()
             decoder.begin()
             reading = asyncio.get_running_loop().run_in_executor(self._threads, read, decoder)
             try:

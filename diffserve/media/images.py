@@ -19,8 +19,15 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.image_structure import problem_of, problem_of_profile
-from diffserve.media.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
-from diffserve.media.metadata_text import UNICODE_HEADER, decode_png_text, decode_user_comment
+from diffserve.media.infotext import (
+    MAX_BYTES,
+    SOFTWARE,
+    UNICODE_HEADER,
+    check_length,
+    decode_png_text,
+    decode_user_comment,
+    shorten,
+)
 from diffserve.media.watermark import Kind
 
 ImageFormat = Literal["png", "jpeg", "webp"]
@@ -212,12 +219,7 @@ def _to_srgb(image: Image.Image) -> Image.Image:
         mode = "RGBA" if image.mode == "RGBA" else "RGB"
         source_profile = ImageCms.ImageCmsProfile(BytesIO(profile))
         converted = ImageCms.profileToProfile(image, source_profile, ImageCms.createProfile("sRGB"), outputMode=mode)
-    except (
-        ImageCms.PyCMSError,
-        OSError,
-        ValueError,
-        TypeError,
-    ):  # damaged, or for other channels
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):  # damaged, or for other channels
         return image
     return image if converted is None else converted
 
@@ -272,10 +274,8 @@ def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool =
         return _pad(resize(picture, *inner_size), width_px, height_px)
     keep_width, keep_height = width_px * min(ratios), height_px * min(ratios)
     left, top = (picture.width_px - keep_width) / 2, (picture.height_px - keep_height) / 2
-    filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
     box = (left, top, left + keep_width, top + keep_height)
-    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_, box=box)
-    return Picture.from_array(np.asarray(resized, dtype=np.uint8))
+    return stretch(picture, width_px, height_px, box=box)
 
 
 def thumbnail(data: bytes, side_px: int) -> bytes:
@@ -294,10 +294,12 @@ def thumbnail(data: bytes, side_px: int) -> bytes:
     return encode_image(reduced, image_format="webp", quality=THUMBNAIL_QUALITY)
 
 
-def stretch(picture: Picture, width_px: int, height_px: int) -> Picture:
+def stretch(
+    picture: Picture, width_px: int, height_px: int, *, box: tuple[float, float, float, float] | None = None
+) -> Picture:
     """Resize all of ``picture`` to this size without keeping its aspect ratio; masks use the nearest pixel."""
     filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
-    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_)
+    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_, box)
     return Picture.from_array(np.asarray(resized, dtype=np.uint8))
 
 

@@ -95,7 +95,7 @@ def read_value(name: str, text: str) -> Any:
     return reader(text)
 
 
-class Recorded(NamedTuple):
+class InfotextFields(NamedTuple):
     """Fields of a request that repeats an image, and warnings about values that cannot be repeated."""
 
     fields: dict[str, Any]
@@ -122,7 +122,7 @@ def request_of(
     has_second_pass: bool = False,
     refused: Collection[str] = (),
     models: Collection[str] = (),
-) -> Recorded:
+) -> InfotextFields:
     """Return the request that repeats an image with the parameters ``read``.
 
     Args:
@@ -171,7 +171,7 @@ def request_of(
         warnings.append("The picture began from the latents of a similar prompt, which are not in its parameters.")
     if read.is_shortened:
         warnings.append("The prompt in the parameters is shortened; its end is missing.")
-    return Recorded({name: value for name, value in fields.items() if value != ""}, tuple(warnings))
+    return InfotextFields({name: value for name, value in fields.items() if value != ""}, tuple(warnings))
 
 
 def _is_known(key: str) -> bool:

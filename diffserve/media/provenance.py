@@ -40,13 +40,13 @@ class Marks:
 
     Attributes:
         has_watermark: Whether ``mark`` embeds a watermark.
-        tell: Called in the writing thread with the seconds that it took to write each finished image.
+        on_written: Called in the writing thread with the seconds that it took to write each finished image.
     """
 
     def __init__(self, *, watermark: bool = True, signer: Signer | None = None) -> None:
         self.has_watermark = watermark
         self._signer = signer
-        self.tell: Callable[[float], None] = lambda _: None
+        self.on_written: Callable[[float], None] = lambda _: None
 
     @classmethod
     def of(cls, config: ServeConfig) -> Marks:
@@ -61,7 +61,7 @@ class Marks:
     def without_watermark(self) -> Marks:
         """Return a copy that embeds no watermark, for images that are measured."""
         marks = Marks(watermark=False, signer=self._signer)
-        marks.tell = self.tell
+        marks.on_written = self.on_written
         return marks
 
     @property
@@ -81,7 +81,7 @@ class Marks:
         file = encode_image(marked, image_format=image_format, quality=quality, infotext=infotext, kind=kind)
         file = file if self._signer is None else self._signer.sign(file, image_format, kind)
         if infotext is not None:
-            self.tell(time.perf_counter() - started_s)
+            self.on_written(time.perf_counter() - started_s)
         return file
 
 
@@ -94,7 +94,7 @@ def _header(*, is_signed: bool, has_watermark: bool) -> str:
     return ";".join(["c2pa"] * is_signed + ["xmp"] + ["wm"] * has_watermark)
 
 
-class Provenance(msgspec.Struct, frozen=True):
+class ProvenanceReport(msgspec.Struct, frozen=True):
     """Provenance of an image file; ``None`` for a mark that it does not have.
 
     Attributes:
@@ -111,7 +111,7 @@ class Provenance(msgspec.Struct, frozen=True):
     c2pa: ContentCredentials | None
     parameters: bool
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all fields as values for JSON."""
         pairs = {"xmp": self.xmp, "watermark": self.watermark}
         marks = {name: None if pair is None else pair._asdict() for name, pair in pairs.items()}
@@ -120,7 +120,7 @@ class Provenance(msgspec.Struct, frozen=True):
         }  # fmt: skip
 
 
-def examine(file: bytes, *, name: str = "image") -> Provenance:
+def examine(file: bytes, *, name: str = "image") -> ProvenanceReport:
     """Read all provenance marks of ``file``. This is slow: call it in a thread.
 
     Args:
@@ -134,7 +134,7 @@ def examine(file: bytes, *, name: str = "image") -> Provenance:
     xmp, c2pa = read_xmp(file, name=name), read_credentials(file, format_of(file, name=name))
     sources = (xmp.digital_source_type if xmp else "", c2pa.digital_source_type if c2pa else "")
     is_declared = any(source in DIGITAL_SOURCE_TYPES.values() for source in sources)
-    return Provenance(is_declared or watermark is not None, xmp, watermark, c2pa, _has_parameters(file))
+    return ProvenanceReport(is_declared or watermark is not None, xmp, watermark, c2pa, _has_parameters(file))
 
 
 def _has_parameters(file: bytes) -> bool:

@@ -44,11 +44,11 @@ class Trouble(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Said = SafetyQuestion | FilterReady | Judgement | Trouble
-_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+SafetyMessage = SafetyQuestion | FilterReady | Judgement | Trouble
+_decoder: msgspec.msgpack.Decoder[SafetyMessage] = msgspec.msgpack.Decoder(SafetyMessage)
 
 
-def send(connection: socket.socket, message: Said) -> None:
+def send(connection: socket.socket, message: SafetyMessage) -> None:
     """Send one message.
 
     Raises:
@@ -57,12 +57,12 @@ def send(connection: socket.socket, message: Said) -> None:
     connection.sendall(encode(message))
 
 
-def encode(message: Said) -> bytes:
+def encode(message: SafetyMessage) -> bytes:
     """Encode one message as a msgpack frame."""
     return frame_of(msgspec.msgpack.encode(message))
 
 
-def receive(connection: socket.socket) -> Said | None:
+def receive(connection: socket.socket) -> SafetyMessage | None:
     """Receive the next message; ``None`` when the other process has closed the connection.
 
     Raises:

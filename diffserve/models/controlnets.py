@@ -16,21 +16,25 @@ import msgspec
 
 from diffserve.api.bounds import check, check_chars, is_relative_name
 from diffserve.api.errors import InvalidRequest, ModelLoadError
-from diffserve.models.folder_names import find_below, names_for
-from diffserve.models.model_files import DIFFUSERS_STEM, KNOWN_CONDITIONS, choose_weights, read_json
+from diffserve.models.model_files import (
+    DIFFUSERS_STEM,
+    KNOWN_CONDITIONS,
+    MAX_NAME_CHARS,
+    choose_weights,
+    find_below,
+    is_valid_name,
+    read_json,
+    resolve_name,
+)
 from diffserve.models.safetensors_header import file_problem
 
 PARAM: Final = "controlnets"
 MAX_CONTROLNETS: Final = 4
 MAX_SCALE: Final = 2.0
-MAX_NAME_CHARS: Final = 200
 CONFIG: Final = "config.json"
 ALLOWED_CLASS: Final = "ControlNetModel"
 SINGLE_FILES: Final = (".safetensors", ".pth")
 """Suffixes of ControlNets in a single file, as other tools write them; these are not supported."""
-
-MAX_NAMES_IN_ERROR: Final = 12
-"""Maximum number of names that an error lists."""
 
 WORK_SHARE: Final = 0.4
 """Cost of a ControlNet row relative to a UNet row; in FLOPs, 0.33 for SD 1.5 at 512 pixels, 0.44 for SDXL at 1024."""
@@ -217,20 +221,11 @@ class ControlNetFolder:
         Raises:
             InvalidRequest: The ControlNet does not exist, the name is ambiguous, or the ControlNet cannot be used.
         """
-        entries, usable = self._entries(), self.names()
-        matches = names_for(name, usable) or names_for(name, entries)
-        available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
-        if not matches:
-            hint = f"there are {available}." if usable else "none are served here: start with --controlnet-dir DIR."
-            message = f"there is no ControlNet {name!r}; {hint}"
-            raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
-        if len(matches) > 1:
-            listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
-            message = f"there are several ControlNets called {name!r}: {listed}; give one of these."
-            raise InvalidRequest(message, param=PARAM, code="unknown_controlnet")
-        if problem := self._problem(entries[matches[0]]):
+        entries = self._entries()
+        path = entries[resolve_name(name, self.names(), entries, "ControlNet")]
+        if problem := self._problem(path):
             raise InvalidRequest(f"ControlNet {name!r} cannot be used: {problem}", param=PARAM)
-        return entries[matches[0]]
+        return path
 
     def _entries(self) -> dict[str, Path]:
         """Return directories and single files below the folder by name; a directory hides a file of the same name."""
@@ -242,7 +237,7 @@ class ControlNetFolder:
         below = find_below(folder, lambda path: path.suffix in SINGLE_FILES or (path / CONFIG).is_file())
         files = {name.rpartition(".")[0]: path for name, path in below.items() if path.suffix in SINGLE_FILES}
         directories = {name: path for name, path in below.items() if path.suffix not in SINGLE_FILES}
-        return {name: path for name, path in sorted((files | directories).items()) if _is_valid_name(name)}
+        return {name: path for name, path in sorted((files | directories).items()) if is_valid_name(name)}
 
     def _problem(self, path: Path) -> str:
         """Return why no model can use the ControlNet ``path``; "" if it is usable."""
@@ -273,10 +268,3 @@ def read_controlnet(directory: Path) -> dict[str, Any]:
     if config.get("global_pool_conditions"):
         raise ModelLoadError(f"{file}: it is for conditional rows alone (global_pool_conditions), which is not served.")
     return config
-
-
-def _is_valid_name(name: str) -> bool:
-    try:
-        return bool(Control(name).name)
-    except InvalidRequest:
-        return False

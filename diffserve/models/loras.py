@@ -19,8 +19,8 @@ from msgspec import UNSET, UnsetType
 
 from diffserve.api.bounds import check, check_chars, is_relative_name
 from diffserve.api.errors import InvalidRequest
-from diffserve.models.folder_names import find_below, names_for
 from diffserve.models.lora_layers import MAX_RANK, InvalidLoRAError, check_layers_known, read_layers
+from diffserve.models.model_files import MAX_NAME_CHARS, find_below, is_valid_name, resolve_name
 from diffserve.models.safetensors_header import FILES_KNOWN, METADATA, file_problem, read_header
 
 MAX_LORAS: Final = 8
@@ -28,10 +28,7 @@ MAX_SCALE: Final = 10.0
 MAX_HEADER_BYTES: Final = 1 << 23
 """Maximum header size of a LoRA file. 20,000 tensors take 2 MB, and training tags may take as much."""
 
-MAX_NAME_CHARS: Final = 200
 SUFFIX: Final = ".safetensors"
-MAX_NAMES_IN_ERROR: Final = 12
-"""Maximum number of names that an error lists."""
 
 _TAG: Final = re.compile(r"(?<!\\)<(?:lora|lyco):([^<>]*)>", re.IGNORECASE)
 _SCALES: Final = {"te": 0, "unet": 1}
@@ -178,17 +175,8 @@ class LoraFolders:
         for folder in self.paths:
             if os.path.isfile(folder / f"{name}{SUFFIX}"):
                 return folder / f"{name}{SUFFIX}"
-        files, usable = self._files(), self.names()
-        matches = names_for(name, usable) or names_for(name, files)
-        if len(matches) == 1:
-            return files[matches[0]]
-        if matches:
-            listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
-            message = f"there are several LoRAs called {name!r}: {listed}; give one of these names."
-            raise InvalidRequest(message, param="loras", code="unknown_lora")
-        available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
-        hint = f"there are {available}." if usable else "none are served here: start with --lora-dir DIR."
-        raise InvalidRequest(f"there is no LoRA {name!r}; {hint}", param="loras", code="unknown_lora")
+        files = self._files()
+        return files[resolve_name(name, self.names(), files, "LoRA")]
 
     def _files(self) -> dict[str, Path]:
         """Return the files with valid names, by name, sorted."""
@@ -196,7 +184,7 @@ class LoraFolders:
         for folder in reversed(self.paths):
             below |= find_below(folder, _is_file)
         names = {file.removesuffix(SUFFIX): path for file, path in sorted(below.items())}
-        return {name: path for name, path in names.items() if _is_valid_name(name)}
+        return {name: path for name, path in names.items() if is_valid_name(name)}
 
 
 def lora_problem(path: Path) -> str:
@@ -213,7 +201,7 @@ def lora_problem(path: Path) -> str:
 
 @lru_cache(FILES_KNOWN)
 def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
-    problem = _header_problem(path) or file_problem(path)
+    problem = file_problem(path, MAX_HEADER_BYTES)
     if problem:
         return problem
     header = read_header(path)
@@ -226,23 +214,5 @@ def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
     return f"has rank {content.rank}; at most {MAX_RANK} is taken" if content.rank > MAX_RANK else ""
 
 
-def _header_problem(path: Path) -> str:
-    """Return a message if the header is so large that parsing it would block the server for seconds; else ""."""
-    try:
-        with path.open("rb") as file:
-            num_bytes = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    is_long = MAX_HEADER_BYTES < num_bytes <= path.stat().st_size
-    return f"has a header of {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are taken" if is_long else ""
-
-
 def _is_file(path: Path) -> bool:
     return path.name.endswith(SUFFIX) and not os.path.isdir(path)
-
-
-def _is_valid_name(name: str) -> bool:
-    try:
-        return bool(Lora(name).name)
-    except InvalidRequest:
-        return False

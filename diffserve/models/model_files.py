@@ -1,4 +1,4 @@
-"""Search for the configuration and weight files of a model, without torch and without reading tensors.
+"""Search for configuration and weight files of models, and below folders of adapters, without reading tensors.
 
 Pickle files are refused by suffix, because reading one can run code.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from diffserve.api.errors import ModelLoadError
+from diffserve.api.bounds import check_chars, is_relative_name
+from diffserve.api.errors import InvalidRequest, ModelLoadError
 
 DIFFUSERS_STEM: Final = "diffusion_pytorch_model"
 TRANSFORMERS_STEM: Final = "model"
@@ -160,3 +163,81 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+MAX_DEPTH: Final = 8
+MAX_NAME_CHARS: Final = 200
+MAX_NAMES_IN_ERROR: Final = 12
+"""Maximum number of names that an error lists."""
+
+
+def find_below(folder: Path, is_match: Callable[[Path], bool]) -> dict[str, Path]:
+    """Find matching files and directories in ``folder`` and its subfolders, including symbolic links.
+
+    Hidden and unreadable entries are skipped. Matching directories are not searched.
+
+    Returns:
+        The path of each match by its relative path below ``folder``, with slashes, sorted.
+    """
+    matches: dict[str, Path] = {}
+    _search(folder, "", is_match, set(), matches)
+    return dict(sorted(matches.items()))
+
+
+def _search(
+    folder: Path, prefix: str, is_match: Callable[[Path], bool], visited: set[tuple[int, int]], matches: dict[str, Path]
+) -> None:
+    try:
+        status = folder.stat()
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError:
+        return
+    if (status.st_dev, status.st_ino) in visited or prefix.count("/") > MAX_DEPTH:
+        return
+    visited.add((status.st_dev, status.st_ino))
+    for name in names:
+        path = folder / name
+        if is_match(path):
+            matches[f"{prefix}{name}"] = path
+        elif os.path.isdir(path):
+            _search(path, f"{prefix}{name}/", is_match, visited, matches)
+
+
+def names_for(name: str, names: Iterable[str]) -> list[str]:
+    """Return ``name`` if it is one of ``names``, else all of ``names`` whose last part is ``name``."""
+    candidates = list(names)
+    return [name] if name in candidates else [path for path in candidates if path.rpartition("/")[2] == name]
+
+
+def resolve_name(name: str, usable: Sequence[str], names: Iterable[str], what: str) -> str:
+    """Return the full name of the adapter that a request calls ``name``.
+
+    Args:
+        name: A full name, or its last part.
+        usable: Names of the adapters that can be used; they take precedence.
+        names: Names of all adapters.
+        what: Kind of the adapter: "LoRA" or "ControlNet".
+
+    Raises:
+        InvalidRequest: There is no such adapter, or there are several.
+    """
+    matches = names_for(name, usable) or names_for(name, names)
+    if len(matches) == 1:
+        return matches[0]
+    kind = what.lower()
+    if matches:
+        listed = ", ".join(matches[:MAX_NAMES_IN_ERROR])
+        message = f"there are several {what}s called {name!r}: {listed}; give one of these names."
+    else:
+        available = ", ".join(usable[:MAX_NAMES_IN_ERROR]) + ", ..." * (len(usable) > MAX_NAMES_IN_ERROR)
+        hint = f"there are {available}." if usable else f"none are served here: start with --{kind}-dir DIR."
+        message = f"there is no {what} {name!r}; {hint}"
+    raise InvalidRequest(message, param=f"{kind}s", code=f"unknown_{kind}")
+
+
+def is_valid_name(name: str) -> bool:
+    """Return whether a request can contain the name of an adapter."""
+    with suppress(InvalidRequest):
+        check_chars(name, MAX_NAME_CHARS, "name")
+        return is_relative_name(name)
+    return False

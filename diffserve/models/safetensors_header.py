@@ -38,20 +38,21 @@ def read_header(path: Path) -> dict[str, Any]:
     return header if isinstance(header, dict) else {}
 
 
-def file_problem(path: Path) -> str:
+def file_problem(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> str:
     """Return why ``path`` is not a complete safetensors file, as the end of a sentence about it; "" if it is valid.
 
-    The result is cached until the size or modification time of the file changes.
+    The result is cached until the size or modification time of the file changes. Larger headers than
+    ``max_header_bytes`` are a problem, too, as parsing them would block the server for seconds.
     """
     try:
         status = path.stat()
-        return _file_problem(path, status.st_size, status.st_mtime_ns)
+        return _file_problem(path, status.st_size, status.st_mtime_ns, max_header_bytes)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
 @lru_cache(FILES_KNOWN)
-def _file_problem(path: Path, num_bytes: int, _changed_ns: int) -> str:
+def _file_problem(path: Path, num_bytes: int, _changed_ns: int, max_header_bytes: int) -> str:
     try:
         with path.open("rb") as file:
             start = file.read(len(GIT_LFS))
@@ -61,6 +62,9 @@ def _file_problem(path: Path, num_bytes: int, _changed_ns: int) -> str:
             if num_bytes >= 8 and header_bytes > MAX_HEADER_BYTES:
                 raise _InvalidFileError("is not a safetensors file; download it again from where it is offered")
             _check_size(num_bytes, 8 + header_bytes)
+            if header_bytes > max_header_bytes:
+                limit = f"at most {max_header_bytes:,} are taken"
+                raise _InvalidFileError(f"has a header of {header_bytes:,} bytes; {limit}")
             file.seek(8)
             header = json.loads(file.read(header_bytes))
         _check_header(header, num_bytes - 8 - header_bytes)

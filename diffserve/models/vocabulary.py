@@ -1,6 +1,7 @@
-"""Vocabulary of models that were trained on a closed set of words: ``world.json`` in the model directory.
+"""Facts in files of a model's directory: its closed vocabulary, and the steps that samplers need.
 
-Models without the file have an open vocabulary.
+``world.json`` has the words that a model was trained on; models without it have an open vocabulary.
+``fewest_steps.json`` is written by ``python -m diffserve.training.fewest_steps``.
 """
 
 from __future__ import annotations
@@ -116,3 +117,43 @@ def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = F
     if negative:
         return f"{model_id} was never taught {listed}{ending} of the negative prompt, which has no effect."
     return f"{model_id} was never taught {listed}{ending}, which has no effect; use prompt rewriting or other words."
+
+
+FEWEST_STEPS_FILE = "fewest_steps.json"
+
+
+class FewestSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured minimum number of steps of each sampler on one model.
+
+    Attributes:
+        digest: Digest of the model.
+        most: Highest number of steps that was measured.
+        steps: Minimum number of steps for correct images, by sampler and optional sigma schedule ("dpmpp_2m karras");
+            ``None`` if no measured number is sufficient.
+    """
+
+    digest: str
+    most: int
+    steps: dict[str, int | None]
+
+    def warning(self, sampler: str, sigma_schedule: str | None, num_steps: int) -> str | None:
+        """Return a warning if ``num_steps`` are too few; ``None`` if they are sufficient or not measured."""
+        name = f"{sampler} {sigma_schedule}" if sigma_schedule else sampler
+        if name not in self.steps or num_steps > self.most:
+            return None
+        fewest = self.steps[name]
+        if fewest is None:
+            return f"{name} gives no correct images with this model at up to {self.most} steps; use another sampler."
+        if num_steps < fewest:
+            count = f"1 step of {name} is" if num_steps == 1 else f"{num_steps} steps of {name} are"
+            return f"{count} too few for this model; use at least {fewest}."
+        return None
+
+
+def read_fewest_steps(directory: Path) -> FewestSteps | None:
+    """Read ``fewest_steps.json`` in ``directory``; ``None`` if there is no such file.
+
+    Raises:
+        ModelLoadError: The file cannot be read.
+    """
+    return read_model_file(directory / FEWEST_STEPS_FILE, FewestSteps)

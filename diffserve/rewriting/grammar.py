@@ -64,5 +64,5 @@ def caption_constraint(tokenizer: Any, end_ids: Collection[int]) -> TokenConstra
     constraint = allowed_sentences(tokenizer, caption_phrases(), start=START, ends=[CAPTION], end_ids=end_ids)
     captions = [sentence(Said.by(scene)) for scene in islice(scenes(SAMPLE_SEED, held_out=False), NUM_SAMPLE_CAPTIONS)]
     spelled = tokenizer(captions, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    constraint.practise([*ids, end_id] for ids in spelled for end_id in sorted(end_ids)[:1])
+    constraint.observe([*ids, end_id] for ids in spelled for end_id in sorted(end_ids)[:1])
     return constraint

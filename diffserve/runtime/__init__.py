@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.model import DiffusionModel, load_model
-from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
+from diffserve.runtime.precision import DeviceChoice, choose_device
 from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 
 __all__ = [
-    "DTYPE_NAMES",
     "Conditioning",
     "DeviceChoice",
     "DiffusionModel",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -64,42 +64,27 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-class TimeSpan(Protocol):
-    """A measured time, possibly not known yet."""
+@dataclass(frozen=True)
+class TimeSpan:
+    """Measured time of work, possibly not known yet.
+
+    Attributes:
+        host_s: Duration by the host's clock, if there are no events.
+        events: The first and the last event in a device's stream.
+    """
+
+    host_s: float = 0.0
+    events: tuple[Any, Any] | None = None
 
     @property
     def is_here(self) -> bool:
         """Whether the work is done and ``seconds`` is known."""
+        return self.events is None or bool(self.events[1].query())
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds."""
-
-
-@dataclass(frozen=True)
-class HostSpan:
-    """Time between two readings of the host's clock."""
-
-    seconds: float
-    is_here: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceSpan:
-    """The time between two events in a device's stream."""
-
-    first_event: Any
-    last_event: Any
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the device has passed both events."""
-        return bool(self.last_event.query())
-
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds; the device measures milliseconds."""
-        return float(self.first_event.elapsed_time(self.last_event)) / 1e3
+        """Duration in seconds; a device measures milliseconds."""
+        return self.host_s if self.events is None else float(self.events[0].elapsed_time(self.events[1])) / 1e3
 
 
 def least_seconds(
@@ -131,11 +116,11 @@ class Stopwatch:
         """Start a measurement and return a function that ends it; it returns ``None`` on devices without events."""
         if has_streams(self.device):
             first_event = self._event()
-            return lambda: DeviceSpan(first_event, self._event())
+            return lambda: TimeSpan(events=(first_event, self._event()))
         if self.device.type != "cpu":
             return lambda: None
         started_s = self._clock()
-        return lambda: HostSpan(self._clock() - started_s)
+        return lambda: TimeSpan(self._clock() - started_s)
 
     def _event(self) -> Any:
         module = device_module(self.device)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.disk_cache import DiskCache
-from diffserve.runtime.loading.adapter import read_adapter
+from diffserve.runtime.loading.directory import read_adapter
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.precision import DeviceChoice, choose_device, hardware_name
@@ -55,22 +55,12 @@ def choose_for(
     room = free_bytes(choice.device)
     if room is not None and 2 * stored_bytes(path) > ROOM_SHARE * room:
         return choice
-    ratio = _cached_or_measured(cache)
+    key = f"{hardware_name(torch.device('cpu'))} torch {torch.__version__}"
+    ratio = (cache or DiskCache(None)).read_or_compute(CACHE_KIND, key, float, bfloat16_over_float32)
     if ratio < WORTH_ITS_MEMORY:
         return choice
     reason = f"since this CPU takes {ratio:.1f} times as long in bfloat16"
     return choose_device(device, dtype, offload, best=("float32", reason))
-
-
-def _cached_or_measured(cache: DiskCache | None) -> float:
-    key = f"{hardware_name(torch.device('cpu'))} torch {torch.__version__}"
-    cached = cache.read(CACHE_KIND, key) if cache else None
-    if isinstance(cached, float) and cached > 0.0:
-        return cached
-    ratio = bfloat16_over_float32()
-    if cache:
-        cache.write(CACHE_KIND, key, ratio)
-    return ratio
 
 
 def stored_bytes(path: str | Path) -> int:

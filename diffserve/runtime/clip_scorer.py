@@ -79,8 +79,8 @@ class Preparation:
         (height, width), (tall, wide) = self.crop_px, resized.shape[:2]
         top, left = (tall - height) // 2, (wide - width) // 2
         cropped = torch.from_numpy(resized[top : top + height, left : left + width])
-        colours = (cropped - torch.tensor(self.mean)) / torch.tensor(self.std)
-        return colours.permute(2, 0, 1)[None].contiguous()
+        colors = (cropped - torch.tensor(self.mean)) / torch.tensor(self.std)
+        return colors.permute(2, 0, 1)[None].contiguous()
 
 
 DEFAULTS: Final = (("mean", CLIP_MEAN), ("std", CLIP_STD))

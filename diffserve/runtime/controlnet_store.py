@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -67,7 +66,8 @@ class ControlNetFiles(NamedTuple):
         """Build the empty network and check it. Raises ModelLoadError if it does not fit ``unet`` or its own files."""
         network = build(ALLOWED_CLASS, self.config, str(self.directory / "config.json"))
         check_fits(network, unet, vae_factor)
-        check_keys(ALLOWED_CLASS, network.state_dict(), TensorSource.renamed(self.checkpoint, self._names))
+        names = {key: key for key in self.checkpoint.entries}
+        check_keys(ALLOWED_CLASS, network.state_dict(), TensorSource.renamed(self.checkpoint, names))
         return network
 
     def load(self, unet: Any, vae_factor: int, choice: DeviceChoice) -> Any:
@@ -78,10 +78,6 @@ class ControlNetFiles(NamedTuple):
         elif choice.device.type == "cuda":
             use_halved_gates(network)
         return load_component(network, self.checkpoint, choice)
-
-    @property
-    def _names(self) -> dict[str, str]:
-        return {key: key for key in self.checkpoint.entries}
 
 
 LIBRARY: Final = "controlnet_aux"
@@ -153,7 +149,7 @@ class ControlNetStore:
         self.max_bytes = max_bytes
         self._checked: LRUCache[str, None] = LRUCache(MAX_CHECKED)
         self._alive: WeakValueDictionary[str, ControlNetRunner] = WeakValueDictionary()
-        self._kept: OrderedDict[str, ControlNetRunner] = OrderedDict()
+        self._kept: LRUCache[str, ControlNetRunner] = LRUCache(max_bytes, lambda network: network.num_bytes)
 
     def check(self, controls: Sequence[Control]) -> bytes:
         """Return a digest of the ControlNets that ``controls`` name, for cache keys.
@@ -191,12 +187,8 @@ class ControlNetStore:
 
     def keep(self, network: ControlNetRunner) -> None:
         """Mark ``network`` as the most recently used one."""
-        self._kept[network.digest] = network
-        self._kept.move_to_end(network.digest)
-        num_bytes = sum(runner.num_bytes for runner in self._kept.values())
-        while num_bytes > self.max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            num_bytes -= dropped.num_bytes
+        if network.num_bytes <= self.max_bytes:
+            self._kept[network.digest] = network
 
     def of_digest(self, digest: str) -> ControlNetRunner:
         """Return the ControlNet of ``digest``. Raises KeyError if it is no longer in memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -61,9 +61,9 @@ class LoRAStore:
         self.max_bytes = max_bytes
         self._headers: LRUCache[Stamp, Header] = LRUCache(MAX_CHECKED)
         self._alive: WeakValueDictionary[bytes, LoRASet] = WeakValueDictionary()
-        self._kept: OrderedDict[bytes, LoRASet] = OrderedDict()
-        self._file_digests: OrderedDict[Stamp, str] = OrderedDict()
-        self._digests: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._kept: LRUCache[bytes, LoRASet] = LRUCache(max_bytes, lambda lora_set: lora_set.num_bytes)
+        self._file_digests: LRUCache[Stamp, str] = LRUCache(MAX_CHECKED)
+        self._digests: LRUCache[bytes, dict[str, str]] = LRUCache(MAX_CHECKED)
 
     @property
     def num_kept(self) -> int:
@@ -73,7 +73,7 @@ class LoRAStore:
     @property
     def num_bytes(self) -> int:
         """Size of the loaded adapters in bytes."""
-        return sum(lora_set.num_bytes for lora_set in self._kept.values())
+        return int(self._kept.currsize)
 
     def check(self, loras: Sequence[Lora]) -> CheckedLoras:
         """Check ``loras``, at least one, by the headers of their files.
@@ -143,12 +143,8 @@ class LoRAStore:
         if lora_set is None:
             lora_set = reading.result() if reading is not None else self._read(loras, checked)
             self._alive[checked.digest] = lora_set
-        self._kept[checked.digest] = lora_set
-        self._kept.move_to_end(checked.digest)
-        num_bytes = self.num_bytes
-        while num_bytes > self.max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            num_bytes -= dropped.num_bytes
+        if lora_set.num_bytes <= self.max_bytes:
+            self._kept[checked.digest] = lora_set
         return lora_set
 
     def digests(self, digest: bytes) -> dict[str, str]:
@@ -223,8 +219,6 @@ class LoRAStore:
             else:
                 layers[layer] = joined(layer, [part.factors(layer) for part in changes], checked.rank, like)
         self._digests[checked.digest] = digests
-        while len(self._digests) > MAX_CHECKED:
-            self._digests.popitem(last=False)
         digest = hashlib.sha256("\n".join(of_texts).encode()).digest() if of_texts else b""
         return LoRASet(checked.rank, layers, digest, whole_changes)
 
@@ -233,8 +227,6 @@ class LoRAStore:
             with path.open("rb") as file:
                 file.seek(8 + int.from_bytes(file.read(8), "little"))
                 self._file_digests[stamp] = hashlib.file_digest(file, "sha256").hexdigest()
-            while len(self._file_digests) > MAX_CHECKED:
-                self._file_digests.popitem(last=False)
         return self._file_digests[stamp]
 
 

@@ -15,19 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
-from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.api.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.disk_cache import DiskCache
-from diffserve.models.few_step import find_few_step
-from diffserve.models.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.models.model_files import refuse_pickle
-from diffserve.models.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
+from diffserve.models.profiles import find_few_step
+from diffserve.models.vocabulary import (
+    FewestSteps,
+    Vocabulary,
+    knows_embedded_world,
+    read_fewest_steps,
+    read_vocabulary,
+)
 from diffserve.runtime.auto_precision import choose_for
 from diffserve.runtime.clip_scorer import ClipScorer
-from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files
-from diffserve.runtime.loading.component_overrides import ComponentOverrides, LoadedVAE
-from diffserve.runtime.loading.directory import load_directory
+from diffserve.runtime.loading.components import ComponentOverrides, LoadedVAE
+from diffserve.runtime.loading.directory import load_adapted, load_directory, read_adapter
 from diffserve.runtime.loading.family import (
     BUILT_IN,
     EMBEDDED,
@@ -35,30 +38,30 @@ from diffserve.runtime.loading.family import (
     detect_family,
     location_of,
     native_size,
+    noise_schedule,
 )
 from diffserve.runtime.loading.placement import with_spread
-from diffserve.runtime.loading.plausibility import Plausibility, cached_or_probed, judge, predicts_velocity, probe
-from diffserve.runtime.loading.scheduler_config import noise_schedule
+from diffserve.runtime.loading.plausibility import PLAUSIBILITY, Plausibility, judge, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
-from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
+from diffserve.runtime.model_checks import check_latents, check_noise, check_parts, share_encoders
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantization import (
     CALIBRATION_EDITION,
+    INPUT_RANGES,
     ONCE_A_PROMPT,
     THE_PIXELS,
-    cached_or_measured,
     convert_static,
-    describe_left,
+    describe_unquantized,
     measure_ranges,
     prompts_of,
     schemes,
 )
-from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
+from diffserve.runtime.quantized_layers import InputRange
 from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
-from diffserve.runtime.text.learnt_words import teach
-from diffserve.runtime.text.transferred_encodings import NOTHING
+from diffserve.runtime.text.learnt_words import read_words, teach
+from diffserve.runtime.text.transferred_encodings import NO_ENCODINGS
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
@@ -130,7 +133,8 @@ class DiffusionModel:
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Return small images (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
-        return (self.previewer or self.vae).preview(latents)
+        decoded = self.preview_later(latents)
+        return np.stack([decoded.picture(row) for row in range(len(latents))])
 
     def preview_later(self, latents: torch.Tensor) -> Decoded:
         """Start ``preview`` without waiting for the device."""
@@ -172,18 +176,18 @@ class DiffusionModel:
         networks += [("preview", self.previewer.network)] if self.previewer else []
         return networks + ([("scorer", self.scorer.network)] if self.scorer else [])
 
-    def left_in_full(self) -> list[str]:
+    def unquantized_layers(self) -> list[str]:
         """Return sentences about the layers that are not quantized as configured; none without quantization."""
         scheme = self.choice.unet_scheme
         if scheme is None:
             return []
-        lines = [f"unet: {line}" for line in describe_left(self.unet.network, scheme)]
+        lines = [f"unet: {line}" for line in describe_unquantized(self.unet.network, scheme)]
         text = self.choice.text_scheme
         for name, encoder in zip(self.encoder_names, self.text.encoders, strict=True):
             if text is None:
                 lines.append(f"{name}: {ONCE_A_PROMPT}")
             else:
-                lines += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
+                lines += [f"{name}: {line}" for line in describe_unquantized(encoder.network, text)]
         return [*lines, f"vae: {THE_PIXELS}"]
 
     @property
@@ -251,7 +255,7 @@ def load_model(
 
     Args:
         path: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
-            ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+            ``loading.directory``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
         dtype: Precision, or "auto".
         device: Device, or "auto"; on "meta" a model has shapes and no values (``runtime.dry_run``).
         offload: Where weights are stored while their layer does not run: none (on the device), auto, cpu or disk.
@@ -268,6 +272,7 @@ def load_model(
         ModelLoadError: The model cannot be used, or its outputs contradict its files.
         ConfigError: The dtype or device is not valid.
     """
+    cache = cache or DiskCache(None)
     choice = replace(choose_for(path, device, dtype, offload, cache), hollow=frozenset(hollow))
     if device_map != "none" and choice.device.type != "meta":
         outline = load_model(path, dtype=choice.dtype, device="meta", profile=profile)
@@ -301,13 +306,13 @@ def load_model(
         zero_empty_negative=parts.zero_empty_negative,
     )
     if "text" in choice.hollow:
-        text.handed = NOTHING
+        text.encodings = NO_ENCODINGS
     # the folder of further files: the model's directory, an adapter's base, or a directory named as the single file
     home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
     previewer = None if refines else load_preview(home / PREVIEW_DIRECTORY, choice)
     if refines is not None:
         check_latents(location, unet, refines.unet)
-    _check_fit(text, unet, vae, previewer, location)
+    check_parts(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
     family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config)
     native = native_size(unet.network.config, vae.factor)
@@ -331,7 +336,8 @@ def load_model(
     plausibility = None
     if profile.probe and not (is_hollow or hollow or text.has_score):  # a refiner never met much noise
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
-        plausibility = cached_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
+        run_probe = partial(probe, unet, vae, text, schedule, native)
+        plausibility = cache.read_or_compute(PLAUSIBILITY, key, Plausibility, run_probe)
         judge(plausibility, location)
     world = read_vocabulary(home)
     if choice.unet_scheme == INT8_STATIC and hollow:
@@ -341,7 +347,7 @@ def load_model(
         names = [name for name, scheme in schemes(unet.network, INT8_STATIC).items() if scheme == INT8_STATIC]
         measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
         key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
-        ranges = cached_or_measured(cache, key, measure)
+        ranges = cache.read_or_compute(INPUT_RANGES, key, dict[str, InputRange], measure)
         give_heap_back()
         convert_static(unet.network, ranges)
         give_heap_back()
@@ -364,7 +370,7 @@ def load_model(
         plausibility=plausibility,
         scorer=None if refines else _scorer(profile, choice, world, location),
     )
-    for line in [] if is_hollow or hollow else model.left_in_full():
+    for line in [] if is_hollow or hollow else model.unquantized_layers():
         logger.info("not in %s: %s", choice.dtype, line)
     if profile.refiner and refines is None:
         refiner = load_model(
@@ -436,33 +442,3 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
             config["prediction_type"],
         )
     return config
-
-
-def _check_fit(
-    text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
-) -> None:
-    """Raise ModelLoadError for components that do not fit each other."""
-    config = unet.network.config
-    width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
-    cells = vae.latent_channels
-    if width != config.cross_attention_dim:
-        dim = config.cross_attention_dim
-        problem = f"the text encoder gives {width} features, the UNet reads {dim} (cross_attention_dim)"
-    elif unet.latent_channels != cells:
-        problem = f"the VAE has {cells} latent_channels, the UNet paints {unet.latent_channels} (out_channels)"
-    elif unet.extra_channels not in (0, 1 + cells):
-        served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
-        problem = f"in_channels of the UNet is {config.in_channels}; diffserve serves {served}"
-    elif len(text.encoders) == 2 and not unet.has_size_conditioning:
-        problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
-    elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
-        problem = "size conditioning and a text encoder with a projection come together (SDXL) or not at all"
-    elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
-        problem = (
-            f"its UNet is told {text.num_time_ids} numbers of sizes; diffserve serves 6 (SDXL) and 5 (its refiner)"
-        )
-    elif previewer is not None and previewer.latent_channels != cells:
-        problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
-    else:
-        return
-    raise ModelLoadError(f"{location}: {problem}.")

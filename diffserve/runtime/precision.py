@@ -35,7 +35,6 @@ QUANTIZED: Final = {
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
     INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
 }
-DTYPE_NAMES: Final = DTYPES
 RESTS: Final = {
     "auto": "weights for which it has no room rest in main memory or on disk",
     "cpu": "weights rest in main memory until a layer runs",
@@ -156,22 +155,19 @@ def choose_device(
     torch_device, device_reason = _choose_device(device)
     dtype = replace_removed_dtype(dtype)
     name = DTYPE_ALIASES.get(dtype, dtype)
-    if name not in DTYPE_NAMES:
-        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     best_name, best_reason = best or _best_dtype(torch_device)
     rests = f"; {RESTS[offload]}." if offload in RESTS else "."
+    compute_dtype = TORCH_DTYPES.get(name, TORCH_DTYPES[best_name])
     if name == "auto":
-        description = f"{best_name}, {best_reason}{rests}"
-        return DeviceChoice(
-            torch_device, best_name, TORCH_DTYPES[best_name], f"{device_reason}; {description}", offload
-        )
-    if name not in QUANTIZED:
-        return DeviceChoice(
-            torch_device, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload
-        )
-    _refuse_absent_unit(torch_device, name)
-    description = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as asked{rests}"
-    return DeviceChoice(torch_device, name, TORCH_DTYPES[best_name], f"{device_reason}; {description}", offload)
+        name, description = best_name, f"{best_name}, {best_reason}"
+    elif name in QUANTIZED:
+        _refuse_absent_unit(torch_device, name)
+        description = f"{QUANTIZED[name].format(best=best_name)}, {best_reason}, as asked"
+    else:
+        description = f"{name}, as asked"
+    return DeviceChoice(torch_device, name, compute_dtype, f"{device_reason}; {description}{rests}", offload)
 
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:

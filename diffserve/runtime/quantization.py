@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diffserve.disk_cache import DiskCache
 from diffserve.models.vocabulary import Vocabulary
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.quantized_layers import (
@@ -40,7 +39,7 @@ ENDS: Final = ("conv_in", "conv_out")
 NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-class LeftLayers(NamedTuple):
+class UnquantizedLayers(NamedTuple):
     """Layers of one kind that are not quantized as configured.
 
     Attributes:
@@ -102,7 +101,7 @@ def quantize_layer(layer: nn.Module, scheme: str) -> None:
         become(layer, Int8DynamicLinear, to_int8(layer.get_parameter("weight").detach()))
 
 
-def layers_left(network: nn.Module, target: str) -> list[LeftLayers]:
+def find_unquantized(network: nn.Module, target: str) -> list[UnquantizedLayers]:
     """Return the layers with matrix weights that are not as ``target``, by kind, the largest first."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for name, layer, weight in _weighted(network):
@@ -113,14 +112,15 @@ def layers_left(network: nn.Module, target: str) -> list[LeftLayers]:
         holds = INT8 if is_int8 else str(weight.dtype).removeprefix("torch.")
         kinds.setdefault((NUMBER.sub(".*", name), holds, reason), []).append(weight.numel())
     layers = [
-        LeftLayers(pattern, len(sizes), sum(sizes), holds, reason) for (pattern, holds, reason), sizes in kinds.items()
+        UnquantizedLayers(pattern, len(sizes), sum(sizes), holds, reason)
+        for (pattern, holds, reason), sizes in kinds.items()
     ]
     return sorted(layers, key=lambda left: -left.num_parameters)
 
 
-def describe_left(network: nn.Module, target: str) -> Iterator[str]:
+def describe_unquantized(network: nn.Module, target: str) -> Iterator[str]:
     """Yield a sentence for each reason, with its layers and their share of the network's weights."""
-    left = layers_left(network, target)
+    left = find_unquantized(network, target)
     total = sum(weight.numel() for _, _, weight in _weighted(network))
     for reason in dict.fromkeys(layers.reason for layers in left):
         kinds = [layers for layers in left if layers.reason == reason]
@@ -145,7 +145,7 @@ PROMPTS: Final = (
 )
 NUM_STEPS: Final = 10
 GUIDANCE_SCALE: Final = 5.0
-CACHE_KIND: Final = "input-ranges"
+INPUT_RANGES: Final = "input-ranges"
 CALIBRATION_EDITION: Final = 3
 """Increase it whenever the measured ranges would change, so that cached ones are measured again."""
 
@@ -156,19 +156,6 @@ def prompts_of(world: Vocabulary | None) -> tuple[str, ...]:
         return PROMPTS
     pairs = zip(world.objects[::9], world.places[::3], strict=False)
     return tuple(f"a {name} in the {place}" for name, place in pairs)[: len(PROMPTS)]
-
-
-def cached_or_measured(
-    cache: DiskCache | None, key: str, measure: Callable[[], Mapping[str, InputRange]]
-) -> Mapping[str, InputRange]:
-    """Return the cached ranges for ``key``, or else ``measure()``, which is cached."""
-    cached = cache.read(CACHE_KIND, key) if cache else None
-    if isinstance(cached, dict) and cached:
-        return {name: InputRange(float(low), float(high)) for name, (low, high) in cached.items()}
-    ranges = measure()
-    if cache:
-        cache.write(CACHE_KIND, key, {name: [*input_range] for name, input_range in ranges.items()})
-    return ranges
 
 
 @torch.inference_mode()

@@ -38,7 +38,7 @@ from diffserve.api.types import (
 )
 from diffserve.client.on_behalf import HEADER, Asker, asker_in
 from diffserve.models.controlnets import WORK_SHARE
-from diffserve.models.few_step import begin_with_loras
+from diffserve.models.profiles import begin_with_loras
 from diffserve.service.http.hosts import address_of
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings

@@ -137,7 +137,7 @@ def create_app(
     checks = (checks or ImageChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
     if checks.safety is not None:
         checks.safety.tell = engine.metrics.judged
-    checks.marks.tell = engine.metrics.encoded
+    checks.marks.on_written = engine.metrics.encoded
     history = None if database is None else _history(app, config, database, owners, pictures, checks)
     service = ImageService(
         engine, config, gate, admission, rewriter=rewriter, checks=checks, store=pictures, history=history

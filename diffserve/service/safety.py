@@ -19,7 +19,7 @@ import psutil
 from diffserve.api.errors import ConfigError, EngineUnavailable, ModerationBlocked
 from diffserve.api.types import ImageResult
 from diffserve.logs import reason_of
-from diffserve.media.safety import FilterReady, Judgement, SafetyQuestion, Said, Trouble, encode, receive
+from diffserve.media.safety import FilterReady, Judgement, SafetyMessage, SafetyQuestion, Trouble, encode, receive
 from diffserve.settings.config import Settings
 
 MODULE: Final = "diffserve.engine.safety_process"
@@ -152,7 +152,7 @@ class Safety:
         finally:
             self._lock.release()
 
-    def _accept(self, ready: Said) -> None:
+    def _accept(self, ready: SafetyMessage) -> None:
         if not isinstance(ready, FilterReady):
             raise _LostError("it answered something else")
         self._ready, self.judges_prompts = ready, ready.judges_prompts
@@ -207,7 +207,7 @@ class Safety:
         except psutil.Error:
             return False
 
-    def _receive(self, deadline_s: float) -> Said:
+    def _receive(self, deadline_s: float) -> SafetyMessage:
         assert self._connection is not None
         self._wait(select.POLLIN, deadline_s)
         self._connection.settimeout(max(0.001, deadline_s - time.monotonic()))

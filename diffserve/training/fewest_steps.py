@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from diffserve.models.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
-from diffserve.models.vocabulary import EMBEDDED_DIRECTORY
+from diffserve.models.vocabulary import EMBEDDED_DIRECTORY, FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
 
 ENOUGH = 0.9
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
@@ -98,7 +99,7 @@ def train_preview(
 def save_preview(net: PreviewDecoder, directory: Path) -> Path:
     """Write config.json and the weights in 16 bits into ``directory``, for ``runtime.preview``."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {"_class_name": OWN_CLASS, **net.config.to_dict()}
+    config = {"_class_name": OWN_CLASS, **msgspec.to_builtins(net.config)}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.cpu().half().contiguous() for name, tensor in net.state_dict().items()}
     (directory / f"{DIFFUSERS_STEM}.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -11,8 +11,8 @@ import torch
 from diffserve.api.errors import ConfigError, DeviceLost, DiffserveError
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine.image.engine import Engine
-from diffserve.runtime import faults, load_model
-from diffserve.runtime.device_health import DeviceProbe, is_sticky
+from diffserve.runtime import load_model
+from diffserve.runtime.device_health import FAULTS_VARIABLE, DeviceProbe, install_faults, is_sticky, parse_faults
 from diffserve.settings.config import EngineConfig
 
 STICKY = (
@@ -79,8 +79,8 @@ def small(seed: int = 0) -> GenerationRequest:
 
 
 def breaks(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setenv(faults.VARIABLE, what)
-    faults.install(engine.model.unet)
+    monkeypatch.setenv(FAULTS_VARIABLE, what)
+    install_faults(engine.model.unet)
 
 
 def test_a_sticky_error_leaves_the_engine_and_a_passing_one_fails_its_picture(
@@ -135,9 +135,9 @@ def test_a_trial_call_whose_numbers_are_not_finite_finds_the_device_lost(
 def test_without_the_variable_nothing_is_wrapped_and_a_wrong_one_is_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(faults.VARIABLE, raising=False)
-    faults.install(engine.model.unet)
+    monkeypatch.delenv(FAULTS_VARIABLE, raising=False)
+    install_faults(engine.model.unet)
     assert "predict" not in vars(engine.model.unet)
     for wrong in ("unet.sticky", "unet.melts@3", "unet.hang@0", "vae.hang@1"):
         with pytest.raises(ConfigError, match=r"unet\.KIND@CALL"):
-            faults.parse(wrong)
+            parse_faults(wrong)

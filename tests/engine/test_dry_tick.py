@@ -18,8 +18,8 @@ from benchmarks.random_models import save_hollow_model
 from diffserve.api.types import DiffusionParams, GenerationRequest
 from diffserve.engine import Engine
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
+from diffserve.runtime.footprint import margin
 from diffserve.runtime.loading import checkpoint
-from diffserve.runtime.needs import margin
 from diffserve.settings.config import EngineConfig
 
 STEPS = 6
@@ -132,10 +132,10 @@ def test_eight_newcomers_are_encoded_in_the_launches_of_one_and_nothing_waits(tm
     conditioner = engine.runners.conditioner
 
     def encode(*texts: tuple[str, None]) -> None:
-        conditioner.make_ready(texts)
+        conditioner.precompute(texts)
         for text in texts:
             conditioner.condition(*text, width_px=64, height_px=64)
-        conditioner.let_go()
+        conditioner.release_precomputed()
 
     alone = dry_run(lambda: encode(("a fox", None)))
     together = dry_run(lambda: encode(*((f"{number} foxes", None) for number in range(8))))

@@ -26,7 +26,7 @@ from diffserve.runtime.unet import graphs
 from diffserve.runtime.unet.call import Outputs, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
-from diffserve.runtime.unet.graphs import FIRST_PAUSE_S, LONGEST_PAUSE_S, CallGraphs, CudaRecord, Recorded, graph_sizes
+from diffserve.runtime.unet.graphs import FIRST_PAUSE_S, LONGEST_PAUSE_S, CallGraphs, CudaRecord, Recording, graph_sizes
 from diffserve.runtime.unet.random_rows import random_call, random_rows
 from diffserve.settings.config import EngineConfig
 from tests.engine import controlnets, loras
@@ -45,7 +45,7 @@ class Again:
         self._error = error
         self._times = {"replay_s": replay_s, "launch_s": launch_s}
 
-    def __call__(self, run: Callable[[], Outputs]) -> Recorded:
+    def __call__(self, run: Callable[[], Outputs]) -> Recording:
         if self.errors:
             raise self.errors.pop(0)
         outputs = run()
@@ -56,7 +56,7 @@ class Again:
                 output.copy_(repeated + self._error)
 
         replay()
-        return Recorded(replay, outputs, sum(output.nbytes for output in outputs), **self._times)
+        return Recording(replay, outputs, sum(output.nbytes for output in outputs), **self._times)
 
 
 def call(num_rows: int, number: float = 1.0) -> UNetArguments:

@@ -21,8 +21,8 @@ from diffserve.api.types import Event, GenerationRequest, ImageResult
 from diffserve.cli import main
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
+from diffserve.runtime.footprint import footprint_of, meta_copy
 from diffserve.runtime.loading.pruned import prune_directory
-from diffserve.runtime.needs import meta_copy, needs_of
 from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.runtime.unet.compiled import _package_identity
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
@@ -139,8 +139,8 @@ def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair
     assert _package_identity(loaded[0], is_baked=False) != _package_identity(loaded[1], is_baked=False)
     for directory, model in zip((original, pruned), loaded, strict=True):
         assert widths_of(meta_copy(model).unet.network) == widths_of(model.unet.network)
-        needs = needs_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
-        assert needs.model.memory_report() == model.memory_report()
+        footprint = footprint_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
+        assert footprint.model.memory_report() == model.memory_report()
     narrow = load_model(pruned, dtype="int8_dynamic" if cpu_int8_unit() else "int8", device=DEVICE).unet.network
     assert widths_of(narrow) == widths_of(loaded[1].unet.network)
     prune(loaded[0].unet.network, HALF)

@@ -17,8 +17,16 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.room import LOOK_EVERY_S
+from diffserve.runtime.footprint import (
+    Activations,
+    decode_work,
+    encode_work,
+    kept_features,
+    margin,
+    meta_copy,
+    step_work,
+)
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import Activations, decode_work, encode_work, kept_features, margin, meta_copy, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.vae.vae import VAERunner
@@ -33,7 +41,7 @@ import json, os, sys, torch
 from diffserve.settings.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime import load_model
-from diffserve.runtime.needs import Activations, margin
+from diffserve.runtime.footprint import Activations, margin
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.random_rows import random_rows

@@ -89,9 +89,9 @@ def painted_apart(of: Stages, request: GenerationRequest) -> list[tuple[bytes, b
     """Latents and pixels of ``request`` after all three stages."""
     (encoded,) = collect_events(of["encode"], EncodeRequest(generation=request))
     assert isinstance(encoded, TextsEncoded)
-    handed = replace(request, encodings=encoded.encodings, rewriting=None)
+    encoded_request = replace(request, encodings=encoded.encodings, rewriting=None)
     outputs = []
-    for result in painted(collect_events(of["denoise"], handed)):
+    for result in painted(collect_events(of["denoise"], encoded_request)):
         assert result.latents is not None
         assert (result.picture.width_px, result.picture.height_px) == (1, 1)
         decode = DecodeRequest(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffserve.engine.image.buckets import CostCurve
-from diffserve.runtime.accelerators import HostSpan, Stopwatch
+from diffserve.runtime.accelerators import Stopwatch, TimeSpan
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request
 
@@ -31,8 +31,9 @@ class LateStopwatch(Stopwatch):
         return lambda: LateSpan(self, number)
 
 
-class LateSpan:
+class LateSpan(TimeSpan):
     def __init__(self, watch: LateStopwatch, number: int) -> None:
+        super().__init__()
         self._watch, self._number = watch, number
 
     @property
@@ -69,7 +70,7 @@ def test_what_is_known_later_is_learnt_later_and_the_bytes_are_the_same(
 def test_a_cpu_is_timed_by_the_hosts_clock_and_a_dry_run_not_at_all() -> None:
     now_s = iter((1.0, 3.5))
     stop = Stopwatch(torch.device("cpu"), lambda: next(now_s)).start()
-    assert stop() == HostSpan(2.5)
+    assert stop() == TimeSpan(2.5)
     assert Stopwatch(torch.device("meta")).start()() is None
 
 

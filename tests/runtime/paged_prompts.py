@@ -10,7 +10,8 @@ from diffserve.runtime import DiffusionModel, UNetRunner
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.text.conditioning import wanted_bytes
 from diffserve.runtime.text.encoding import Conditioning
-from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
+from diffserve.runtime.text.paged_encoder import ImageSpecs
+from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
 
 SIXTEEN = "cat " * 15
 """With the start mark sixteen tokens: one logical page."""

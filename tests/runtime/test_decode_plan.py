@@ -15,7 +15,7 @@ from diffserve.runtime.loading.weight_loading import is_channels_last, vae_preci
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.vae import compiled
 from diffserve.runtime.vae.compiled import DecoderPackages
-from diffserve.runtime.vae.plan import TILE_SHARES, DecodePlan, plan_decode, tile_cells, vae_dtype
+from diffserve.runtime.vae.vae import TILE_SHARES, DecodePlan, plan_decode, tile_cells, vae_dtype
 from tests.runtime.conftest import LoadTiny
 
 HALF, BFLOAT, FULL = torch.float16, torch.bfloat16, torch.float32

@@ -15,8 +15,8 @@ from benchmarks.random_models import save_hollow_model
 from diffserve.api.errors import ConfigError
 from diffserve.runtime import load_model
 from diffserve.runtime.dry_run import GPUS, HostSyncError, MixedDevicesError, dry_run, find_gpu
+from diffserve.runtime.footprint import footprint_of
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.needs import needs_of
 from diffserve.runtime.transfer import fetch, send
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.settings.config import EngineConfig
@@ -136,14 +136,14 @@ def test_needs_are_known_from_files_that_hold_nothing_and_are_not_read(
     path = save_hollow_model("sd15-random", tmp_path, dtype=torch.float16)
     disk_bytes = sum(file.stat().st_blocks for file in path.rglob("*.safetensors")) * 512
     assert disk_bytes < 1 << 22, "the holes are filled"
-    needs = needs_of(path, dtype="float16", config=EngineConfig(), profile=None, rows=(1, 2))
-    assert needs.weights_bytes == pytest.approx(2.13e9, rel=0.01)
-    first_step, two = needs.steps[1], needs.steps[2]
+    footprint = footprint_of(path, dtype="float16", config=EngineConfig(), profile=None, rows=(1, 2))
+    assert footprint.weights_bytes == pytest.approx(2.13e9, rel=0.01)
+    first_step, two = footprint.steps[1], footprint.steps[2]
     assert first_step.flops == pytest.approx(0.803e12, rel=0.01)  # the text's keys and values are made beforehand
     assert two.flops == pytest.approx(2 * first_step.flops)
     assert len(first_step.kernels) == len(two.kernels) < 900
-    assert needs.decode.flops == pytest.approx(2.52e12, rel=0.01)
-    assert needs.peak_bytes > needs.weights_bytes + needs.page_pool_bytes + needs.decode.peak_bytes - 1
+    assert footprint.decode.flops == pytest.approx(2.52e12, rel=0.01)
+    assert footprint.peak_bytes > footprint.weights_bytes + footprint.page_pool_bytes + footprint.decode.peak_bytes - 1
     h100 = find_gpu("H100")
     assert 0.8e-3 < h100.seconds(first_step, torch.float16) < h100.seconds(two, torch.float16) < 4e-3
     assert h100.seconds(two, torch.float32) > h100.seconds(two, torch.float16)

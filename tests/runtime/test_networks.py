@@ -201,8 +201,8 @@ def test_a_picture_that_is_not_finite_in_float32_is_an_error() -> None:
 
 def test_a_preview_of_large_latents_is_a_smaller_picture(tiny: LoadTiny) -> None:
     vae = tiny("sd15").vae
-    assert vae.preview(randn(1, 4, 8, 8)).shape == (1, 64, 64, 3)
-    assert vae.preview(randn(1, 4, 16, 40)).shape == (1, 64, 160, 3)
+    assert vae.preview_later(randn(1, 4, 8, 8)).pixels.read().shape == (1, 64, 64, 3)
+    assert vae.preview_later(randn(1, 4, 16, 40)).pixels.read().shape == (1, 64, 160, 3)
 
 
 def test_runners_read_their_shapes_off_the_configuration(tiny: LoadTiny) -> None:

@@ -14,11 +14,12 @@ import torch
 from diffserve.api.errors import ConfigError
 from diffserve.disk_cache import DiskCache
 from diffserve.models.model_files import read_json
-from diffserve.runtime import DTYPE_NAMES, DiffusionModel, auto_precision, choose_device, choose_for, load_model
+from diffserve.runtime import DiffusionModel, auto_precision, choose_device, choose_for, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.loading.weight_loading import vae_precision
 from diffserve.runtime.precision import cpu_bf16_unit, tensor_bytes
+from diffserve.settings.config import DTYPES
 from tests.hardware import needs_int8
 from tests.runtime.conftest import LoadTiny
 
@@ -48,7 +49,7 @@ def test_short_names_of_dtypes_mean_the_long_ones(short: str, name: str) -> None
 
 def test_auto_says_what_it_chose_and_why_in_one_sentence() -> None:
     choice = choose_device()
-    assert choice.dtype in DTYPE_NAMES
+    assert choice.dtype in DTYPES
     assert str(choice.device.type) in choice.reason
     assert choice.dtype in choice.reason
     assert choice.reason.count(".") == 1

@@ -24,7 +24,7 @@ from diffserve.runtime.loading import checkpoint
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.precision import QUANTIZED, _refuse_absent_unit, tensor_bytes, weights_bytes
-from diffserve.runtime.quantization import layers_left, quantize_layer, scheme_for, schemes
+from diffserve.runtime.quantization import find_unquantized, quantize_layer, scheme_for, schemes
 from diffserve.runtime.quantized_layers import (
     InputRange,
     Int8DynamicLinear,
@@ -159,7 +159,7 @@ def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
     monkeypatch.setattr("diffserve.runtime.model.measure_ranges", measured_again)
     again = load_model(tiny_model("sd15"), dtype="int8_static", device=DEVICE, cache=cache)
     assert [part.__dict__["range"] for part in network_of(again).modules() if "range" in part.__dict__] == ranges
-    left = "\n".join(again.left_in_full())
+    left = "\n".join(again.unquantized_layers())
     assert "conv_in (1), conv_out (1)" in left
     assert "resnets.*.conv1" not in left
 
@@ -226,7 +226,7 @@ def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
 @pytest.mark.parametrize("dtype", ["int8", MULTIPLIED[0]])
 def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[str], Path], dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
-    left = layers_left(network_of(model), dtype)
+    left = find_unquantized(network_of(model), dtype)
     convolutions = [part for part in network_of(model).modules() if isinstance(part, nn.Conv2d)]
     convolution_entries = [
         entry for entry in left if entry.reason == f"{dtype} is for linear layers; convolutions stay"
@@ -238,10 +238,10 @@ def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[s
     other_entries = [entry for entry in left if entry not in convolution_entries]
     assert bool(other_entries) == (dtype == "int8_dynamic")
     assert all(entry.holds == "int8" and "one vector for each row" in entry.reason for entry in other_entries)
-    message = "\n".join(model.left_in_full())
+    message = "\n".join(model.unquantized_layers())
     assert "down_blocks.*.resnets.*.conv1" in message
     assert "vae: every layer holds its float dtype" in message
-    assert load_model(tiny_model("sd15"), dtype="float32", device=DEVICE).left_in_full() == []
+    assert load_model(tiny_model("sd15"), dtype="float32", device=DEVICE).unquantized_layers() == []
 
 
 def test_an_odd_layer_falls_back_and_says_why() -> None:

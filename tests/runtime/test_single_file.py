@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.runtime import load_model
-from diffserve.runtime.loading import single_file_config as infer
+from diffserve.runtime.loading import single_file_layout as layout
 from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
+from diffserve.runtime.loading.family import edm_normalization, edm_scheduler
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.plausibility import predicts_velocity
-from diffserve.runtime.loading.scheduler_config import edm_normalization, edm_scheduler
-from diffserve.runtime.loading.single_file_keys import VAE_PREFIX, original_name
+from diffserve.runtime.loading.single_file_layout import VAE_PREFIX, original_name
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
@@ -120,7 +120,7 @@ def test_published_unets_are_read_off_their_shapes(family: str) -> None:
     network_class = import_quietly("diffusers", "UNet2DConditionModel")
     with torch.device("meta"):
         network = network_class(**PUBLISHED[family])
-    inferred = infer.infer_unet(headers_only(unet_tensors(network)), family, pooled_width=1280)
+    inferred = layout.infer_unet(headers_only(unet_tensors(network)), family, pooled_width=1280)
     with torch.device("meta"):
         again = network_class(**inferred)
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
@@ -140,7 +140,7 @@ def test_the_published_vae_is_read_off_its_shapes() -> None:
     }
     with torch.device("meta"):
         network = import_quietly("diffusers", "AutoencoderKL")(**levels)
-    inferred = infer.infer_vae(headers_only(vae_tensors(network)), VAE_PREFIX, is_sdxl=True)
+    inferred = layout.infer_vae(headers_only(vae_tensors(network)), VAE_PREFIX, is_sdxl=True)
     assert levels.items() <= inferred.items()
     assert (inferred["scaling_factor"], inferred["force_upcast"], inferred["sample_size"]) == (0.13025, True, 1024)
 

@@ -9,7 +9,7 @@ import torch
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
-from diffserve.runtime.text.encoding import CACHED_TEXTS, TextReading, weigh
+from diffserve.runtime.text.encoding import CACHED_CHUNKS, TextReading, weigh
 from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import pages_of
@@ -151,12 +151,12 @@ def test_a_shared_negative_prompt_is_encoded_once(fresh_tiny: LoadTiny) -> None:
 
 def test_the_cache_forgets_the_oldest_text(fresh_tiny: LoadTiny) -> None:
     model = fresh_tiny("sd15")
-    for index in range(CACHED_TEXTS + 5):
+    for index in range(CACHED_CHUNKS + 5):
         encode(model, f"cat {index}", "red")
-    assert len(model.text._cache) == CACHED_TEXTS
+    assert len(model.text._cache) == CACHED_CHUNKS
     cached_texts = {text for text, _ in model.text._cache}
     assert "cat 0" not in cached_texts
-    assert {"red", f"cat {CACHED_TEXTS + 4}"} <= cached_texts
+    assert {"red", f"cat {CACHED_CHUNKS + 4}"} <= cached_texts
 
 
 def test_keys_tell_conditionings_apart(tiny: LoadTiny) -> None:

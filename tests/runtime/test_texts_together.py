@@ -29,10 +29,10 @@ def test_what_a_prompt_becomes_does_not_depend_on_its_company(tiny: LoadTiny, ki
         while pages.batches.study():
             pass
         assert pages.batches.sizes[0] == 1
-        pages.make_ready(texts)
+        pages.precompute(texts)
         opened = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs]
         conditionings = [condition(pages, *text) for text in texts]
-        pages.let_go()
+        pages.release_precomputed()
         assert all(map(same_bytes, (found_in(pages, conditioning) for conditioning in conditionings), expected))
         again = [pages.pool.stats().tenants[spec.tenant].opened for spec in pages.specs]
         if has_calls_for_several := pages.batches.sizes[-1] > 1:

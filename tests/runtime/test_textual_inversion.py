@@ -20,7 +20,7 @@ from diffserve.api.errors import InvalidRequest, ModelNotFound
 from diffserve.media.infotext import parse_infotext, write_infotext
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
-from diffserve.runtime.loading.textual_inversion import read_words
+from diffserve.runtime.text.learnt_words import read_words
 from tests.device import DEVICE, tolerance
 from tests.engine.pipelines import image_request
 from tests.runtime.conftest import PIPELINES, LoadTiny
@@ -127,7 +127,7 @@ def test_a_word_is_weighed_found_in_capitals_and_never_cut(
     assert weighted.weights[:9] == (1.0, 1.0, *(1.3,) * 6, 1.0)
     filler = "cat " * 71
     first, second = (window.chunks[0].ids for window in model.text.windows(f"{filler}sloth dog"))
-    ids = list(model.text.encoders[0].learnt.ids["sloth"]) if model.text.encoders[0].learnt else []
+    ids = list(model.text.encoders[0].learnt.ids["sloth"])
     assert not set(ids) & set(first)
     assert list(second[1:7]) == ids
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.runtime.vae.plan import TILE_SHARES
-from diffserve.runtime.vae.vae import in_tiles, spans
+from diffserve.runtime.vae.vae import TILE_SHARES, in_tiles, spans
 from tests.runtime.conftest import LoadTiny
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.runtime.text.encoding import Window
-from diffserve.runtime.text.prompt import Chunk
+from diffserve.runtime.text.prompt import Chunk, Window
 from tests.runtime.conftest import LoadTiny
 
 

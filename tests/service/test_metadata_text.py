@@ -11,7 +11,7 @@ from io import BytesIO
 import pytest
 from PIL import ExifTags, Image
 
-from diffserve.media.metadata_text import decode_user_comment
+from diffserve.media.infotext import decode_user_comment
 from tests.service.server import RunningServer
 from tests.service.test_edits import FEW, picture
 

@@ -23,7 +23,7 @@ from diffserve.client import (
     StreamedEditFields,
 )
 from diffserve.media.images import read_infotext
-from diffserve.media.infotext import parse_infotext, seeds_told
+from diffserve.media.infotext import parse_infotext, seeds_text
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled, seeds_named, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, as_sentence, sentence
@@ -103,7 +103,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """The seeds that distinguish it from other images of the request, such as "seed 7, variation seed 9"."""
-        return seeds_told(self.seed, self.variation_seed)
+        return seeds_text(self.seed, self.variation_seed)
 
 
 class Painting:

@@ -19,8 +19,8 @@ from diffserve.media.decoders import ImageReader
 from diffserve.media.infotext import parse_infotext
 from diffserve.media.infotext_recipe import KEYS, is_enlarged, read_value
 from diffserve.models.controlnets import MAX_SCALE, PASSED_THROUGH, Control
-from diffserve.models.folder_names import names_for
 from diffserve.models.loras import read_list
+from diffserve.models.model_files import names_for
 from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_interval, read_number, read_seed, read_typed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]

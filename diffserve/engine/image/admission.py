@@ -26,8 +26,8 @@ from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest
 from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
-from diffserve.models.few_step import begin_with_loras
 from diffserve.models.loras import NO_LORAS, CheckedLoras, Lora
+from diffserve.models.profiles import begin_with_loras
 from diffserve.models.vocabulary import warn_of_unknown
 from schedulers import (
     SAMPLERS,

@@ -21,8 +21,7 @@ from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
-from diffserve.runtime.vae.plan import DecodePlan, plan_decode
-from diffserve.runtime.vae.vae import Decoded
+from diffserve.runtime.vae.vae import Decoded, DecodePlan, plan_decode
 
 GRAY: Final = 128
 

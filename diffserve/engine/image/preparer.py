@@ -69,7 +69,7 @@ class Preparer:
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
         try:
-            self.conditioner.make_ready(self._texts(task) for task in tasks if _reads_as_all(task))
+            self.conditioner.precompute(self._texts(task) for task in tasks if _reads_as_all(task))
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
@@ -77,7 +77,7 @@ class Preparer:
         try:
             yield
         finally:
-            self.conditioner.let_go()
+            self.conditioner.release_precomputed()
             self._take_over([])
 
     def _take_over(self, encodings: Iterable[Encodings | None]) -> None:
@@ -87,9 +87,9 @@ class Preparer:
             [] if self.refiner is None else [(self.refiner.model.text, [encoding.refiner for encoding in present])]
         )
         for text, tables in [(self.model.text, [encoding.base for encoding in present]), *refiner]:
-            if text.handed is not None:
+            if text.encodings is not None:
                 values = {name: value for table in tables for name, value in table.items()}
-                text.handed = {name: to_tensor(value, text.device) for name, value in values.items()}
+                text.encodings = {name: to_tensor(value, text.device) for name, value in values.items()}
 
     def prepare(self, task: ImageTask) -> GroupKey:
         """Encode, draw, open the slot; returns the group whose UNet calls the image can join first.

@@ -17,11 +17,11 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.footprint import Activations, margin
 from diffserve.runtime.low_rank import adaptable, factor_bytes, shape_of
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import Activations, margin
 from diffserve.runtime.unet.controlnet import residual_shapes
-from diffserve.runtime.vae.plan import TILE_SHARES, tile_cells
+from diffserve.runtime.vae.vae import TILE_SHARES, tile_cells
 from diffserve.settings.config import EngineConfig
 
 LOOK_EVERY_S: Final = 1.0

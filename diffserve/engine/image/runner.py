@@ -217,7 +217,7 @@ class ImageRunner:
 
         Also encodes a text, decodes a latent, reserves all slots of that size, and chooses the number of threads.
         """
-        if self.model.text.handed is None:
+        if self.model.text.encodings is None:
             self._read_a_text(*sizes[0])
         if self._paints:
             self._know_calls(sizes)
@@ -236,7 +236,7 @@ class ImageRunner:
             while self._study_texts():
                 pass
         else:
-            self.conditioner.hand_over("a", "")
+            self.conditioner.export_encodings("a", "")
 
     def _know_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
         for expert in self._experts:

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from diffserve.runtime.decoding.beam_search import BeamSearch, Fork, Hypothesis
-from diffserve.runtime.decoding.constraint import (
-    AnyConstraint,
-    Phrase,
-    TokenConstraint,
-    allowed_sentences,
-    allowed_words,
-    one_of,
-)
+from diffserve.runtime.decoding.constraint import AnyConstraint, Phrase, TokenConstraint, allowed_sentences
 from diffserve.runtime.decoding.json_constraint import JsonConstraints, JsonSpelling
 from diffserve.runtime.decoding.prompt_lookup import PromptLookup
 from diffserve.runtime.decoding.sampling import Choice, Chosen, accept, choose, choose_soon, draft_next
@@ -34,9 +27,7 @@ __all__ = [
     "TokenConstraint",
     "accept",
     "allowed_sentences",
-    "allowed_words",
     "choose",
     "choose_soon",
     "draft_next",
-    "one_of",
 ]

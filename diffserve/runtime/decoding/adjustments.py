@@ -26,7 +26,7 @@ NUCLEUS_TOKENS: Final = 1024
 def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """Apply bias, penalties and masks to ``scores`` (B, V) float32; returns the same tensor if no row uses any."""
     scores = _add_bias(scores, rows)
-    scores = _penalise(scores, rows)
+    scores = _penalize(scores, rows)
     scores = _hide_stops(scores, rows)
     return _constrain(scores, rows)
 
@@ -45,7 +45,7 @@ def _add_bias(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     return scores.index_put(where, send(torch.tensor(values), scores.device), accumulate=True)
 
 
-def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+def _penalize(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     lines = [line for line, row in enumerate(rows) if row.counts is not None]
     if not lines:
         return scores
@@ -139,13 +139,10 @@ def _top_p(scores: Tensor, tails: Tensor) -> Tensor:
     if scores.shape[-1] < 8 * NUCLEUS_TOKENS:
         return _sorted_top_p(scores, tails)
     nucleus, enough = _nucleus(scores, tails)
-    if scores.device.type == "cpu":
-        return nucleus if bool(enough.all()) else _with_sorted(nucleus, enough, scores, tails)
-    return torch.where(enough[:, None], nucleus, _sorted_top_p(scores, tails))
-
-
-def _with_sorted(nucleus: Tensor, enough: Tensor, scores: Tensor, tails: Tensor) -> Tensor:
-    nucleus[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
+    if scores.device.type != "cpu":
+        return torch.where(enough[:, None], nucleus, _sorted_top_p(scores, tails))
+    if not bool(enough.all()):
+        nucleus[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
     return nucleus
 
 

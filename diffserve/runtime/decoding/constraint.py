@@ -16,11 +16,12 @@ mask. ::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from diffserve.api.errors import ConfigError
@@ -93,43 +94,27 @@ AnyConstraint = Constraint[Any]
 
 
 class TokenConstraint(Constraint[int]):
-    """An automaton that says which token ids may follow; a state is an int.
+    """Automaton of allowed token ids: texts that lead along arcs from ``start`` to one of ``ends``; a state is an int.
 
-    first    the words that a text may begin with, each a sequence of token ids
-    later    the words that may follow another word; empty: the text is exactly one of ``first``
-    end_ids  tokens that end a text; allowed after every whole word
+    Args:
+        arcs: Words as token ids, each with the nodes that it leads from and to.
+        start: Node at which texts begin.
+        ends: Nodes at which texts may end.
+        end_ids: Tokens that end a text.
 
-    Raises ConfigError when there is no first word, no end token, or a word without tokens.
+    Raises:
+        ConfigError: A node that is no end has no arc, a word has no tokens, or there is no end token.
     """
 
     def __init__(
-        self, first: Iterable[Sequence[int]], later: Iterable[Sequence[int]] = (), *, end_ids: Collection[int]
+        self, arcs: Iterable[Arc], *, start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
     ) -> None:
-        arcs = [Arc("nothing", word, "word") for word in first]
-        if not arcs:
-            raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
-        self._build([*arcs, *(Arc("word", word, "word") for word in later)], "nothing", ["word"], end_ids)
-
-    @classmethod
-    def of_graph(
-        cls, arcs: Iterable[Arc], *, start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
-    ) -> Self:
-        """Texts that lead from ``start`` to one of ``ends`` along ``arcs``; they may end there and nowhere else.
-
-        Raises ConfigError for a node from which no word leads on and that is no end, and as the constructor does.
-        """
-        self = object.__new__(cls)
-        self._build(list(arcs), start, ends, end_ids)
-        return self
-
-    def _build(
-        self, arcs: Sequence[Arc], start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
-    ) -> None:
+        arcs = list(arcs)
         stuck = ({start} | {arc.target for arc in arcs}) - {arc.source for arc in arcs} - set(ends)
         if stuck:
             raise ConfigError(f"nothing may follow {min(map(repr, stuck))} in a constraint, and it is no end.")
         if not end_ids:
-            raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
+            raise ConfigError("a constraint needs an end token.")
         self._steps: list[dict[int, set[int]]] = []  # for each place: next places by token
         self._inner: dict[tuple[int, int], int] = {}  # places inside words; words with a common beginning share them
         nodes = {node: self._new_place() for node in dict.fromkeys([start, *(arc.source for arc in arcs), *ends])}
@@ -140,7 +125,7 @@ class TokenConstraint(Constraint[int]):
         self._sets: list[frozenset[int]] = []
         self._moves: list[dict[int, int] | None] = []
         self._states: dict[frozenset[int], int] = {}
-        self._masks: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._masks: LRUCache[tuple[int, int], Tensor] = LRUCache(KEPT_MASK_BYTES, getsizeof=len)
         self._habits: dict[int, Counter[int]] = {}
         self.start = self._state_of(frozenset({nodes[start]}))
 
@@ -164,14 +149,11 @@ class TokenConstraint(Constraint[int]):
     def mask(self, state: int, vocab_size: int) -> Tensor:
         """Return a cached (vocab_size,) bool mask on the CPU, True where a token is allowed. Must not be modified."""
         key = (state, vocab_size)
-        if key in self._masks:
-            self._masks.move_to_end(key)
-            return self._masks[key]
-        allowed = torch.zeros(vocab_size, dtype=torch.bool)  # (V,)
-        allowed[[token_id for token_id in self.moves(state) if token_id < vocab_size]] = True
-        self._masks[key] = allowed
-        if len(self._masks) * vocab_size > KEPT_MASK_BYTES and len(self._masks) > 1:
-            self._masks.popitem(last=False)
+        allowed = self._masks.get(key)
+        if allowed is None:
+            allowed = torch.zeros(vocab_size, dtype=torch.bool)  # (V,)
+            allowed[[token_id for token_id in self.moves(state) if token_id < vocab_size]] = True
+            self._masks[key] = allowed
         return allowed
 
     def num_allowed(self, state: int, token_ids: Sequence[int]) -> int:
@@ -194,7 +176,7 @@ class TokenConstraint(Constraint[int]):
             moves = self.moves(state)
         return tokens
 
-    def practise(self, texts: Iterable[Sequence[int]]) -> None:
+    def observe(self, texts: Iterable[Sequence[int]]) -> None:
         """Record the usual continuations in ``texts``, which must be allowed, as a fallback for drafts."""
         for token_ids in texts:
             state = self.start
@@ -203,7 +185,7 @@ class TokenConstraint(Constraint[int]):
                 state = self.advance(state, token_id)
 
     def usual(self, state: int) -> int | None:
-        """Return the token that followed in most of the practice texts, if any."""
+        """Return the token that followed in most of the observed texts, if any."""
         counts = self._habits.get(state)
         if not counts:
             return None
@@ -255,39 +237,15 @@ class Phrase(NamedTuple):
     target: str
 
 
-def allowed_words(
-    tokenizer: Any, words: Iterable[str], *, attached: Iterable[str] = (), end_ids: Collection[int]
-) -> TokenConstraint:
-    """Only texts made of ``words`` with single spaces between them; ``attached`` follow a word without a space.
-
-    tokenizer  any transformers tokenizer
-    words      words, or several words that belong together ("next to")
-    attached   such as ``,`` and ``'s``: after any word, never first
-    end_ids    the tokens that end a text
-
-    Raises ConfigError naming a word that the tokenizer cannot spell.
-    """
-    unique_words = list(dict.fromkeys(words))
-    if not unique_words:
-        raise ConfigError("the list of allowed words is empty: give at least one word.")
-    first = [_spell(tokenizer, word) for word in unique_words]
-    later = [_spell_after(tokenizer, unique_words, f" {word}") for word in unique_words]
-    marks = [_spell_after(tokenizer, unique_words, mark) for mark in dict.fromkeys(attached)]
-    return TokenConstraint(first, later + marks, end_ids=end_ids)
-
-
-def one_of(tokenizer: Any, texts: Iterable[str], *, end_ids: Collection[int]) -> TokenConstraint:
-    """Exactly one of ``texts``, as the tokenizer spells it. Raises ConfigError as :func:`allowed_words` does."""
-    return TokenConstraint([_spell(tokenizer, text) for text in texts], end_ids=end_ids)
-
-
 def allowed_sentences(
     tokenizer: Any, phrases: Iterable[Phrase], *, start: str, ends: Collection[str], end_ids: Collection[int]
 ) -> TokenConstraint:
-    """Only sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
+    """Return a constraint to sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
 
-    A phrase that begins with a letter or a digit is parted from the one before it by a space, any other is not. Raises
-    ConfigError as :func:`allowed_words` and ``TokenConstraint.of_graph`` do.
+    A phrase that begins with a letter or a digit is separated from the one before it by a space, any other is not.
+
+    Raises:
+        ConfigError: The tokenizer cannot spell a phrase, or as ``TokenConstraint`` does.
     """
     phrase_list = list(phrases)
     anchors = list(dict.fromkeys(phrase.text for phrase in phrase_list if phrase.source == start))
@@ -298,7 +256,7 @@ def allowed_sentences(
         else:
             ids = _spell_after(tokenizer, anchors, f" {text}" if text[:1].isalnum() else text)
         arcs.append(Arc(source, ids, target))
-    return TokenConstraint.of_graph(arcs, start=start, ends=ends, end_ids=end_ids)
+    return TokenConstraint(arcs, start=start, ends=ends, end_ids=end_ids)
 
 
 def _token_ids(tokenizer: Any, text: str) -> list[int]:

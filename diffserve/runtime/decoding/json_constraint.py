@@ -26,6 +26,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.json_limits import length_of
 from diffserve.api.json_schemas import followed, has_llguidance, matcher
 from diffserve.runtime.decoding.constraint import AnyConstraint, Constraint
+from diffserve.runtime.text.clip_vocabulary import byte_letters
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -201,7 +202,7 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
     if backend is None or backend.decoder is None:
         return None
     kind = backend.decoder.__getstate__().decode()
-    letters = _letters() if '"ByteLevel"' in kind else None
+    letters = byte_letters() if '"ByteLevel"' in kind else None
     suffix = getattr(backend.model, "end_of_word_suffix", None) or ""
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids)
@@ -222,13 +223,6 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
         else:
             spelled[token_id] = (word.replace("\N{LOWER ONE EIGHTH BLOCK}", " ") + space).encode()
     return spelled
-
-
-def _letters() -> dict[str, int]:
-    """Return the byte of each letter in GPT-2's vocabulary: printable bytes are themselves, others 256 and up."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(unprintable)}
 
 
 def _is_right(tokenizer: Any, spelled: Sequence[bytes]) -> bool:

@@ -49,11 +49,11 @@ Now the pool is full. The error differs for sequences that can never fit:
 
 >>> pool.open("llm", [7], reserve=1)
 Traceback (most recent call last):
-diffserve.runtime.kv.errors.PoolBusy: 2 pages are needed and 0 of 10 can be had now: wait until a running request gives
+diffserve.runtime.kv.ledger.PoolBusy: 2 pages are needed and 0 of 10 can be had now: wait until a running request gives
 its pages back, or give the pool more bytes.
 >>> pool.can_hold(12)
 Traceback (most recent call last):
-diffserve.runtime.kv.errors.PoolTooSmall: 12 pages are needed at once and the whole pool has 10: shorten the text, ask
+diffserve.runtime.kv.ledger.PoolTooSmall: 12 pages are needed at once and the whole pool has 10: shorten the text, ask
 for fewer tokens or beams, or give the pool more bytes.
 
 After all tables are closed, committed pages stay in the index, idle, for the next equal sequence:
@@ -76,12 +76,18 @@ Sequence C has sixteen tokens on eight pages: six are free, and the later logica
 from __future__ import annotations
 
 from diffserve.runtime.kv.batch import Gathered, PagedBatch
-from diffserve.runtime.kv.errors import PageTableError, PoolBusy, PoolIntegrityError, PoolTooSmall
 from diffserve.runtime.kv.layout import KVSpec, LayerPlace, LayerSpec, LayerView, PagePlan
-from diffserve.runtime.kv.ledger import salt_of
+from diffserve.runtime.kv.ledger import (
+    PageTableError,
+    PoolBusy,
+    PoolIntegrityError,
+    PoolStats,
+    PoolTooSmall,
+    TenantStats,
+    salt_of,
+)
 from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.kv.pool import PagePool
-from diffserve.runtime.kv.tenant import PoolStats, TenantStats
 
 __all__ = [
     "Gathered",

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.layout import LayerView
+from diffserve.runtime.kv.ledger import PageTableError
 from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.transfer import send, send_together
 
@@ -23,7 +23,6 @@ class Gathered(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
-    lengths: torch.Tensor  # (B,) int64
 
 
 class PagedBatch:
@@ -35,8 +34,6 @@ class PagedBatch:
 
     pages: int64 (num_groups, B, P), page ids by layer group, padded with 0: what paged attention kernels take.
     positions: int64 (N,), where each new token stands in its own sequence.
-    rows: int64 (N,), the row of each new token.
-    lengths: int64 (B,). All on the pool's device.
     num_new: N, the tokens that every ``write`` must bring.
 
     One is made for each decode step, so it is made of few tensors: indices are counted in lists, which is faster for as
@@ -69,16 +66,6 @@ class PagedBatch:
         device_tensors = send_together(host_tensors, self._device)
         self._written_pages, self._written_slots, self.pages, self.positions = device_tensors  # (num_groups, N), (N,)
 
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Return int64 (N,), the row of each new token."""
-        return self._index(self._new_rows())
-
-    @cached_property
-    def lengths(self) -> torch.Tensor:
-        """Return int64 (B,), the length of each row."""
-        return self._index(self._lengths)
-
     @torch.no_grad()
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the new tokens' keys and values of ``layer``, each (N, heads, head_dim) in the tenant's dtype.
@@ -104,7 +91,7 @@ class PagedBatch:
         self._check_fresh()
         view = self._views[layer]
         pages = self.pages[view.group].reshape(-1)  # (B * P,)
-        return Gathered(self._select(view.keys, pages), self._select(view.values, pages), self.lengths)
+        return Gathered(self._select(view.keys, pages), self._select(view.values, pages))
 
     def _select(self, source: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         tokens = torch.index_select(source, 0, pages).flatten(0, 1)  # (B * P * page_tokens, heads, head_dim)
@@ -121,16 +108,12 @@ class PagedBatch:
         spans = zip(self._starts, self._lengths, strict=True)
         return [row for row, (first, end) in enumerate(spans) for _ in range(first, end)]
 
-    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
-        return send(torch.tensor(numbers, dtype=torch.int64), self._device)
-
     @cached_property
     def _padding(self) -> torch.Tensor:
         """Flat indices into (B, P * page_tokens) of the places between a row's length and the longest."""
         width = self._row_logical_pages * self.plan.spec.page_tokens
-        return self._index(
-            [row * width + at for row, end in enumerate(self._lengths) for at in range(end, self.max_length)]
-        )
+        places = [row * width + at for row, end in enumerate(self._lengths) for at in range(end, self.max_length)]
+        return send(torch.tensor(places, dtype=torch.int64), self._device)
 
     def _check_fresh(self) -> None:
         for table, version in zip(self.tables, self._versions, strict=True):

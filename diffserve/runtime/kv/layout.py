@@ -73,11 +73,6 @@ class KVSpec:
         if self.page_tokens < 1:
             raise ValueError(f"tenant {self.tenant!r}: page_tokens is {self.page_tokens}, at least 1 is needed.")
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return sum(self.layer_bytes(layer) for layer in range(len(self.layers))) // self.page_tokens
-
     @cached_property
     def digest(self) -> bytes:
         """32 bytes: which tenant, weights, shapes and dtype. Tenants that differ in any of them share nothing."""
@@ -142,11 +137,6 @@ class PagePlan:
     def num_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of ``num_tokens`` tokens takes, sharing nothing."""
         return self.spec.num_logical_pages(num_tokens) * self.num_groups
-
-    @property
-    def used_share(self) -> float:
-        """Share of a full logical page's bytes that hold keys and values; the others are lost in packing."""
-        return self.spec.bytes_per_token * self.spec.page_tokens / (self.num_groups * self.page_bytes)
 
 
 class LayerView(NamedTuple):

@@ -1,4 +1,4 @@
-"""Index of logical pages by content, and the order of eviction. No torch.
+"""Page pool bookkeeping: errors, index of logical pages by content, order of eviction, and tenants. No tensors.
 
 The key of a logical page is a hash chain::
 
@@ -18,7 +18,33 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from diffserve.runtime.kv.errors import PoolBusy, PoolTooSmall
+from diffserve.api.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.runtime.kv.layout import LayerView, PagePlan
+
+
+class PoolBusy(QueueFull):
+    """Error for too few free pages now. Nothing was changed: close or truncate a table, or wait, and try again."""
+
+    default_code = "pool_busy"
+
+
+class PoolTooSmall(InvalidRequest):
+    """Error for a request that needs more pages than the pool has, so that waiting would not help."""
+
+    default_code = "pool_too_small"
+
+
+class PageTableError(DiffserveError, ValueError):
+    """A closed or stale table, a shared page about to be written, a tensor of the wrong shape or dtype."""
+
+    default_code = "page_table_error"
+
+
+class PoolIntegrityError(DiffserveError):
+    """Error of ``check_integrity`` that lists all lost, doubly held or miscounted pages; it is a bug."""
+
+    default_code = "pool_corrupt"
+
 
 KEY_BYTES = 32
 
@@ -210,3 +236,72 @@ class PageLedger:
     def _move(self, logical: LogicalPage, source: Counter[str], target: Counter[str]) -> None:
         source[logical.tenant] -= len(logical.pages)
         target[logical.tenant] += len(logical.pages)
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """Statistics of one tenant. Page numbers are current, the others count since creation."""
+
+    held_pages: int
+    """In the tables that are open; a shared page counts once."""
+    idle_pages: int
+    """Pages kept for a later sequence with the same tokens; evicted when memory is needed."""
+    evicted_pages: int
+    opened: int
+    """Sequences opened."""
+    asked_tokens: int
+    """Tokens of the sequences opened."""
+    found_tokens: int
+    """Of them, tokens whose keys and values were there already."""
+    merged_pages: int
+    """Logical pages computed twice at the same time, one of which was given back at commit."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of requested tokens that were cached, 0 without requests."""
+        return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Statistics of the pool: ``free + held + idle == num_pages``."""
+
+    num_pages: int
+    page_bytes: int
+    free_pages: int
+    held_pages: int
+    idle_pages: int
+    num_tables: int
+    """Tables open now."""
+    tenants: dict[str, TenantStats]
+
+
+@dataclass
+class Tenant:
+    """A registered plan, its views into the arena, and its counters since birth."""
+
+    plan: PagePlan
+    views: tuple[LayerView, ...]
+    epoch: int = 0
+    """Part of every key; rises when all that was filed must not be found."""
+    opened: int = 0
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    merged_pages: int = 0
+
+    def root(self, salt: bytes) -> bytes:
+        """Return the start of the key chain of sequences with ``salt``."""
+        return root_key(self.plan.spec.digest, self.epoch, salt)
+
+    def stats(self, ledger: PageLedger) -> TenantStats:
+        """Return the tenant's counters together with its pages in ``ledger``."""
+        name = self.plan.spec.tenant
+        return TenantStats(
+            held_pages=ledger.held[name],
+            idle_pages=ledger.idle[name],
+            evicted_pages=ledger.evicted[name],
+            opened=self.opened,
+            asked_tokens=self.asked_tokens,
+            found_tokens=self.found_tokens,
+            merged_pages=self.merged_pages,
+        )

@@ -9,20 +9,19 @@ import torch
 
 from diffserve.api.errors import ConfigError
 from diffserve.runtime.kv.batch import PagedBatch
-from diffserve.runtime.kv.errors import PageTableError
-from diffserve.runtime.kv.integrity import check_integrity, draw
 from diffserve.runtime.kv.layout import Arena, KVSpec, LayerView, PagePlan
-from diffserve.runtime.kv.ledger import LogicalPage, PageLedger
+from diffserve.runtime.kv.ledger import LogicalPage, PageLedger, PageTableError, PoolStats, Tenant
 from diffserve.runtime.kv.page_table import (
     Match,
     PageTable,
+    check_integrity,
     check_row,
+    draw,
     file_tokens,
     find_prefix,
     make_writable,
     num_logical_wanted,
 )
-from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
 class PagePool:

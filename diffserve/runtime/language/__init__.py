@@ -6,19 +6,16 @@
 >>> table, num_cached = pool.open("llm", token_ids, reserve=len(token_ids))           # doctest: +SKIP
 >>> logits = runner.forward([TokenChunk(table, num_cached, token_ids[num_cached:])])       # doctest: +SKIP
 
-row_groups      which rows attend together
-context_chunks  long contexts, read in chunks that attend side by side
+row_groups      which rows attend together, and long contexts read in chunks that attend side by side
 attention       the function that transformers calls in every layer
-runner          one forward of a mixed batch
-model, loading  a directory to a model
-compatibility   what is refused, and the comparison with transformers' own attention
+loading         a directory to a model, and what is refused
+model           a loaded model, and one forward of a mixed batch
 weight_only     int8 and int4
 """
 
 from __future__ import annotations
 
 from diffserve.runtime.language.loading import load_language_model
-from diffserve.runtime.language.model import LanguageModel, LayerShape
-from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
+from diffserve.runtime.language.model import LanguageModel, LanguageRunner, LayerShape, TokenChunk
 
 __all__ = ["LanguageModel", "LanguageRunner", "LayerShape", "TokenChunk", "load_language_model"]

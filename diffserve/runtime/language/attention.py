@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
-from diffserve.runtime.language.context_chunks import ChunkedRows
-from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, Workspace, arrange, is_long
+from diffserve.runtime.language.row_groups import FEW_TOKENS, ChunkedRows, RowGroup, Span, Workspace, arrange, is_long
 from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"
@@ -139,9 +138,7 @@ class PagedCall:
         pages = group.pages[view.group]
         gathered = []
         for name, source in (("keys", view.keys), ("values", view.values)):
-            tokens = self._workspace.gather(name, source, pages).flatten(0, 1)  # (B * P * page_tokens, heads, D)
-            if group.padding.numel():
-                tokens.index_fill_(0, group.padding, 0)  # pages hold what was last written, NaN included
+            tokens = self._workspace.gather(name, source, pages, group.padding)  # (B * P * page_tokens, heads, D)
             gathered.append(tokens.view(*group.pages_shape, *tokens.shape[1:])[:, : group.num_keys].transpose(1, 2))
         return gathered[0], gathered[1]
 

@@ -55,7 +55,7 @@ def int4_problem(device: torch.device) -> str | None:
     return None if error < 0.5 else f"the kernel of {device} is wrong by {float(error):.0%}"
 
 
-def quantise(network: nn.Module, choice: DeviceChoice) -> None:
+def quantize_network(network: nn.Module, choice: DeviceChoice) -> None:
     """Quantize the weights of every linear layer but the output head to ``choice.dtype`` on ``choice.device``.
 
     The head often shares the embedding's weights, and its error would directly affect the logits.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module, metadata
@@ -150,7 +150,8 @@ def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
         del sys.modules["transformers"]
     scan, models = import_utils.define_import_structure, root / "models"
     key = f"transformers {package.__version__} {models} {models.stat().st_mtime_ns}"
-    structure = _structure_in(cache.read(STRUCTURE, key))
+    stored = cache.read(STRUCTURE, key)
+    structure = None if stored is None else {frozenset(backends): modules for backends, modules in stored}
 
     def find(module_path: Any, prefix: str | None = None) -> Any:
         nonlocal structure
@@ -159,7 +160,11 @@ def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
             return scan(module_path, prefix)
         if structure is None:
             structure = scan(models, prefix=None)
-            cache.write(STRUCTURE, key, [[sorted(backends), _listed(names)] for backends, names in structure.items()])
+            listed = [
+                [sorted(backends), {module: sorted(names) for module, names in modules.items()}]
+                for backends, modules in structure.items()
+            ]
+            cache.write(STRUCTURE, key, listed)
         start = f"{prefix}." if prefix else ""
         return {
             backends: {f"{start}{module}": set(names) for module, names in modules.items()}
@@ -172,15 +177,6 @@ def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
     finally:
         import_utils.define_import_structure = scan
     vars(sys.modules["transformers"])["utils"] = sys.modules["transformers.utils"]
-
-
-def _listed(modules: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    return {module: sorted(names) for module, names in modules.items()}
-
-
-def _structure_in(entry: Any) -> dict[frozenset[str], Mapping[str, Iterable[str]]] | None:
-    """Return the cached classes of transformers; ``None`` without an entry."""
-    return None if entry is None else {frozenset(backends): modules for backends, modules in entry}
 
 
 class _Distributions(Mapping[str, list[str]]):

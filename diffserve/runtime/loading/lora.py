@@ -13,7 +13,6 @@ and then cast or quantized like any other tensor; ``runtime.low_rank`` has it fo
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 from diffserve.api.errors import ModelLoadError
 from diffserve.models.lora_layers import UNET, InvalidLoRAError, LayerChange, LoRALayers, flat_name, read_layers
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, unet_key
+from diffserve.runtime.loading.single_file_layout import UNET_PREFIX, keys_of_diffusers
 from diffserve.runtime.loading.weight_loading import TensorSource
 
 
@@ -248,12 +247,6 @@ def _kronecker_size(factors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def original_names(layers: Iterable[str]) -> dict[str, str]:
-    """Map original names of a UNet's layers, with underscores for dots, to their names in ``layers``."""
-    names = [*layers]
-    per_block = len({name.split(".")[3] for name in names if name.startswith("down_blocks.0.resnets.")})
-    attentions = (re.match(r"up_blocks\.(\d+)\.attentions\.", name) for name in names)
-    attention_up = frozenset(int(match[1]) for match in attentions if match)
-    return {
-        flat_name(unet_key(f"{name}.", per_block, attention_up).removeprefix(UNET_PREFIX).rstrip(".")): name
-        for name in names
-    }
+    """Return the names of a UNet's ``layers`` by their flat names in the original layout."""
+    keys = keys_of_diffusers(f"{layer}." for layer in layers)
+    return {flat_name(key.removeprefix(UNET_PREFIX).rstrip(".")): name.rstrip(".") for name, key in keys.items()}

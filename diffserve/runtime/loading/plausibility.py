@@ -8,7 +8,7 @@ r. The right reading of a trained network is far below 1 (the embedded model 0.3
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional as F
 
 from diffserve.api.errors import ModelLoadError
-from diffserve.disk_cache import DiskCache
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
@@ -40,7 +39,7 @@ CLEARLY: Final = 0.75
 USUAL_BETAS: Final = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 """Stable Diffusion's schedule, to test whether a model declared with continuous noise expects timesteps."""
 
-CACHE_KIND: Final = "plausibility"
+PLAUSIBILITY: Final = "plausibility"
 LAST_TIMESTEP: Final = 999
 PROBE_CELLS: Final = 32
 WINDOW_TOKENS: Final = 77
@@ -80,6 +79,10 @@ class Plausibility:
 
     declared: str
     errors: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if self.declared not in self.errors:
+            raise ValueError(f"no error of the declared reading {self.declared!r}")
 
     @property
     def best(self) -> str:
@@ -188,21 +191,6 @@ def judge(result: Plausibility, location: Path) -> None:
             location,
             result,
         )
-
-
-def cached_or_probed(cache: DiskCache | None, key: str, run: Callable[[], Plausibility]) -> Plausibility:
-    """Return the cached result for ``key``, or else ``run()``, which is cached."""
-    cached = cache.read(CACHE_KIND, key) if cache else None
-    if (
-        isinstance(cached, dict)
-        and isinstance(cached.get("errors"), dict)
-        and cached.get("declared") in cached["errors"]
-    ):
-        return Plausibility(cached["declared"], {name: float(error) for name, error in cached["errors"].items()})
-    result = run()
-    if cache:
-        cache.write(CACHE_KIND, key, {"declared": result.declared, "errors": dict(result.errors)})
-    return result
 
 
 def predicts_velocity(unet: UNetRunner, context_width: int) -> bool:

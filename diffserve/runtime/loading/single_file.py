@@ -16,22 +16,30 @@ from typing import Any, NamedTuple
 
 from diffserve.api.errors import ModelLoadError
 from diffserve.models.model_files import read_json
-from diffserve.runtime.loading import single_file_config as infer
-from diffserve.runtime.loading import single_file_keys as keys
+from diffserve.runtime.loading import single_file_layout as layout
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.component_overrides import (
+from diffserve.runtime.loading.components import (
     NO_OVERRIDES,
     ComponentOverrides,
     LoadedVAE,
+    build_text_encoder,
+    build_unet,
     load_text_encoders,
+    load_tokenizer,
     load_vae,
     read_original_vae,
 )
-from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
-from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
-from diffserve.runtime.loading.scheduler_config import SCHEDULER_FILE, edm_normalization, edm_scheduler, read_scheduler
-from diffserve.runtime.loading.single_file_keys import use_original_names
+from diffserve.runtime.loading.family import (
+    REFINER,
+    SCHEDULER_FILE,
+    SD1,
+    SD2,
+    SDXL,
+    edm_normalization,
+    edm_scheduler,
+    read_scheduler,
+)
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
@@ -125,10 +133,10 @@ def load_single_file(path: Path, choice: DeviceChoice, overrides: ComponentOverr
     """
     checkpoint = Checkpoint.open([path])
     checkpoint.refuse_ip_adapter()
-    use_original_names(checkpoint)
+    layout.use_original_names(checkpoint)
     config_dir = path.with_suffix("")
     has_config = (config_dir / "model_index.json").is_file()
-    family = infer.detect_layout(checkpoint, needs_text=overrides.text_encoder is None)
+    family = layout.detect_layout(checkpoint, needs_text=overrides.text_encoder is None)
     file = SingleFile(checkpoint, family, config_dir if has_config else None, set())
     index = read_index(config_dir) if has_config else {}
     scheduler_config, guess = _scheduler_config(file, index)
@@ -145,7 +153,7 @@ def load_single_file(path: Path, choice: DeviceChoice, overrides: ComponentOverr
         vae = _load_vae(file, choice.of("vae"))
     else:
         vae = overrides.loaded_vae or load_vae(overrides.vae_place(path), choice.of("vae"), is_sdxl=family == SDXL)
-        file.ignore(keys.VAE_PREFIX)
+        file.ignore(layout.VAE_PREFIX)
     _check_leftovers(file)
     return LoadedParts(
         unet=unet,
@@ -166,14 +174,14 @@ def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> 
 
     def inferred() -> dict[str, Any]:
         if spec.is_open_clip:
-            return infer.infer_open_clip(checkpoint, prefix, drop_last=spec.drop_last)
-        return infer.infer_clip(checkpoint, prefix)
+            return layout.infer_open_clip(checkpoint, prefix, drop_last=spec.drop_last)
+        return layout.infer_clip(checkpoint, prefix)
 
     def add(source: TensorSource, name: str) -> str:
         if not spec.is_open_clip:
             return source.add(name, prefix + name.removeprefix("text_model."))
-        bare, third = keys.open_clip_key(name)
-        return keys.add_open_clip_tensor(source, name, prefix + bare, third)
+        bare, third = layout.open_clip_key(name)
+        return layout.add_open_clip_tensor(source, name, prefix + bare, third)
 
     config = file.config(f"text_encoder{spec.suffix}", inferred)
     network = build_text_encoder(spec.cls, config, file.where)
@@ -196,7 +204,7 @@ def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> 
 
 def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice) -> Any:
     pooled_width = int(last_encoder.network.config.projection_dim)
-    config = file.config("unet", lambda: infer.infer_unet(file.checkpoint, file.family, pooled_width))
+    config = file.config("unet", lambda: layout.infer_unet(file.checkpoint, file.family, pooled_width))
     network = build_unet(config, file.where, choice)
     layers = network.config.layers_per_block
     with_attention = frozenset(
@@ -204,21 +212,21 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     )
 
     def add(source: TensorSource, name: str) -> str:
-        return source.add(name, keys.unet_key(name, layers, with_attention))
+        return source.add(name, layout.unet_key(name, layers, with_attention))
 
     return file.fill(network, add, choice, quantize=choice.unet_scheme)
 
 
 def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
     checkpoint, is_sdxl = file.checkpoint, file.family in (SDXL, REFINER)
-    if not any(key.startswith(keys.VAE_PREFIX) for key in checkpoint.entries):
+    if not any(key.startswith(layout.VAE_PREFIX) for key in checkpoint.entries):
         raise ModelLoadError(
             f"{file.where} holds no VAE; give a complete checkpoint, or name the VAE that belongs to it, a file "
             "or a directory (--vae, model.vae)."
         )
-    inferred = partial(infer.infer_vae, checkpoint, keys.VAE_PREFIX, is_sdxl=is_sdxl)
+    inferred = partial(layout.infer_vae, checkpoint, layout.VAE_PREFIX, is_sdxl=is_sdxl)
     config = file.config("vae", lambda: inferred() | edm_normalization(checkpoint))
-    vae, used = read_original_vae(checkpoint, keys.VAE_PREFIX, config, choice, is_sdxl=is_sdxl)
+    vae, used = read_original_vae(checkpoint, layout.VAE_PREFIX, config, choice, is_sdxl=is_sdxl)
     file.used |= used
     return vae._replace(files=[])
 
@@ -256,7 +264,7 @@ def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[
         return continuous, False
     declared = _declared_prediction(file)
     zero_snr = "ztsnr" in file.checkpoint
-    config = infer.infer_scheduler(file.family, velocity=declared == "v", zero_snr=zero_snr)
+    config = layout.infer_scheduler(file.family, velocity=declared == "v", zero_snr=zero_snr)
     return config, declared is None and file.family == SD2
 
 

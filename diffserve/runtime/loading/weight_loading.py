@@ -27,7 +27,7 @@ from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantization import quantize_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
-from diffserve.runtime.vae.plan import vae_dtype
+from diffserve.runtime.vae.vae import vae_dtype
 
 #: Computed buffers in old checkpoints, and parts of a complete CLIP that prompts do not need.
 IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$|^(vision_model|visual_projection|text_projection)\.")

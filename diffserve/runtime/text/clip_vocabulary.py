@@ -20,11 +20,11 @@ WINDOW_TOKENS: Final = 77
 VOCABULARY_SIZE: Final = 49408
 
 
-def byte_letters() -> list[str]:
-    """Return the 256 letters that stand for bytes, in the order of ids: printable ones first, then shifted others."""
+def byte_letters() -> dict[str, int]:
+    """Return the letters that stand for bytes, in the order of their ids: printable bytes first, then the others."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(hidden))]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
 def clip_vocabulary() -> tuple[dict[str, int], list[str]]:

@@ -24,7 +24,9 @@ from diffserve.disk_cache import DiskCache
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import AS_TRAINED, Conditioning, TextReading
-from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
+from diffserve.runtime.text.paged_encoder import ImageSpecs
+from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.text.transferred_encodings import EncodingTable
 from diffserve.runtime.unet.cross_attention import Contexts
 from diffserve.settings.config import EngineConfig
 
@@ -78,21 +80,21 @@ class PlainConditioner:
 
         Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
         """
-        size = {"width_px": width_px, "height_px": height_px}
-        return self.model.text.encode(prompt, negative or "", **size, reading=reading)
+        text = self.model.text
+        return text.encode(prompt, negative or "", width_px=width_px, height_px=height_px, reading=reading)
 
     def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return the last text encoder's pooled output (P,) for each of ``windows``. May raise PoolBusy."""
         return [self.model.text.pooled(ids) for ids in windows]
 
-    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """Return the encodings that ``condition`` needs where encoders are missing (``TextEncoderRunner.handed``)."""
-        return self.model.text.hand_over((prompt, negative or ""), reading)
+    def export_encodings(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> EncodingTable:
+        """Return the encodings that ``condition`` needs in a process without encoders (its ``text.encodings``)."""
+        return self.model.text.export_encodings((prompt, negative or ""), reading)
 
-    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Precompute prompts for requests before ``let_go``; plain embeddings precompute nothing."""
+    def precompute(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Precompute prompts for requests before ``release_precomputed``; plain embeddings precompute nothing."""
 
-    def let_go(self) -> None:
+    def release_precomputed(self) -> None:
         """Release precomputed prompts; does nothing here."""
 
     def study(self) -> bool:
@@ -112,7 +114,7 @@ class PlainConditioner:
         """Check held pages; plain embeddings hold none, so this does nothing."""
 
 
-class PagedConditioner:
+class PagedConditioner(PromptPages):
     """Conditioner that keeps keys and values on the pages of ``pool``.
 
     Texts of different window counts share calls only when bit-exact results are not promised, because a longer call
@@ -122,12 +124,12 @@ class PagedConditioner:
     def __init__(
         self, model: DiffusionModel, pool: PagePool, *, is_exact: bool, cache: DiskCache | None = None
     ) -> None:
+        super().__init__(
+            pool, model.text, model.unet, image_specs(model, is_exact=is_exact), is_exact=is_exact, cache=cache
+        )
         self.model = model
-        self.pool: PagePool = pool
         self.mixes_lengths = not is_exact
-        specs = image_specs(model, is_exact=is_exact)
-        self.tenants: tuple[str, ...] = tuple(spec.tenant for spec in specs)
-        self.pages = PromptPages(pool, model.text, model.unet, specs, is_exact=is_exact, cache=cache)
+        self.tenants: tuple[str, ...] = tuple(spec.tenant for spec in self.specs)
         self._waiting: tuple[tuple[str, str | None, bytes, int], int] | None = None
 
     def condition(
@@ -148,45 +150,28 @@ class PagedConditioner:
             raise PoolBusy("no page came free since this prompt was last tried.")
         self._waiting = None
         try:
-            size = {"width_px": width_px, "height_px": height_px}
-            return self.pages.condition(prompt, negative, **size, reading=reading)
+            return super().condition(prompt, negative, width_px=width_px, height_px=height_px, reading=reading)
         except PoolBusy:
             self._waiting = texts, self.pool.num_available
             raise
 
-    def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return the pooled output (P,) of the last encoder for each window."""
-        return self.pages.embed(windows)
-
-    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """Return the encodings that ``condition`` needs, for a process without encoders."""
-        return self.pages.hand_over(prompt, negative, reading)
-
-    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Compute missing pages of ``texts`` in few calls, and hold them until ``let_go``."""
-        self.pages.make_ready(texts)
-
-    def let_go(self) -> None:
-        """Release prepared pages that no image has used."""
-        self.pages.let_go()
-
     def study(self) -> bool:
         """Make one measuring call for batches of windows; returns whether there was one to make."""
-        return self.pages.batches.study()
+        return self.batches.study()
 
     def contexts(self, rows: Sequence[ConditioningRow]) -> Contexts:
         """Copy the rows' keys and values out of the pages, (R, tokens, heads, head_dim) each."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
-        return self.pages.gather([half for half in halves if isinstance(half, tuple)])
+        return self.gather([half for half in halves if isinstance(half, tuple)])
 
     def of_embeddings(self, embeddings: Tensor) -> Contexts:
         """Compute keys and values of embeddings directly, without the pool."""
-        return self.model.unet.cross_attention.keys_values(embeddings.to(self.model.device, self.model.dtype))
+        return self.unet.cross_attention.keys_values(embeddings.to(self.model.device, self.model.dtype))
 
     def check_integrity(self, num_held: int) -> None:
         """Raise PoolIntegrityError, or AssertionError if the open conditionings differ from ``num_held``."""
         self.pool.check_integrity()
-        assert self.pages.num_open == num_held, f"{self.pages.num_open} conditionings are open for {num_held} images"
+        assert self.num_open == num_held, f"{self.num_open} conditionings are open for {num_held} images"
 
 
 Conditioner = PlainConditioner | PagedConditioner

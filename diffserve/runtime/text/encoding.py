@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
+from cachetools import LRUCache
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import NUM_REFINER_IDS, PLAIN
 from diffserve.api.prompt_syntax import parse_prompt
-from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
-from diffserve.runtime.text.learnt_words import LearntWords
-from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens
-from diffserve.runtime.text.transferred_encodings import EncodingTable, handed, text_name
+from diffserve.runtime.text.learnt_words import NO_WORDS, LearntWords
+from diffserve.runtime.text.prompt import Chunk, SpecialTokens, Window, chunk_prompt, chunk_tokens
+from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, text_name
 from diffserve.runtime.transfer import send
 
-CACHED_TEXTS = 128
-CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
+CACHED_CHUNKS = 256  # a chunk of SDXL is 0.3 MB in 16 bits
 CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
-TOKEN_BITS = 31
-"""A token id of one encoder; two fit into the 64 bits that the pool takes."""
 
 
 class TextReading(NamedTuple):
@@ -44,73 +38,6 @@ class TextReading(NamedTuple):
 
 
 AS_TRAINED: Final = TextReading()
-
-WindowName = tuple[bytes, tuple[int, ...]]
-"""A salt and token ids: what the pages of a window, or of its beginning, are filed under."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """Inputs of all text encoders for one window of a prompt: one chunk each, with equal numbers of tokens.
-
-    A text encoder reads each window of a prompt from its first token, so a window is a separate sequence: a long prompt
-    has several, and a shorter negative prompt is padded with the empty prompt's window. CLIP is causal, so windows with
-    a common beginning share their leading pages in the pool. The key of a window's pages depends on its kind:
-
-    plain     the tokens, of both encoders for SDXL. A common beginning is shared, logical page by logical page.
-    weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the window, so a token's
-              values depend on every other token: the key is all tokens and weights, and only equal windows share.
-    silent    SDXL's empty negative prompt, which is zeros (no encoder runs): one key for all.
-
-    Attributes:
-        adapters: Digest of adapters that change the encoders or the UNet's keys and values. Only windows with equal
-            digests share pages.
-        clip_skip: As in ``DiffusionParams``.
-    """
-
-    chunks: tuple[Chunk, ...]
-    is_silent: bool = False
-    adapters: bytes = b""
-    clip_skip: int = 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens, marks and padding included."""
-        return len(self.chunks[0].ids)
-
-    @cached_property
-    def is_weighted(self) -> bool:
-        """Whether any token counts more or less than 1."""
-        return any(weight != 1.0 for chunk in self.chunks for weight in chunk.weights)
-
-    @cached_property
-    def token_ids(self) -> tuple[int, ...]:
-        """One number for each position, made from the ids of all encoders."""
-        places = zip(*(chunk.ids for chunk in self.chunks), strict=True)
-        return tuple(sum(token << TOKEN_BITS * index for index, token in enumerate(place)) for place in places)
-
-    @cached_property
-    def salt(self) -> bytes:
-        """Key of everything except the leading tokens; empty for plain windows without adapters."""
-        parts = [b"adapters", self.adapters] if self.adapters else []
-        if self.is_silent:
-            return salt_of(*parts, b"silent")
-        if self.clip_skip != 1:
-            parts += [b"clip skip", str(self.clip_skip).encode()]
-        if self.is_weighted:
-            weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
-            parts += [b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes()]
-        return salt_of(*parts)
-
-    @property
-    def name(self) -> WindowName:
-        """Cache key of the window; equal names mean equal conditioning."""
-        return self.salt, self.token_ids
-
-    def logical_page_names(self, page_tokens: int) -> set[WindowName]:
-        """Return one name for each logical page of the window; windows share the pages whose names are equal."""
-        ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
-        return {(self.salt, self.token_ids[:end]) for end in ends}
 
 
 @dataclass(frozen=True)
@@ -156,7 +83,7 @@ class TextEncoder(NamedTuple):
     network: Any
     window_tokens: int
     special: SpecialTokens
-    learnt: LearntWords | None = None
+    learnt: LearntWords = NO_WORDS
 
     @classmethod
     def pair(cls, tokenizer: Any, network: Any) -> TextEncoder:
@@ -168,7 +95,7 @@ class TextEncoder(NamedTuple):
 
     def chunks(self, text: str) -> list[Chunk]:
         """Split ``text`` into windows."""
-        num_vectors = self.learnt.num_vectors if self.learnt else {}
+        num_vectors = self.learnt.num_vectors
         return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, num_vectors)
 
     def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
@@ -182,18 +109,13 @@ class TextEncoder(NamedTuple):
         """
         tokens = self._tokenize(given) if isinstance(given, str) else given
         max_token_id = int(self.network.config.vocab_size) - 1
-        unknown = (
-            None if isinstance(given, str) else next((token for token in given if not 0 <= token <= max_token_id), None)
-        )
-        if unknown is not None:
+        unknown = next((token for token in tokens if not 0 <= token <= max_token_id), None)
+        if unknown is not None and not isinstance(given, str):
             message = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {max_token_id}."
             raise InvalidRequest(message, param="input")
-        num_vectors = self.learnt.num_vectors if self.learnt else {}
-        return chunk_tokens(tokens, self.special, self.window_tokens, num_vectors)
+        return chunk_tokens(tokens, self.special, self.window_tokens, self.learnt.num_vectors)
 
     def _tokenize(self, text: str) -> Sequence[int]:
-        if self.learnt is None:
-            return self._tokenize_plain(text)
         pieces = self.learnt.split(text)
         return [
             token for piece in pieces for token in (self._tokenize_plain(piece) if isinstance(piece, str) else piece)
@@ -210,10 +132,10 @@ class TextEncoderRunner:
     ``num_time_ids`` is the number of size values that the UNet takes: 6 (SDXL), 5 (its refiner) or 0. With 0 the
     encoder returns its normalized last hidden state. Otherwise the next-to-last hidden states of all encoders are
     concatenated, and the last encoder returns its pooled projection. Texts are encoded one chunk at a time, so a result
-    does not depend on other prompts; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
+    does not depend on other prompts; the last texts, of ``CACHED_CHUNKS`` chunks in all, are cached.
 
     Attributes:
-        handed: Encodings of the current texts from another process, if the encoders run there.
+        encodings: Encodings of the current texts from another process, if the encoders run there.
     """
 
     def __init__(
@@ -230,8 +152,8 @@ class TextEncoderRunner:
         self.device = device
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_sdxl
-        self.handed: EncodingTable | None = None
-        self._cache: OrderedDict[tuple[str, bytes], EncodedText] = OrderedDict()
+        self.encodings: EncodingTable | None = None
+        self._cache: LRUCache[tuple[str, bytes], EncodedText] = LRUCache(CACHED_CHUNKS, lambda text: len(text.chunks))
         self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
     @property
@@ -247,19 +169,16 @@ class TextEncoderRunner:
     @property
     def learnt_words(self) -> tuple[str, ...]:
         """Words for learnt embeddings in prompts, in lower case (textual inversion)."""
-        learnt = self.encoders[0].learnt
-        return tuple(learnt.ids) if learnt else ()
+        return tuple(self.encoders[0].learnt.ids)
 
     @property
     def refused_words(self) -> dict[str, str]:
         """Reasons why files of the embeddings folder cannot be used, by the names of their words."""
-        learnt = self.encoders[0].learnt
-        return learnt.refused if learnt else {}
+        return self.encoders[0].learnt.refused
 
     def word_digests(self, text: str) -> dict[str, str]:
         """Return the SHA-256 of the files of the learnt words in ``text``, by file name."""
-        learnt = self.encoders[0].learnt
-        return learnt.digests(text) if learnt else {}
+        return self.encoders[0].learnt.digests(text)
 
     @cached_property
     def most_clip_skip(self) -> int:
@@ -351,22 +270,21 @@ class TextEncoderRunner:
 
     def _encode_cached(self, text: str, reading: TextReading = AS_TRAINED) -> EncodedText:
         key = (text, self._way(reading))
-        if key not in self._cache:
-            if self.handed is not None:
-                pooled = handed(self.handed, text_name(b"text pooled", *key)) if self.is_sdxl else None
-                self._cache[key] = EncodedText(handed(self.handed, text_name(b"text", *key)), pooled)
-            else:
-                with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
-                    self._cache[key] = self._encode_text(text, reading.clip_skip)
-            while len(self._cache) > CACHED_TEXTS or self._num_cached_chunks() > CACHED_CHUNKS:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
+        if key in self._cache:
+            return self._cache[key]
+        if self.encodings is not None:
+            pooled = find_encoding(self.encodings, text_name(b"text pooled", *key)) if self.is_sdxl else None
+            encoded = EncodedText(find_encoding(self.encodings, text_name(b"text", *key)), pooled)
+        else:
+            with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
+                encoded = self._encode_text(text, reading.clip_skip)
+        self._cache[key] = encoded
+        return encoded
 
     @torch.inference_mode()
-    def hand_over(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> dict[bytes, torch.Tensor]:
-        """Return the encodings of ``texts`` that :meth:`encode` and :meth:`embedding` read from ``handed``."""
-        table: dict[bytes, torch.Tensor] = {}
+    def export_encodings(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> EncodingTable:
+        """Return the encodings of ``texts`` that :meth:`encode` and :meth:`embedding` read from ``encodings``."""
+        table: EncodingTable = {}
         for text in {"", *texts}:
             encoded, way = self._encode_cached(text, reading), self._way(reading)
             table[text_name(b"text", text, way)] = encoded.chunks
@@ -377,9 +295,6 @@ class TextEncoderRunner:
     @staticmethod
     def _way(reading: TextReading) -> bytes:
         return reading.adapters + (b" %d" % reading.clip_skip if reading.clip_skip != 1 else b"")
-
-    def _num_cached_chunks(self) -> int:
-        return sum(encoded.chunks.shape[0] for encoded in self._cache.values())
 
     def _encode_text(self, text: str, clip_skip: int) -> EncodedText:
         windows = self.windows(text)

@@ -12,8 +12,9 @@ kernels are the same. Otherwise all missing tokens are one segment.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagedBatch, PagePool, PageTable
+from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.transfer import send
 from diffserve.runtime.unet.batch_invariance import SOLO, FactsOnDisk, GroupFacts, Study, Try, sizes_to_check, study
+from diffserve.runtime.unet.unet import UNetRunner
 
 Cut = Callable[[int], Iterable[range]]
 """Places of so many texts, in as many ranges as calls are made."""
@@ -163,7 +166,7 @@ class PagedTextEncoder:
         )  # (B, n, heads, head_dim)
         batch.write(index, keys.flatten(0, 1), values.flatten(0, 1))
         if mask is not None:
-            keys, values, _ = batch.gather(index)  # (B, tokens so far, heads, head_dim)
+            keys, values = batch.gather(index)  # (B, tokens so far, heads, head_dim)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),
@@ -182,6 +185,45 @@ def text_spec(network: Any, *, tenant: str, dtype: torch.dtype, identity: bytes)
     config = network.config
     layer = LayerSpec(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
     return KVSpec(tenant, (layer,) * config.num_hidden_layers, dtype, model_digest=identity)
+
+
+@dataclass(frozen=True)
+class ImageSpecs:
+    """Specs of the tenants of one image model: the UNet's cross-attention and each text encoder's self-attention."""
+
+    unet: KVSpec
+    encoders: tuple[KVSpec, ...]
+
+    def __iter__(self) -> Iterator[KVSpec]:
+        return iter((self.unet, *self.encoders))
+
+    @classmethod
+    def of(
+        cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes, encoders: Sequence[bytes] | None = None
+    ) -> ImageSpecs:
+        """Create the specs of a model. Raises ConfigError for a UNet whose cross-attention cannot be paged.
+
+        ``identity`` is a hash of all that affects the numbers: weights, adapters, quantization, segment boundaries.
+        ``encoders`` are such hashes for each text encoder, ``None`` to use ``identity``.
+        """
+        dtype, layers = unet.dtype, unet.cross_attention.layers
+        indexed = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
+        return cls(
+            KVSpec(f"unet:{_short(identity)}", layers, dtype, model_digest=identity, whole_sequences=True),
+            tuple(
+                text_spec(
+                    encoder.network,
+                    tenant=f"text{index}:{_short(encoder_identity)}",
+                    dtype=dtype,
+                    identity=encoder_identity,
+                )
+                for index, (encoder, encoder_identity) in indexed
+            ),
+        )
+
+
+def _short(identity: bytes) -> str:
+    return identity.hex()[:12]
 
 
 MOST_WINDOWS: Final = 16

@@ -6,11 +6,16 @@ inside a phrase, the cut moves back to the last comma if one is near.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import Piece
+from diffserve.runtime.kv import salt_of
 
 MAX_CHUNKS = 32
 COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75
@@ -112,3 +117,74 @@ def _seal(body: Sequence[Token], special: SpecialTokens, window_tokens: int) -> 
     ids = (special.start, *(token for token, _ in body), special.end, *[special.pad] * padding)
     weights = (1.0, *(weight for _, weight in body), 1.0, *[1.0] * padding)
     return Chunk(ids, weights)
+
+
+TOKEN_BITS = 31
+"""A token id of one encoder; two fit into the 64 bits that the pool takes."""
+
+WindowName = tuple[bytes, tuple[int, ...]]
+"""A salt and token ids: what the pages of a window, or of its beginning, are filed under."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs of all text encoders for one window of a prompt: one chunk each, with equal numbers of tokens.
+
+    A text encoder reads each window of a prompt from its first token, so a window is a separate sequence: a long prompt
+    has several, and a shorter negative prompt is padded with the empty prompt's window. CLIP is causal, so windows with
+    a common beginning share their leading pages in the pool. The key of a window's pages depends on its kind:
+
+    plain     the tokens, of both encoders for SDXL. A common beginning is shared, logical page by logical page.
+    weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the window, so a token's
+              values depend on every other token: the key is all tokens and weights, and only equal windows share.
+    silent    SDXL's empty negative prompt, which is zeros (no encoder runs): one key for all.
+
+    Attributes:
+        adapters: Digest of adapters that change the encoders or the UNet's keys and values. Only windows with equal
+            digests share pages.
+        clip_skip: As in ``DiffusionParams``.
+    """
+
+    chunks: tuple[Chunk, ...]
+    is_silent: bool = False
+    adapters: bytes = b""
+    clip_skip: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, marks and padding included."""
+        return len(self.chunks[0].ids)
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Whether any token counts more or less than 1."""
+        return any(weight != 1.0 for chunk in self.chunks for weight in chunk.weights)
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """One number for each position, made from the ids of all encoders."""
+        places = zip(*(chunk.ids for chunk in self.chunks), strict=True)
+        return tuple(sum(token << TOKEN_BITS * index for index, token in enumerate(place)) for place in places)
+
+    @cached_property
+    def salt(self) -> bytes:
+        """Key of everything except the leading tokens; empty for plain windows without adapters."""
+        parts = [b"adapters", self.adapters] if self.adapters else []
+        if self.is_silent:
+            return salt_of(*parts, b"silent")
+        if self.clip_skip != 1:
+            parts += [b"clip skip", str(self.clip_skip).encode()]
+        if self.is_weighted:
+            weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
+            parts += [b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes()]
+        return salt_of(*parts)
+
+    @property
+    def name(self) -> WindowName:
+        """Cache key of the window; equal names mean equal conditioning."""
+        return self.salt, self.token_ids
+
+    def logical_page_names(self, page_tokens: int) -> set[WindowName]:
+        """Return one name for each logical page of the window; windows share the pages whose names are equal."""
+        ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
+        return {(self.salt, self.token_ids[:end]) for end in ends}

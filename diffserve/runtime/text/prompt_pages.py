@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from cachetools import LRUCache
@@ -25,13 +26,13 @@ from torch import Tensor
 
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.disk_cache import DiskCache
-from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooSmall
+from diffserve.runtime.kv import PagePool, PageTable, PoolBusy, PoolTooSmall
 from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, Window, WindowName, weigh
-from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, PagedTextEncoder, WindowBatches, segments, text_spec
-from diffserve.runtime.text.prompt import Chunk
-from diffserve.runtime.text.transferred_encodings import handed, pooled_name, window_name
+from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, weigh
+from diffserve.runtime.text.paged_encoder import MOST_WINDOWS, ImageSpecs, PagedTextEncoder, WindowBatches, segments
+from diffserve.runtime.text.prompt import Chunk, Window, WindowName
+from diffserve.runtime.text.transferred_encodings import EncodingTable, find_encoding, pooled_name, window_name
 from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
@@ -41,45 +42,6 @@ POOLED_KEPT = 1024
 
 HIDDEN_KEPT = 256
 """Number of windows with cached hidden states for transfer: 0.3 MB each for 77 tokens of 2048 numbers in 16 bits."""
-
-
-@dataclass(frozen=True)
-class ImageSpecs:
-    """Specs of the tenants of one image model: the UNet's cross-attention and each text encoder's self-attention."""
-
-    unet: KVSpec
-    encoders: tuple[KVSpec, ...]
-
-    def __iter__(self) -> Iterator[KVSpec]:
-        return iter((self.unet, *self.encoders))
-
-    @classmethod
-    def of(
-        cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes, encoders: Sequence[bytes] | None = None
-    ) -> ImageSpecs:
-        """Create the specs of a model. Raises ConfigError for a UNet whose cross-attention cannot be paged.
-
-        ``identity`` is a hash of all that affects the numbers: weights, adapters, quantization, segment boundaries.
-        ``encoders`` are such hashes for each text encoder, ``None`` to use ``identity``.
-        """
-        dtype, layers = unet.dtype, unet.cross_attention.layers
-        indexed = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
-        return cls(
-            KVSpec(f"unet:{_short(identity)}", layers, dtype, model_digest=identity, whole_sequences=True),
-            tuple(
-                text_spec(
-                    encoder.network,
-                    tenant=f"text{index}:{_short(encoder_identity)}",
-                    dtype=dtype,
-                    identity=encoder_identity,
-                )
-                for index, (encoder, encoder_identity) in indexed
-            ),
-        )
-
-
-def _short(identity: bytes) -> str:
-    return identity.hex()[:12]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +113,7 @@ class PromptPages:
         machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
         fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
-        max_windows = max(1, min(MOST_WINDOWS, fitting if text.handed is None and not unet.is_hollow else 1))
+        max_windows = max(1, min(MOST_WINDOWS, fitting if text.encodings is None and not unet.is_hollow else 1))
         self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=max_windows)
         min_pages = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
         if min_pages > pool.num_pages:
@@ -206,13 +168,13 @@ class PromptPages:
         )
 
     @torch.inference_mode()
-    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
-        """Return the encodings of both texts that :meth:`condition` reads from ``text.handed`` without encoders.
+    def export_encodings(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> EncodingTable:
+        """Return the encodings of both texts that :meth:`condition` reads from ``text.encodings`` without encoders.
 
         Raises the same errors, except for pages of the UNet, as none are held.
         """
         cond, uncond = self._read(prompt, negative, reading)
-        table: dict[bytes, Tensor] = {}
+        table: EncodingTable = {}
         with reading_with(reading):
             for window in (*cond, *uncond):
                 if not window.is_silent:
@@ -230,18 +192,15 @@ class PromptPages:
         self, prompt: str, negative: str | None, reading: TextReading
     ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
         """Return the windows of both texts, with adapters and ``clip_skip`` of ``reading``."""
-        adapters, clip_skip = reading.adapters, reading.clip_skip
         cond, uncond = self.windows(prompt, negative)
-        if not adapters and clip_skip == 1:
+        if not reading.adapters and reading.clip_skip == 1:
             return cond, uncond
-        changed = [
-            [replace(window, adapters=adapters, clip_skip=clip_skip) for window in part] for part in (cond, uncond)
-        ]
-        return tuple(changed[0]), tuple(changed[1])
+        change = partial(replace, adapters=reading.adapters, clip_skip=reading.clip_skip)
+        return tuple(map(change, cond)), tuple(map(change, uncond))
 
     @torch.inference_mode()
-    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
-        """Compute the missing windows of ``texts`` in few calls, and hold their pages until ``let_go``.
+    def precompute(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Compute the missing windows of ``texts`` in few calls, and hold their pages until ``release_precomputed``.
 
         ``texts`` are prompts and negative prompts. Windows with a common beginning are computed in turn, so that it is
         computed once. Does nothing if pages are scarce. Errors may be ignored, as texts can still be computed one by
@@ -283,7 +242,7 @@ class PromptPages:
                     pooled[place] = encoder.pooled(text.last[ends[place] - first])
         return [pooled[place] for place in range(len(windows))]
 
-    def let_go(self) -> None:
+    def release_precomputed(self) -> None:
         """Close prepared windows that no image has used; they stay cached in the pool."""
         self._close(self._ready.values())
         self._ready = {}
@@ -342,7 +301,7 @@ class PromptPages:
         batch = self.pool.batch([table for tables in filled for table in tables])
         pairs = []
         for layer in range(len(self.specs.unet.layers)):
-            keys, values, _ = batch.gather(layer)  # (R * windows, tokens, heads, head_dim)
+            keys, values = batch.gather(layer)  # (R * windows, tokens, heads, head_dim)
             pairs.append(Pair(*(tensor.reshape(len(rows), -1, *tensor.shape[2:]) for tensor in (keys, values))))
         mask = None if min(counts) == max(counts) else self._mask(counts)
         return KeysValues(tuple(pairs), mask)
@@ -403,9 +362,9 @@ class PromptPages:
         if windows[0].is_silent:
             shape = (len(windows), windows[0].num_tokens - first, self.unet.network.config.cross_attention_dim)
             return torch.zeros(shape, dtype=self.unet.dtype, device=self.unet.device)
-        if self.text.handed is not None:
-            table = self.text.handed
-            return torch.stack([handed(table, window_name(*window.name)) for window in windows])[:, first:]
+        if self.text.encodings is not None:
+            table = self.text.encodings
+            return torch.stack([find_encoding(table, window_name(*window.name)) for window in windows])[:, first:]
         start = 0 if windows[0].is_weighted else first  # weighting restores the mean of all tokens
         read = list(zip(*(window.chunks for window in windows), strict=True))  # chunks of all windows, by encoder
         adapters, clip_skip = windows[0].adapters, windows[0].clip_skip
@@ -441,8 +400,8 @@ class PromptPages:
             width = self.text.encoders[-1].network.config.projection_dim
             return torch.zeros(width, dtype=self.unet.dtype, device=self.unet.device)
         name = salt, read = self._name_of_pooled(windows[0])
-        if self.text.handed is not None:
-            return handed(self.text.handed, pooled_name(*name))
+        if self.text.encodings is not None:
+            return find_encoding(self.text.encodings, pooled_name(*name))
         if name not in self._pooled:
             ids, end = windows[0].chunks[-1].ids, len(read) - 1
             self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end, salt=salt).last, salt)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -18,12 +17,12 @@ from torch import Tensor
 
 from diffserve.api.errors import EngineUnavailable
 from diffserve.api.tensor_values import TensorValue
+from diffserve.runtime.precision import TORCH_DTYPES
 
-EncodingTable = Mapping[bytes, Tensor]
-NOTHING: Final[EncodingTable] = {}
+EncodingTable = dict[bytes, Tensor]
+NO_ENCODINGS: Final[EncodingTable] = {}
 
 NAME_BYTES: Final = 16
-_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def window_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
@@ -41,7 +40,7 @@ def text_name(part: bytes, text: str, way: bytes) -> bytes:
     return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
 
 
-def handed(table: EncodingTable, name: bytes) -> Tensor:
+def find_encoding(table: EncodingTable, name: bytes) -> Tensor:
     """Return the tensor ``name``. Raises EngineUnavailable if it is missing, as the other model differs then."""
     if name not in table:
         raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
@@ -60,7 +59,7 @@ def to_value(tensor: Tensor) -> TensorValue:
 
 def to_tensor(value: TensorValue, device: torch.device) -> Tensor:
     """``value`` on ``device``."""
-    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
+    tensor = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(TORCH_DTYPES[value.dtype])
     return tensor.view(value.shape).to(device)
 
 

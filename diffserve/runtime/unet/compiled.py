@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 from zipfile import BadZipFile
 
@@ -128,18 +128,13 @@ class Packages:
         self._dtype = model.dtype
         self.compiler = f"{f'openvino {openvino}' if openvino else f'inductor {torch.__version__}'} {FORMAT}"
         self.is_by_openvino = openvino is not None
-        self._name = "" if self.reason else f"{self.compiler} {_package_identity(model, self.is_baked)}"
+        self.identity = "" if self.reason else f"{self.compiler} {_package_identity(model, self.is_baked)}"
         self._converted: tuple[Kind, OpenVINOCompiler] | None = None
 
     @cached_property
     def missing_tools(self) -> str | None:
         """A clause that names what compiling needs and is not installed; packages can be loaded without it."""
         return None if self.is_by_openvino else missing_tools(self.device)
-
-    @property
-    def identity(self) -> str:
-        """All that a package depends on except its shape; empty if there can be none."""
-        return self._name
 
     @property
     def compiler_name(self) -> str:
@@ -166,7 +161,7 @@ class Packages:
         """Return the path of the package for ``num_rows`` rows, which may not exist; ``None`` if there can be none."""
         if self.reason or self._folder is None or kind is None:
             return None
-        key = f"{self._name} {kind} {num_rows}"
+        key = f"{self.identity} {kind} {num_rows}"
         suffix = SUFFIX if self.is_by_openvino else INDUCTORS
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 
@@ -195,8 +190,8 @@ class Packages:
         if self.missing_tools:
             raise ConfigError(f"AOTInductor cannot compile: {self.missing_tools}.", param="compile")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
-        try:
+        with TemporaryDirectory(dir=self._folder, prefix=".", ignore_cleanup_errors=True) as folder:
+            part = Path(folder) / f"part{path.suffix}"
             if self.is_by_openvino:
                 self._convert(call).compile(len(call.sample), part)
             else:
@@ -204,8 +199,6 @@ class Packages:
                 if self.device.type == "cuda":
                     self._call_once(part, call)
             os.replace(part, path)
-        finally:
-            shutil.rmtree(part.parent, ignore_errors=True)
         _remove_oldest(self._folder)
         return path
 

@@ -41,7 +41,7 @@ MOST_PAUSES: Final = 256
 logger = logging.getLogger(__name__)
 
 
-class Recorded(NamedTuple):
+class Recording(NamedTuple):
     """A recording: ``replay`` runs it again and overwrites ``outputs``.
 
     Attributes:
@@ -59,7 +59,7 @@ class Recorded(NamedTuple):
     replay_s: float
 
 
-Record = Callable[[Callable[[], Outputs]], Recorded | None]
+Record = Callable[[Callable[[], Outputs]], Recording | None]
 """Records what a function does on the device, and replays it once; ``None`` if that saves nothing.
 
 Raises RuntimeError if recording is not possible.
@@ -78,7 +78,7 @@ class CudaRecord:
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Outputs]) -> Recorded | None:
+    def __call__(self, run: Callable[[], Outputs]) -> Recording | None:
         """Run it twice, to prepare libraries for the stream and to time it; then record and replay it if that pays."""
         with torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
@@ -109,7 +109,7 @@ class CudaRecord:
             graph.replay()
             end.record()
             end.synchronize()
-            return Recorded(graph.replay, outputs, num_bytes, launch_s, begin.elapsed_time(end) / 1000.0)
+            return Recording(graph.replay, outputs, num_bytes, launch_s, begin.elapsed_time(end) / 1000.0)
 
 
 class Buffers:
@@ -148,7 +148,7 @@ class Buffers:
 class CallGraph(NamedTuple):
     """A recorded call of ``num_rows`` rows and the buffers that it reads."""
 
-    recorded: Recorded
+    recorded: Recording
     buffers: Buffers
     num_rows: int
 

@@ -141,8 +141,7 @@ def random_control_rows(
 
     def predict(rows: range) -> Tensor:
         index = torch.tensor([place[row] for row in rows], device=model.device)
-        selected = {name: value.index_select(0, index) for name, value in inputs.items()}
-        return bit_sums(control.predict(**selected))
+        return bit_sums(control.predict(**{name: value.index_select(0, index) for name, value in inputs.items()}))
 
     return predict
 

@@ -10,9 +10,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -38,7 +37,7 @@ MIN_SAVING: Final = 0.03
 logger = logging.getLogger(__name__)
 
 
-class Decoder(nn.Module):
+class FlatDecoder(nn.Module):
     """The decoding half of an autoencoder, with a tensor in and a tensor out."""
 
     def __init__(self, network: Any) -> None:
@@ -119,12 +118,10 @@ class DecoderPackages:
         if path.is_file():
             return self._judge(z, path, path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
-        try:
-            compile_package(Decoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
+        with TemporaryDirectory(dir=path.parent, prefix=".", ignore_cleanup_errors=True) as folder:
+            part = Path(folder) / "part.pt2"
+            compile_package(FlatDecoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
             return self._judge(z, part, path)
-        finally:
-            shutil.rmtree(part.parent, ignore_errors=True)
 
     def _judge(self, z: Tensor, compiled_file: Path, path: Path) -> str:
         """Measure the package at ``compiled_file`` by decoding ``z``; keep it at ``path`` or delete it. See ``make``.
@@ -135,7 +132,7 @@ class DecoderPackages:
         if package is None:
             path.unlink(missing_ok=True)
             return "not used: the package that was just compiled cannot be loaded"
-        decoder = Decoder(self._vae.network).eval()
+        decoder = FlatDecoder(self._vae.network).eval()
         with torch.inference_mode():
             expected, output = decoder(z).float(), package([z]).float()
             error = float((output - expected).norm() / expected.norm())

@@ -8,14 +8,13 @@ previewed by their VAE.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-import numpy as np
+import msgspec
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,27 +32,26 @@ OWN_CLASS: Final = "PreviewDecoder"
 TINY_PREFIX: Final = "decoder."
 
 
-@dataclass(frozen=True)
-class PreviewConfig:
-    """Shape of a :class:`PreviewDecoder`, as in its config.json.
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+
+
+class PreviewConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of a :class:`PreviewDecoder`.
 
     Attributes:
-        latent_channels: Channels of the model's latents.
-        widths: Channels at the latents' resolution, at twice that, and so on.
-        num_blocks: Residual blocks of two convolutions at each of these resolutions.
-        factor: Preview pixels per latent cell; the VAE's own factor gives full size.
+        latent_channels: Channels of the latents.
+        widths: Channels at each level, from coarse to fine; each level has twice the resolution of the one before.
+        num_blocks: Residual blocks at each level.
+        factor: Pixels per latent cell; a multiple of 2 ** (levels - 1).
     """
 
-    latent_channels: int
-    widths: tuple[int, ...]
-    num_blocks: tuple[int, ...]
-    factor: int
+    latent_channels: Count
+    widths: Counts
+    num_blocks: Counts
+    factor: Count
 
     def __post_init__(self) -> None:
-        for name, value in self.to_dict().items():
-            numbers = value if isinstance(value, list) else [value]
-            if not numbers or not all(type(number) is int and 1 <= number <= MAX_NUMBER for number in numbers):
-                raise ValueError(f"{name} is {value!r}; give whole numbers from 1 to {MAX_NUMBER}")
         levels = len(self.widths)
         if len(self.num_blocks) != levels:
             raise ValueError(f"num_blocks has {len(self.num_blocks)} entries; give one for each of {levels} widths")
@@ -62,28 +60,12 @@ class PreviewConfig:
 
     @property
     def last_factor(self) -> int:
-        """Preview pixels per cell of the last, finest resolution."""
+        """Factor of the final enlargement."""
         return self.factor // self._doublings
 
     @property
     def _doublings(self) -> int:
         return 1 << (len(self.widths) - 1)
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> PreviewConfig:
-        """Read config.json's content. Raises ValueError for a missing or unknown key, or a wrong value."""
-        entries = {name: value for name, value in config.items() if not name.startswith("_")}
-        names = [field.name for field in fields(cls)]
-        wrong = [f"no {name}" for name in names if name not in entries]
-        wrong += [f"an unknown {name}" for name in entries if name not in names]
-        if wrong:
-            raise ValueError(f"it has {' and '.join(wrong)}; its keys are {', '.join(names)}")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 class ResidualBlock(nn.Module):
@@ -148,14 +130,6 @@ class PreviewRunner:
     scaling_factor: float = 1.0
     shift_factor: float = 0.0
 
-    def preview(self, latents: Tensor) -> NDArray[np.uint8]:
-        """Return images (B, H, W, 3) of ``latents`` (B, C, h, w) float32, pooled to at most 32 cells a side.
-
-        Values that are not finite become gray.
-        """
-        array: NDArray[np.uint8] = self.preview_later(latents).pixels.read().numpy()
-        return array
-
     @torch.inference_mode()
     def preview_later(self, latents: Tensor) -> Decoded:
         """Start ``preview`` without waiting for the device."""
@@ -187,9 +161,10 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
 
 
 def _preview_decoder(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
     try:
-        shape = PreviewConfig.from_dict(config)
-    except ValueError as error:
+        shape = msgspec.convert(settings, PreviewConfig)
+    except msgspec.ValidationError as error:
         raise ModelLoadError(f"{file} is not that of a {OWN_CLASS}: {error}.") from error
     network = build_on_meta(lambda: PreviewDecoder(shape))
     return PreviewRunner(network, shape.latent_channels, shape.factor, choice.device, choice.compute_dtype)

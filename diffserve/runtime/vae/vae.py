@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,69 @@ from diffserve.api.errors import NOT_FINITE, NumericalError
 from diffserve.runtime.accelerators import synchronize
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.transfer import Fetched, fetch, send
-from diffserve.runtime.vae.plan import TILE_SHARES, tile_side
+
+BFLOAT16_CAPABILITY: Final = (8, 0)
+"""NVIDIA GPUs have bfloat16 matrix units from this compute capability (Ampere) on."""
+
+TILE_SHARES: Final = (5 / 8, 3 / 8, 1 / 4)
+"""Sides of a tile in shares of the whole: less than half of the memory at first, then a seventh, then a sixteenth."""
+
+MIN_TILE_CELLS: Final = 8
+"""Latent cells along a side of the smallest tile."""
+
+
+class DecodePlan(NamedTuple):
+    """How latents of one size are decoded.
+
+    images_per_call  how many images share a call
+    tile_share       side of a tile in shares of the image's side; 1.0: the image is decoded whole
+    """
+
+    images_per_call: int
+    tile_share: float
+
+
+def vae_dtype(dtype: torch.dtype, capability: tuple[int, int] | None, *, overflows: bool) -> torch.dtype:
+    """Return the dtype of the VAE of a model that computes in ``dtype``.
+
+    No VAE overflows in bfloat16, which has the range of float32.
+
+    Args:
+        dtype: What the model computes in.
+        capability: Compute capability of its NVIDIA GPU; ``None`` on other devices.
+        overflows: Whether activations of this VAE are too large for float16, as those of SDXL's are.
+    """
+    if not overflows or dtype != torch.float16:
+        return dtype
+    return torch.bfloat16 if capability is not None and capability >= BFLOAT16_CAPABILITY else torch.float32
+
+
+def plan_decode(num_images: int, height: int, width: int, *, most_cells: int, tile_share: float = 1.0) -> DecodePlan:
+    """Plan the decoding of ``num_images`` latents of (``height``, ``width``) cells.
+
+    Args:
+        num_images: How many images may share a call.
+        height: Cells along the side.
+        width: Cells along the top.
+        most_cells: How many cells the free memory lets one call decode.
+        tile_share: Largest side of a tile that the configuration allows; smaller ones are chosen where memory is short.
+    """
+    smaller = (share for share in TILE_SHARES if share < tile_share)
+    shares = (tile_share, *smaller)
+    share = next((share for share in shares if tile_cells(height, width, share) <= most_cells), shares[-1])
+    fitting = most_cells // tile_cells(height, width, share)
+    return DecodePlan(max(1, min(num_images, fitting)), share)
+
+
+def tile_cells(height: int, width: int, share: float) -> int:
+    """Return the number of cells in a tile of latents of (``height``, ``width``) cells."""
+    return math.prod(min(side, tile_side(side, share)) for side in (height, width))
+
+
+def tile_side(num_cells: int, share: float) -> int:
+    """Return the cells along the side of a tile, for a side of ``num_cells``."""
+    return max(MIN_TILE_CELLS, -int(-num_cells * share // 1))
+
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +156,7 @@ class VAERunner:
             raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            moments = self._guarded(lambda part: encode_moments(self.network, part), image, lambda moments: moments)
+            moments = self._guarded(lambda part: encode_moments(self.network, part), image)
             posterior = posterior_of(self.network, moments)
             if posterior is None:
                 z = moments
@@ -155,26 +218,19 @@ class VAERunner:
             give_memory_back(self.device)
         raise AssertionError("TILE_SHARES is empty")
 
-    def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Return small images (B, <= H, <= W, 3) of ``latents``, for models without a preview decoder."""
-        return self.decode(shrunk(latents))
-
     def preview_later(self, latents: torch.Tensor) -> Decoded:
-        """Start ``preview`` without waiting for the device."""
+        """Start decoding small images of ``latents``, for models without a preview decoder."""
         return self.decode_later(shrunk(latents))
 
     def _decoded(self, z: torch.Tensor) -> torch.Tensor:
-        decoded: torch.Tensor = self._guarded(
-            lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image
-        )
-        return decoded
+        return self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z)
 
-    def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
+    def _guarded(self, run: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """Run ``run`` on ``value``; an image that overflows in float16 is computed again, alone, in float32."""
         if not bool(torch.isfinite(value).all()):
             raise NumericalError(f"{NOT_FINITE['denoise']}; try another seed, fewer steps or a wider dtype.")
         output = run(value.to(self.device, self.dtype))
-        is_whole = torch.isfinite(visible(output)).flatten(1).all(1).tolist()
+        is_whole = torch.isfinite(output).flatten(1).all(1).tolist()
         if all(is_whole):
             return output
         if self.dtype != torch.float16:
@@ -182,10 +238,10 @@ class VAERunner:
         logger.warning("the VAE overflowed in float16; this picture is made in float32")
         with self._in_float32():
             if len(value) == 1:
-                return self._guarded(run, value, visible)
+                return self._guarded(run, value)
             output = output.float()
             for index in (index for index, is_finite in enumerate(is_whole) if not is_finite):
-                output[index] = self._guarded(run, value[index : index + 1], visible)[0]
+                output[index] = self._guarded(run, value[index : index + 1])[0]
             return output
 
     @contextlib.contextmanager
@@ -224,14 +280,13 @@ def posterior_of(network: Any, moments: Tensor) -> Any:
 
 def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
     """Draw a sample as diffusers does, on the device of ``generator``, which may be another GPU."""
-    drawn: Tensor
-    if generator.device.type == "cpu" or generator.device == posterior.mean.device:
-        drawn = posterior.sample(generator)
-        return drawn
-    options = {"device": generator.device, "dtype": posterior.mean.dtype}
-    drawn = torch.randn(posterior.mean.shape, generator=generator, **options).to(posterior.mean.device)
-    drawn = posterior.mean + posterior.std * drawn
-    return drawn
+    mean: Tensor = posterior.mean
+    if generator.device.type == "cpu" or generator.device == mean.device:
+        sample: Tensor = posterior.sample(generator)
+    else:
+        noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=mean.dtype)
+        sample = mean + posterior.std * noise.to(mean.device)
+    return sample
 
 
 def shrunk(latents: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from diffserve.media import images
 from diffserve.media.decoders import ImageReader
 from diffserve.media.images import resize, stretch
 from diffserve.media.infotext import SCHEDULE_LABELS
-from diffserve.media.infotext_recipe import Recorded, is_enlarged, parse_sent, request_of
+from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
@@ -290,10 +290,10 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, rea
 
 def _fill_from_infotext(
     body: Txt2ImgBody, refused: Collection[str], models: Collection[str]
-) -> tuple[Txt2ImgBody, Recorded]:
+) -> tuple[Txt2ImgBody, InfotextFields]:
     """Fill missing fields of ``body`` from its infotext; also return the recorded fields that A1111 does not have."""
     if not body.infotext:
-        return body, Recorded({}, ())
+        return body, InfotextFields({}, ())
     read, is_start = parse_sent(body.infotext), isinstance(body, Img2ImgBody)
     recorded = request_of(read, has_start=is_start, has_second_pass=not is_start, refused=refused, models=models)
     fields = dict(recorded.fields)

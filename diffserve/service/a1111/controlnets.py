@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.canny import STRONG, WEAK, edge_map
-from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.images import encode_image
 from diffserve.models.controlnets import (
     CANNY,
@@ -185,7 +185,7 @@ async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Respon
     thresholds = thresholds_of(body.controlnet_threshold_a, body.controlnet_threshold_b)
     resolution = max(0, body.controlnet_processor_res or 0)
 
-    def read(decoder: Decoder) -> list[str]:
+    def read(decoder: ImageDecoder) -> list[str]:
         maps = []
         for image in body.controlnet_input_images:
             name = "controlnet_input_images"

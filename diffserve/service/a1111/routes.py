@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.types import ModelInfo
-from diffserve.media.decoders import Decoder, shared_decoders
+from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.loras import LoraFolders
@@ -237,7 +237,7 @@ async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Res
     body = await read_body(request, PngInfoBody)
     await fetcher.fill(body)
 
-    def read(decoder: Decoder) -> str | None:
+    def read(decoder: ImageDecoder) -> str | None:
         return decoder.read_infotext(image_bytes(body.image, "image"), may_shorten=True)
 
     with clients.known(request) as client:

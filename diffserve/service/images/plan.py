@@ -22,7 +22,7 @@ from diffserve.media.images import ImageFormat
 from diffserve.media.provenance import HEADER, Marks
 from diffserve.media.start_picture import StartPicture
 from diffserve.media.watermark import Kind
-from diffserve.models.few_step import begin_with_loras
+from diffserve.models.profiles import begin_with_loras
 from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter

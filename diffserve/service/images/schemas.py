@@ -21,10 +21,9 @@ from diffserve.models.controlnets import (
     PASSED_THROUGH,
     ResizeMode,
 )
-from diffserve.models.controlnets import MAX_NAME_CHARS as MAX_CONTROLNET_CHARS
 from diffserve.models.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
 from diffserve.models.loras import MAX_LORAS, MAX_SCALE
-from diffserve.models.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
+from diffserve.models.model_files import MAX_NAME_CHARS as MAX_ADAPTER_CHARS
 from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 
@@ -73,7 +72,7 @@ class LoraChoice(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_LORA_CHARS)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_CHARS)]
     scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
     unet_scale: (
         Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE, description="Of the UNet; scale is the text encoders'.")]
@@ -86,7 +85,7 @@ class ControlNetChoice(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_CONTROLNET_CHARS)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_CHARS)]
     image: Annotated[str, Field(min_length=1, description="A PNG, JPEG or WebP in base64, or a data URL of it.")]
     scale: Annotated[float, Field(ge=0.0, le=MAX_CONTROLNET_SCALE)] = 1.0
     start: Annotated[Fraction, Field(description="The share of the steps from which on it is at work.")] = 0.0

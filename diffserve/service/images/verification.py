@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.media.decoders import Decoder, shared_decoders
-from diffserve.media.provenance import Provenance
+from diffserve.media.decoders import ImageDecoder, shared_decoders
+from diffserve.media.provenance import ProvenanceReport
 from diffserve.service.admission import Clients
 from diffserve.service.http.bodies import Body
 from diffserve.service.http.forms import is_form, parse_fields, read_form
@@ -51,10 +51,10 @@ class Verification:
             raise InvalidRequest(message, param="image", code="missing_required_parameter")
         await self._fetcher.fill(body)
 
-        def examine(decoder: Decoder) -> Provenance:
+        def examine(decoder: ImageDecoder) -> ProvenanceReport:
             return decoder.examine(files[0] if files else image_bytes(body.image or "", "image"))
 
         with self._clients.known(request) as client:
             provenance = await while_connected(request, shared_decoders().run(client, examine))
-        content = {"object": "provenance.verification", **provenance.told()}
+        content = {"object": "provenance.verification", **provenance.to_dict()}
         return json_response(msgspec.json.encode(content), body.warnings)

@@ -76,7 +76,7 @@ def test_a_vector_depends_on_no_neighbour(make_studio: MakeStudio) -> None:
         pass
     conditioner = studio.engine.runners.conditioner
     assert isinstance(conditioner, PagedConditioner)
-    assert max(conditioner.pages.batches.sizes) > 1, "windows share calls"
+    assert max(conditioner.batches.sizes) > 1, "windows share calls"
     for texts in (TEXTS, TEXTS[::-1], TEXTS[:2], TEXTS * 7):
         assert [vector.tobytes() for vector in embedded(studio, *texts)] == [alone[words] for words in texts]
     pictures = [picture(prompt, num_steps=4) for prompt in TEXTS[:3]]

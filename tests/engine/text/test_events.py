@@ -13,9 +13,9 @@ from diffserve.api.pace import TokenCost
 from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished
 from diffserve.api.types import Cancelled, Failed
 from diffserve.engine.text import TickBudget
-from diffserve.runtime.decoding import allowed_words
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.engine.text.text_requests import expected, greedy, of_type, text_of, token_ids_of
+from tests.runtime.decoding.word_constraints import allowed_words
 from tests.runtime.language import tiny
 
 IDS = tiny.random_ids(9, seed=9)

@@ -11,9 +11,9 @@ import torch
 
 from diffserve.api.sampling_params import SamplingParams
 from diffserve.api.text_types import TextRequest
-from diffserve.runtime.decoding import allowed_words
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.engine.text.text_requests import greedy, token_ids_of
+from tests.runtime.decoding.word_constraints import allowed_words
 from tests.runtime.language import tiny
 
 IDS = tiny.random_ids(9, seed=9)

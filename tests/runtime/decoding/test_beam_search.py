@@ -11,8 +11,9 @@ import torch
 
 from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.api.sampling_params import SamplingParams
-from diffserve.runtime.decoding import BeamSearch, Hypothesis, SamplingState, TokenConstraint
+from diffserve.runtime.decoding import BeamSearch, Hypothesis, SamplingState
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
+from tests.runtime.decoding.word_constraints import word_constraint
 
 PROMPTS = ([1, 5, 6, 7], [1, 40, 9], [12])
 ENDS = [END, 17]
@@ -126,7 +127,7 @@ def test_without_end_tokens_every_text_has_full_length() -> None:
 
 def test_a_constraint_holds_in_every_beam_as_in_generate() -> None:
     words = [[5, 6], [5, 6, 7], [8], [9, 9, 10], [11]]
-    constraint = TokenConstraint(words, words, end_ids=ENDS)
+    constraint = word_constraint(words, words, end_ids=ENDS)
 
     def allowed(_: int, ids: torch.Tensor) -> list[int]:
         state = constraint.start
@@ -141,7 +142,7 @@ def test_a_constraint_holds_in_every_beam_as_in_generate() -> None:
 
 
 def test_fewer_continuations_than_beams_do_no_harm() -> None:
-    constraint = TokenConstraint([[5, 6], [7]], end_ids=[END])
+    constraint = word_constraint([[5, 6], [7]], end_ids=[END])
     params = SamplingParams(temperature=0, num_beams=5, max_tokens=8)
     beams = search(tiny_lm("llama"), PROMPTS[0], params, 5, constraint=constraint, end_ids=[END])
     assert sorted(text.token_ids for text in beams[:2]) == [[5, 6, END], [7, END]]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from diffserve.api.errors import InvalidRequest, NumericalError
 from diffserve.api.sampling_params import SamplingParams
-from diffserve.runtime.decoding import Choice, SamplingState, TokenConstraint, choose
+from diffserve.runtime.decoding import Choice, SamplingState, choose
 from diffserve.runtime.decoding.adjustments import _nucleus, adjust, filtered
 from diffserve.runtime.decoding.sampling_state import Uniforms, draw
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
+from tests.runtime.decoding.word_constraints import word_constraint
 
 PROMPT = [1, 20, 21, 22, 20, 9]
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -268,7 +269,7 @@ def test_bad_logits_cost_one_row_only(bad: float, temperature: float) -> None:
 def test_a_row_that_may_say_nothing_is_an_error() -> None:
     logits = numbers(2, VOCAB)
     logits[0, 7] = -math.inf
-    constraint = TokenConstraint([[7]], end_ids=[END])
+    constraint = word_constraint([[7]], end_ids=[END])
     for temperature in (0.0, 1.0):
         rows = [
             SamplingState(SamplingParams(temperature=temperature), [1], constraint=row_constraint)

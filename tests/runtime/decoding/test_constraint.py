@@ -18,13 +18,12 @@ from diffserve.runtime.decoding import (
     SamplingState,
     TokenConstraint,
     allowed_sentences,
-    allowed_words,
     choose,
-    one_of,
 )
 from diffserve.runtime.decoding import constraint as constraint_module
 from diffserve.runtime.decoding.constraint import DEAD, Arc
 from tests.runtime.decoding.tiny_tokenizers import KINDS, say, spell, tiny_tokenizer
+from tests.runtime.decoding.word_constraints import allowed_words, word_constraint
 
 WORDS = ("a", "red", "cat", "dog", "fox", "sun", "sunny", "on", "the", "next to", "café")
 MARKS = (",", "'s")
@@ -54,7 +53,7 @@ def read(kind: str, text: str) -> list[str]:
 
 def test_the_mask_is_the_set_of_tokens_that_continue_some_text() -> None:
     words = [[1], [1, 2], [2, 1, 1], [3, 2]]  # [1] begins [1, 2], and [1][2, 1, 1] begins like [1, 2][1][1]
-    constraint = TokenConstraint(words, words, end_ids=[END])
+    constraint = word_constraint(words, words, end_ids=[END])
     texts = {
         tuple(itertools.chain(*combination, [END]))
         for count in range(1, 6)
@@ -72,7 +71,7 @@ def test_the_mask_is_the_set_of_tokens_that_continue_some_text() -> None:
 
 
 def test_first_words_and_later_words_are_spelled_apart() -> None:
-    constraint = TokenConstraint([[1], [2]], [[11], [12, 13]], end_ids=[END])
+    constraint = word_constraint([[1], [2]], [[11], [12, 13]], end_ids=[END])
     assert set(constraint.moves(constraint.start)) == {1, 2}
     assert set(constraint.moves(state_after(constraint, [1]))) == {11, 12, END}
     assert set(constraint.moves(state_after(constraint, [1, 12]))) == {13}
@@ -122,7 +121,9 @@ def test_constrained_text_is_made_of_the_words(kind: str) -> None:
 def test_one_of_several_answers_is_given_in_full(kind: str) -> None:
     tokenizer = tiny_tokenizer(kind)
     answers = ("the cat", "the dog sat", "a fox")
-    constraint = one_of(tokenizer, answers, end_ids=[tokenizer.eos_token_id])
+    phrases = [Phrase("start", answer, "end") for answer in answers]
+    ends = {"ends": ["end"], "end_ids": [tokenizer.eos_token_id]}
+    constraint = allowed_sentences(tokenizer, phrases, start="start", **ends)
     for answer in answers:
         row = SamplingState(SamplingParams(temperature=0), [1], constraint=constraint, end_ids=[tokenizer.eos_token_id])
         logits = torch.zeros(1, len(tokenizer))
@@ -137,7 +138,7 @@ def test_one_of_several_answers_is_given_in_full(kind: str) -> None:
 
 
 def test_tokens_without_an_alternative_are_forced() -> None:
-    constraint = TokenConstraint([[1, 2, 3, 4], [5]], end_ids=[END])
+    constraint = word_constraint([[1, 2, 3, 4], [5]], end_ids=[END])
     after_one = state_after(constraint, [1])
     assert constraint.forced(constraint.start, 5) == []
     assert constraint.forced(after_one, 2) == [2, 3]
@@ -145,7 +146,7 @@ def test_tokens_without_an_alternative_are_forced() -> None:
 
 
 def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
-    constraint = TokenConstraint([[1, 2], [5]], [[1, 2], [5]], end_ids=[END])
+    constraint = word_constraint([[1, 2], [5]], [[1, 2], [5]], end_ids=[END])
     row = SamplingState(SamplingParams(), [7], end_ids=[END], constraint=constraint)
     assert row.crop([1, 2, 5, 6, 1]) == [1, 2, 5]
     assert row.crop([2, 5]) == []
@@ -153,7 +154,7 @@ def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
 
 
 def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
-    constraint = TokenConstraint([[1]], end_ids=[END])
+    constraint = word_constraint([[1]], end_ids=[END])
     row = SamplingState(SamplingParams(temperature=0, min_tokens=5), [7], end_ids=[END], constraint=constraint)
     outputs = []
     while row.finish_reason is None:
@@ -165,7 +166,7 @@ def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
 
 
 def test_the_least_length_holds_where_there_is_more_to_say() -> None:
-    constraint = TokenConstraint([[1]], [[1]], end_ids=[END])
+    constraint = word_constraint([[1]], [[1]], end_ids=[END])
     row = SamplingState(SamplingParams(temperature=0, min_tokens=2), [7], end_ids=[END], constraint=constraint)
     assert row.allowed(10).nonzero().flatten().tolist() == [1]
     row.append(1)
@@ -175,9 +176,9 @@ def test_the_least_length_holds_where_there_is_more_to_say() -> None:
 
 
 def test_masks_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    constraint = TokenConstraint([[1, 2, 3, 4]], end_ids=[END])
-    assert constraint.mask(constraint.start, 10) is constraint.mask(constraint.start, 10)
     monkeypatch.setattr(constraint_module, "KEPT_MASK_BYTES", 25)
+    constraint = word_constraint([[1, 2, 3, 4]], end_ids=[END])
+    assert constraint.mask(constraint.start, 10) is constraint.mask(constraint.start, 10)
     states = [state_after(constraint, [1, 2, 3][:count]) for count in range(4)]
     masks = [constraint.mask(state, 10) for state in states]
     assert constraint.mask(states[3], 10) is masks[3]
@@ -187,7 +188,7 @@ def test_masks_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [((), "list of allowed words is empty"), (("cat", "  "), "cannot spell '  '"), (("cat", ""), "cannot spell ''")],
+    [(("cat", "  "), "cannot spell '  '"), (("cat", ""), "cannot spell ''")],
 )
 def test_words_outside_the_language_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -196,16 +197,14 @@ def test_words_outside_the_language_are_refused(words: tuple[str, ...], message:
 
 def test_a_mark_that_melts_into_the_word_before_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="joins 'ny' to the word before it"):
-        allowed_words(tiny_tokenizer("clip"), ["sun"], attached=["ny"], end_ids=[0])
+        constraint_module._spell_after(tiny_tokenizer("clip"), ["sun"], "ny")
 
 
-def test_a_constraint_without_words_or_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one word"):
-        TokenConstraint([], [[1]], end_ids=[END])
+def test_a_constraint_with_an_empty_word_or_without_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="an end token"):
-        TokenConstraint([[1]], end_ids=[])
+        word_constraint([[1]], end_ids=[])
     with pytest.raises(ConfigError, match="no tokens"):
-        TokenConstraint([[1], []], end_ids=[END])
+        word_constraint([[1], []], end_ids=[END])
 
 
 PHRASES = (
@@ -232,7 +231,7 @@ def test_sentences_follow_the_phrases_of_a_graph_and_end_where_it_ends(kind: str
 
 def test_a_graph_says_what_leads_on_and_what_is_forced() -> None:
     arcs = [Arc("a", [1, 2], "b"), Arc("a", [1, 3], "c"), Arc("b", [4], "c"), Arc("c", [5], "a")]
-    constraint = TokenConstraint.of_graph(arcs, start="a", ends=["c"], end_ids=[END])
+    constraint = TokenConstraint(arcs, start="a", ends=["c"], end_ids=[END])
     assert constraint.forced(constraint.start, 5) == [1]
     assert set(constraint.moves(state_after(constraint, [1]))) == {2, 3}
     assert constraint.forced(state_after(constraint, [1, 2]), 5) == [4]
@@ -242,15 +241,15 @@ def test_a_graph_says_what_leads_on_and_what_is_forced() -> None:
 
 def test_a_graph_with_a_dead_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing may follow 'b'"):
-        TokenConstraint.of_graph([Arc("a", [1], "b")], start="a", ends=["c"], end_ids=[END])
+        TokenConstraint([Arc("a", [1], "b")], start="a", ends=["c"], end_ids=[END])
     with pytest.raises(ConfigError, match="nothing may follow 'a'"):
-        TokenConstraint.of_graph([], start="a", ends=["c"], end_ids=[END])
+        TokenConstraint([], start="a", ends=["c"], end_ids=[END])
 
 
-def test_what_followed_in_most_practised_texts_is_usual() -> None:
-    constraint = TokenConstraint([[1], [2]], [[3], [4], [5]], end_ids=[END])
+def test_what_followed_in_most_observed_texts_is_usual() -> None:
+    constraint = word_constraint([[1], [2]], [[3], [4], [5]], end_ids=[END])
     assert constraint.usual(constraint.start) is None
-    constraint.practise([[1, 3, END], [1, 3, 3, END], [2, 4, END], [1, 5, END]])
+    constraint.observe([[1, 3, END], [1, 3, 3, END], [2, 4, END], [1, 5, END]])
     assert constraint.usual(constraint.start) == 1
     after_one = state_after(constraint, [1])
     assert constraint.usual(after_one) is None, "the end came four times of nine, 3 three times"

@@ -19,6 +19,7 @@ from diffserve.api.sampling_params import SamplingParams
 from diffserve.runtime.decoding import Choice, PromptLookup, SamplingState, TokenConstraint, accept, choose, draft_next
 from diffserve.runtime.decoding.adjustments import distribution
 from tests.runtime.decoding.tiny_lms import END, KINDS, all_logits, next_logits, tiny_lm
+from tests.runtime.decoding.word_constraints import word_constraint
 
 SIZE = 6  # tokens of the little language below: the next token depends on the last one alone
 TEXTS = 3000
@@ -207,7 +208,7 @@ def test_greedy_with_lookup_is_generate_and_takes_fewer_calls_where_text_repeats
 
 def test_a_constraint_and_its_forced_tokens_change_no_token() -> None:
     words = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    constraint = TokenConstraint(words, words, end_ids=[END])
+    constraint = word_constraint(words, words, end_ids=[END])
     model = tiny_lm("gpt2")
     expected = finished_without_drafts(model, lm_rows(constraint))
     outputs, num_calls = finished_with_drafts(
@@ -323,7 +324,7 @@ def test_a_lookup_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
 
 def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
     words = [[1], [2], [3, 4, 5], [6]]
-    constraint = TokenConstraint(words, words, end_ids=[END])
+    constraint = word_constraint(words, words, end_ids=[END])
     lookup = PromptLookup(num_draft_tokens=5, max_ngram=2)
     start = constraint.start
 
@@ -338,7 +339,7 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
     assert drafted([1, 2, 1, 6, 1, 3], [1]) == [], "a third of the votes is too little"
     assert drafted([2, 1, 6, 50, 1, 2, 50, 1, 2], [2, 1]) == [6], "a longer ending is believed before a shorter"
     assert drafted([50], [1]) == []
-    constraint.practise([[1, 6, 6, END]] * 3)
+    constraint.observe([[1, 6, 6, END]] * 3)
     assert drafted([50], [1]) == [6] * 5, "what is usual where nothing was said before"
     assert drafted([1, 2, 50], [1])[0] == 2, "what was said before is believed first"
     assert PromptLookup(num_draft_tokens=0).propose_allowed([1, 2, 1], constraint, start) == []
@@ -348,8 +349,8 @@ def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=25), st.integers(0, 6), st.integers(1, 4))
 def test_drafts_under_a_constraint_are_allowed_by_it(prompt: list[int], count: int, longest: int) -> None:
     words = [[1, 2], [3], [4, 5, 6]]
-    constraint = TokenConstraint(words, words, end_ids=[7])
-    constraint.practise([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])
+    constraint = word_constraint(words, words, end_ids=[7])
+    constraint.observe([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])
     draft = PromptLookup(num_draft_tokens=count, max_ngram=longest).propose_allowed(
         prompt, constraint, constraint.start
     )

@@ -59,7 +59,7 @@ def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], sal
     numbers = torch.tensor(history_numbers(token_ids, salt), device=DEVICE)
     batch = pool.batch([table], lengths=[len(token_ids)])
     for index in range(len(table.plan.spec.layers)):
-        keys, values, _ = batch.gather(index)
+        keys, values = batch.gather(index)
         expected = (numbers + 0.5 * index)[None, :, None, None].expand_as(keys)
         assert torch.equal(keys, expected)
         assert torch.equal(values, -expected)

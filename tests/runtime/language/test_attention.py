@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
-from diffserve.runtime.language import context_chunks, row_groups
+from diffserve.runtime.language import row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring, paged_attention
 from diffserve.runtime.language.row_groups import Span, Workspace
 from tests.device import DEVICE, tolerance
@@ -50,7 +50,7 @@ def test_mixed_batch_attends_as_each_sequence_alone(
     window: int | None, softcap: float | None, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(row_groups.LONG_CONTEXT, torch.device(DEVICE).type, long)
-    monkeypatch.setattr(context_chunks, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(row_groups, "CHUNK_TOKENS", 8)
     torch.manual_seed(0)
     pool = make_pool()
     tables: list[PageTable] = []
@@ -91,8 +91,9 @@ def test_workspace_serves_small_forwards_after_large_ones() -> None:
     source = torch.arange(24.0, device=DEVICE).view(6, 2, 2, 1)
     workspace = Workspace()
     for pages in ([0, 1, 2, 3, 4, 5, 0, 1], [5], [3, 3]):
-        index = torch.tensor(pages, device=DEVICE)
-        assert torch.equal(workspace.gather("keys", source, index), source[index])
+        index, padding = torch.tensor(pages, device=DEVICE), torch.tensor([1], device=DEVICE)
+        expected = source[index].flatten(0, 1).index_fill(0, padding, 0)
+        assert torch.equal(workspace.gather("keys", source, index, padding), expected)
 
 
 def test_it_refuses_to_run_without_pages_or_with_a_mask() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffserve.api.errors import ConfigError, ModelLoadError, ModelNotFound
-from diffserve.runtime.language import LanguageModel, LayerShape, compatibility, load_language_model
+from diffserve.runtime.language import LanguageModel, LayerShape, load_language_model, loading
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.weight_only import compute_choice
 from diffserve.runtime.loading.library_imports import import_quietly
@@ -165,8 +165,8 @@ def test_texts_stay_within_the_length_from_which_positions_depend_on_it(
     reference = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(directory).eval().to(DEVICE)
     with torch.inference_mode():
         expected = reference(torch.tensor([ids], device=DEVICE)).logits[0]
-    monkeypatch.setattr(compatibility, "PROBE_CUTS", ((0, 9), (9, 10), (10, longest)))
-    assert torch.allclose(compatibility._paged_logits(model, ids), expected, atol=1e-3)
+    monkeypatch.setattr(loading, "PROBE_CUTS", ((0, 9), (9, 10), (10, longest)))
+    assert torch.allclose(loading._paged_logits(model, ids), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
@@ -183,14 +183,14 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
     config = tiny.make_config("llama")
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ModelLoadError, match="linear_attention"):
-        compatibility.check_config(config, "here")
+        loading.check_config(config, "here")
 
 
 def test_an_encoder_decoder_is_refused() -> None:
     config = tiny.make_config("llama")
     config.is_encoder_decoder = True
     with pytest.raises(ModelLoadError, match="encoder-decoder"):
-        compatibility.check_config(config, "here")
+        loading.check_config(config, "here")
 
 
 def test_a_class_with_state_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -213,10 +213,10 @@ def test_attention_that_gives_other_logits_over_pages_is_refused(language: Load)
     network.set_attn_implementation(register())
     source = language("llama")
     broken = LanguageModel(network, source.tokenizer, source.info, source.layers, source.device, source.dtype)
-    compatibility.check_parity(broken)
+    loading.check_parity(broken)
     network.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ModelLoadError, match="other logits over pages"):
-        compatibility.check_parity(broken)
+        loading.check_parity(broken)
 
 
 # Weights only -----------------------------------------------------------------------------------------------------

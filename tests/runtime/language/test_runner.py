@@ -11,7 +11,7 @@ import torch
 from diffserve.api.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable, PageTableError
 from diffserve.runtime.language import LanguageModel, LanguageRunner, TokenChunk
-from diffserve.runtime.language.runner import few_lengths
+from diffserve.runtime.language.model import few_lengths
 from tests.runtime.language import tiny
 from tests.runtime.language.conftest import Load
 

@@ -1,13 +1,13 @@
 """Memory and work of a model, computed by dry runs before anything is loaded.
 
-``Needs`` is for a model on disk. ``Activations`` is for a loaded model: bytes per latent cell, measured once at the
+``Footprint`` is for a model on disk. ``Activations`` is for a loaded model: bytes per latent cell, measured once at the
 native size on an empty copy of the networks and valid for all sizes to about a percent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from diffserve.settings.config import EngineConfig
 
 
 @dataclass(frozen=True)
-class Needs:
+class Footprint:
     """Requirements of a model at its first good size.
 
     Attributes:
@@ -60,17 +60,13 @@ class Needs:
         Workspaces of the libraries come on top, some hundred MB on a GPU.
         """
         features = self.feature_bytes * max(self.steps)
-        calls = max(self.decode.peak_bytes, *map(_peak, self.steps.values()))
+        calls = max(work.peak_bytes for work in (self.decode, *self.steps.values()))
         return self.weights_bytes + self.page_pool_bytes + features + calls
 
 
-def _peak(work: Work) -> int:
-    return work.peak_bytes
-
-
-def needs_of(
+def footprint_of(
     path: str | Path, *, dtype: str, config: EngineConfig, profile: ModelProfile | None, rows: Sequence[int]
-) -> Needs:
+) -> Footprint:
     """Return the requirements of the model at ``path`` in ``dtype``, a name that is not "auto". Reads no weights.
 
     Raises what ``load_model`` raises.
@@ -79,7 +75,7 @@ def needs_of(
     conditioner = make_conditioner(model, config, is_exact=False)
     size = model.info.good_sizes[0]
     features = kept_features(model, size, 1)
-    return Needs(
+    return Footprint(
         model,
         page_pool_bytes=conditioner.pool.arena.data.nbytes if conditioner.pool else 0,
         steps={count: step_work(model, conditioner, size, count) for count in rows},
@@ -186,12 +182,7 @@ class Activations:
         """Return the activations of ``model`` under ``config``: measured in seconds, and cached."""
         dtypes = f"{model.choice.dtype} {model.vae.dtype}"
         key = f"{EDITION} {model.digest} {dtypes} {config.cross_attention} torch {torch.__version__}"
-        cached = cache.read(CACHE_KIND, key)
-        if isinstance(cached, dict) and cached:
-            return cls(**cached)
-        measured = cls._measured(meta_copy(model), config)
-        cache.write(CACHE_KIND, key, asdict(measured))
-        return measured
+        return cache.read_or_compute(CACHE_KIND, key, cls, lambda: cls._measured(meta_copy(model), config))
 
     @classmethod
     def _measured(cls, twin: DiffusionModel, config: EngineConfig) -> Activations:

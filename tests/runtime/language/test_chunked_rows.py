@@ -11,10 +11,9 @@ from torch import Tensor
 
 from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool
-from diffserve.runtime.language import context_chunks, row_groups
+from diffserve.runtime.language import row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring
-from diffserve.runtime.language.context_chunks import ROUND_BYTES, ChunkedRows, attend_weighed, written_out
-from diffserve.runtime.language.row_groups import Span, Workspace
+from diffserve.runtime.language.row_groups import ROUND_BYTES, ChunkedRows, Span, Workspace, attend_weighed, written_out
 
 HEADS, KEY_HEADS, DIM, PAGE = 6, 2, 8, 16
 LENGTHS = (700, 1, 512, 1300, 513, 2049)
@@ -73,11 +72,11 @@ def test_where_nothing_fused_is_right_the_plain_arithmetic_says_the_same(
     mask = torch.zeros(2, 1, 1, 64, dtype=dtype)
     mask[0, ..., 9:] = -torch.inf
     fused = attend_weighed(query[:, :, :4], keys, values, mask, 0.4)
-    assert context_chunks._is_right(query.device, dtype, DIM)
-    monkeypatch.setattr(context_chunks, "_fused", lambda *_: (torch.zeros_like(query[:, :, :3]), torch.zeros(2, 2, 3)))
-    context_chunks._is_right.cache_clear()
+    assert row_groups._is_right(query.device, dtype, DIM)
+    monkeypatch.setattr(row_groups, "_fused", lambda *_: (torch.zeros_like(query[:, :, :3]), torch.zeros(2, 2, 3)))
+    row_groups._is_right.cache_clear()
     plain = attend_weighed(query[:, :, :4], keys, values, mask, 0.4)
-    context_chunks._is_right.cache_clear()
+    row_groups._is_right.cache_clear()
     for actual, other, expected in zip(
         fused, plain, written_out(query[:, :, :4], keys, values, mask, 0.4), strict=True
     ):
@@ -120,4 +119,4 @@ def test_what_is_gathered_at_a_time_is_bounded_and_nothing_waits(monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_the_fused_attention_of_a_gpu_is_right(dtype: torch.dtype, head_dim: int) -> None:
-    assert context_chunks._is_right(torch.device("cuda"), dtype, head_dim)
+    assert row_groups._is_right(torch.device("cuda"), dtype, head_dim)

@@ -1,7 +1,8 @@
-"""Refiners: models whose UNet takes over for the last steps (SDXL's refiner, arXiv 2307.01952, section 2.5).
+"""Checks that the parts of a model fit together, and that a refiner fits its base.
 
-Base and refiner share one latent and one step table, so their latents and noise schedules must agree. The base's VAE is
-used, and those of the base's text encoders that are identical.
+A refiner's UNet takes over for the last steps (SDXL's refiner, arXiv 2307.01952, section 2.5). Base and refiner share
+one latent and one step table, so their latents and noise schedules must agree. The base's VAE is used, and those of the
+base's text encoders that are identical.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from diffserve.api.errors import ModelLoadError
-from diffserve.runtime.text.encoding import TextEncoder
+from diffserve.api.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
+from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
+from diffserve.runtime.vae.preview import PreviewRunner
+from diffserve.runtime.vae.vae import VAERunner
 from schedulers import NoiseSchedule
 
 LEARNT = ".token_embedding.base."
@@ -72,3 +76,33 @@ def _is_equal(tensor: Tensor, other: Tensor) -> bool:
 def _weights(encoder: TextEncoder) -> dict[str, Tensor]:
     state = encoder.network.state_dict()
     return {name.replace(LEARNT, ".token_embedding."): tensor for name, tensor in state.items()}
+
+
+def check_parts(
+    text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
+) -> None:
+    """Raise ModelLoadError for components that do not fit each other."""
+    config = unet.network.config
+    width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
+    cells = vae.latent_channels
+    if width != config.cross_attention_dim:
+        dim = config.cross_attention_dim
+        problem = f"the text encoder gives {width} features, the UNet reads {dim} (cross_attention_dim)"
+    elif unet.latent_channels != cells:
+        problem = f"the VAE has {cells} latent_channels, the UNet paints {unet.latent_channels} (out_channels)"
+    elif unet.extra_channels not in (0, 1 + cells):
+        served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
+        problem = f"in_channels of the UNet is {config.in_channels}; diffserve serves {served}"
+    elif len(text.encoders) == 2 and not unet.has_size_conditioning:
+        problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
+    elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
+        problem = "size conditioning and a text encoder with a projection come together (SDXL) or not at all"
+    elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
+        problem = (
+            f"its UNet is told {text.num_time_ids} numbers of sizes; diffserve serves 6 (SDXL) and 5 (its refiner)"
+        )
+    elif previewer is not None and previewer.latent_channels != cells:
+        problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
+    else:
+        return
+    raise ModelLoadError(f"{location}: {problem}.")
