@@ -23,7 +23,7 @@ from diffserve.api.embedding_types import Embedded
 from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
 from diffserve.api.pace import Pace
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.api.sizes import row_cost
+from diffserve.api.sizes import row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
 from diffserve.api.types import (
     Cancelled,
@@ -37,7 +37,6 @@ from diffserve.api.types import (
     Progress,
 )
 from diffserve.client.on_behalf import HEADER, Asker, asker_in
-from diffserve.models.controlnets import WORK_SHARE
 from diffserve.models.few_step import begin_with_loras
 from diffserve.service.http.hosts import address_of
 from diffserve.service.metrics import Metrics
@@ -361,13 +360,13 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     name, _ = resolve_sampler(params.sampler or info.default_sampler)
     num_steps = params.num_steps or info.default_num_steps
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-    full, share = 1.0 / params.cache_interval, info.shallow_share or 1.0
-    controls = 1.0 + sum(WORK_SHARE * (control.end - control.start) for control in params.controlnets)
-    rows = num_steps * SAMPLERS[name].evaluations_per_step * (2 if scale > 1.0 else 1) * (full + (1.0 - full) * share)
+    full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
+    num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
-    pixels = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
+    cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=cost)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * rows * controls * pixels * row
+    return request.num_painted * num_steps * SAMPLERS[name].evaluations_per_step * step * row
 
 
 def _size_of_row(info: ModelInfo) -> float:

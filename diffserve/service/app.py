@@ -23,7 +23,8 @@ from diffserve.service.a1111.routes import A1111Routes
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Admission
 from diffserve.service.capabilities import Offer, capabilities, models_told
-from diffserve.service.endpoint import Endpoint as Asking
+from diffserve.service.endpoint import Endpoint as WorkEndpoint
+from diffserve.service.endpoint import ServiceContext
 from diffserve.service.engine.engines import Engines, refuse_unready
 from diffserve.service.http.bodies import Body, explain, show
 from diffserve.service.http.docs import add_docs
@@ -44,7 +45,7 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.images.service import ImageChecks, ImageService
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
-from diffserve.service.lifecycle import Gate
+from diffserve.service.lifecycle import Gate, InFlight
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
 from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
@@ -140,9 +141,8 @@ def create_app(
         checks.safety.tell = engine.metrics.judged
     checks.marks.tell = engine.metrics.encoded
     history = None if database is None else _history(app, config, database, owners, pictures, checks)
-    service = ImageService(
-        engine, config, gate, admission, rewriter=rewriter, checks=checks, store=pictures, history=history
-    )
+    context = ServiceContext(engine, config, gate, admission, InFlight())
+    service = ImageService(context, rewriter=rewriter, checks=checks, store=pictures, history=history)
     images = ImageEndpoint(service, GenerateBody)
     _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
     _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting")
@@ -161,8 +161,9 @@ def create_app(
     verification = Verification(checks.fetcher, admission.clients)
     summary = "Say whether a machine painted a picture"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, summary, uploads=VERIFY_UPLOADS, needs_engine=False)
-    chat = ChatCompletions(engine, config, gate, admission, painter=ChatImages(service), wants_picture=wants_image)
-    texts = TextCompletions(engine, config, gate, admission)
+    text_context = context._replace(in_flight=InFlight())  # texts are not cancelled by the address of images
+    chat = ChatCompletions(text_context, painter=ChatImages(service), wants_picture=wants_image)
+    texts = TextCompletions(text_context)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
     conversations = Conversations()
@@ -170,9 +171,9 @@ def create_app(
     _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
     _add_responses(app, responses)
     _add_conversations(app, conversations)
-    embeddings = EmbeddingEndpoint(engine, config, gate, admission)
+    embeddings = EmbeddingEndpoint(text_context)
     _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Turn texts into vectors")
-    rewrites = RewriteEndpoint(engine, config, gate, admission)
+    rewrites = RewriteEndpoint(text_context)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
     _add_health(app, engine, gate)
     if config.debug:
@@ -383,7 +384,7 @@ def _post(
 
     if body is not None and needs_engine:
         app.state.endpoints[path] = answer
-        app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, Asking) else "image", body)
+        app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, WorkEndpoint) else "image", body)
 
     described: dict[str, Any] = {}
     if body is not None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from diffserve.service.a1111.asking import warnings_of
+from diffserve.service.a1111.conversion import warnings_of
 from diffserve.service.a1111.ignored import FIELDS, HIRES_FIELDS, IMG2IMG_FIELDS, SETTINGS, ignored, ignored_refiner
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from tests.service.server import RunningServer

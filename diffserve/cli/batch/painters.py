@@ -24,7 +24,7 @@ from diffserve.media.provenance import Marks
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.inputs import image_bytes, read_repeated, read_start
 from diffserve.service.images.openai_encoder import delivery_fields, image_entry, recipe
-from diffserve.service.images.plan import Delivery, ImagePlan, plan_images
+from diffserve.service.images.plan import ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import refused_fields
 from diffserve.service.safety import Safety
@@ -202,7 +202,8 @@ class LocalPainter:
             f"batch-{uuid.uuid4().hex}",
             start=start,
             preview_every=0,
-            delivery=Delivery(self._marks, self._safety),
+            marks=self._marks,
+            safety=self._safety,
         )
         if painting.request.rewriting is not None:
             message = "prompt_rewriter needs a language model, which a batch does not load; use --server."

@@ -16,8 +16,8 @@ from diffserve.media.decoders import Decoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.loras import LoraFolders
-from diffserve.service.a1111.asking import LANCZOS, NEAREST
 from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
+from diffserve.service.a1111.conversion import LANCZOS, NEAREST
 from diffserve.service.a1111.ignored import ignored_settings
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
 from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -43,8 +44,8 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     size = width_px, height_px = plan.size.width_px, plan.size.height_px
     file = plan.file(result, write_infotext(result, width_px=width_px, height_px=height_px))
     name = new_name(plan.image_format)
-    urls, history = plan.delivery.urls, plan.delivery.history
-    url = {} if urls is None else {"url": urls.store(file, name)}
+    url = {} if plan.urls is None else {"url": plan.urls.store(file, name)}
+    history = plan.history
     history_id = {} if history is None else {"history_id": history.add(plan.request, size, result, file, name)}
     similarity = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
     return url | {
@@ -59,19 +60,72 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     }
 
 
-def encode_answer(
-    plan: ImagePlan, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]
-) -> bytes:
+class Collector:
+    """Collects the finished images of a request for an answer that is not streamed; an ``EventEncoder``.
+
+    ``encode`` returns the protocol's form of a finished image and is called in a thread; None: only results are wanted.
+    """
+
+    def __init__(self, plan: ImagePlan, encode: Callable[[ImageResult], dict[str, Any]] | None = None) -> None:
+        self._plan = plan
+        self._encode = encode
+        self.encodes_images = encode is not None
+        self._images: dict[int, tuple[ImageResult, dict[str, Any]]] = {}
+        self._warnings = list(plan.warnings)
+        self.failures: list[ImageFailed] = []
+
+    @property
+    def results(self) -> list[ImageResult]:
+        """The results in the order of their images."""
+        return [self._images[index][0] for index in sorted(self._images)]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The encoded images in order."""
+        return [self._images[index][1] for index in sorted(self._images)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the plan, of the engine, of lost images, of the finished ones, and of their URLs."""
+        of_results = (text for result, _ in self._images.values() for text in result.warnings)
+        return list(dict.fromkeys([*self._warnings, *of_results, *self._plan.url_warnings]))
+
+    def queued(self, event: Accepted | Queued) -> None:
+        """Take the warnings of the engine."""
+        if isinstance(event, Accepted):
+            self._warnings += event.warnings
+
+    def progressed(self, progress: Progress) -> None:
+        """Ignore progress."""
+
+    def partial(self, preview: Preview) -> None:
+        """Ignore previews."""
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> None:
+        """Encode and keep a finished image."""
+        self._images[result.image_index] = result, {} if self._encode is None else self._encode(result)
+
+    def image_failed(self, failed: ImageFailed) -> None:
+        """Record a lost image."""
+        self.failures.append(failed)
+        self._warnings.append(f"image {failed.image_index} failed: {message_of(failed)}")
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> None:
+        """Record a blocked image."""
+        self._warnings.append(f"image {result.image_index} was withheld: {error.message}")
+
+
+def encode_answer(plan: ImagePlan, images: Collector) -> bytes:
     """Return the body of a complete answer; takes a while with large images, so call it in a thread then."""
     return msgspec.json.encode(
         {
             "created": int(time.time()),
-            "data": entries,
+            "data": images.entries,
             **delivery_fields(plan),
             "safety_identifier": plan.safety_identifier,
-            "usage": usage(plan, results),
-            "warnings": warnings,
-            **recipe(plan, results[0]),
+            "usage": usage(plan, images.results),
+            "warnings": images.warnings,
+            **recipe(plan, images.results[0]),
         }
     )
 

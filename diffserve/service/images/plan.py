@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,26 +36,8 @@ from diffserve.service.texts.schemas import RewriterMode
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.quality import AUTO, QUALITIES, is_quality, steps_of
 
+NO_MARKS = Marks()
 PREVIEWS_WITHHELD = "previews are withheld: the safety filter of this server judges finished images only."
-
-
-class Delivery(NamedTuple):
-    """Processing of the images of a request before they are sent.
-
-    Attributes:
-        marks: Watermark and metadata.
-        safety: Filter of finished images; None: no filter.
-        urls: Creates URLs of images; None: images are not stored.
-        history: Records images; None: no history.
-    """
-
-    marks: Marks = Marks()
-    safety: Safety | None = None
-    urls: ImageUrls | None = None
-    history: HistoryWriter | None = None
-
-
-NO_DELIVERY = Delivery()
 
 
 class ImagePlan(RequestPlan, frozen=True, kw_only=True):
@@ -72,7 +53,10 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
         has_progress: Whether a stream reports progress.
         start: The start image, which is restored around the mask; None: generation starts from noise.
         kind: What the provenance metadata says of the images.
-        delivery: What the images pass when they leave the server.
+        marks: Watermark and metadata.
+        safety: Filter of finished images; None: no filter.
+        urls: Creates URLs of images; None: images are not stored.
+        history: Records images; None: no history.
     """
 
     request: GenerationRequest
@@ -84,7 +68,10 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
     has_progress: bool = False
     start: StartPicture | None = None
     kind: Kind = "generated"
-    delivery: Delivery = NO_DELIVERY
+    marks: Marks = NO_MARKS
+    safety: Safety | None = None
+    urls: ImageUrls | None = None
+    history: HistoryWriter | None = None
 
     @property
     def num_pixels(self) -> int:
@@ -103,29 +90,29 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
             ModerationBlocked: The safety filter blocks the image.
             EngineUnavailable: The safety filter does not answer.
         """
-        if self.delivery.safety is not None:
-            self.delivery.safety.check(result)
-        mark, sized = partial(self.delivery.marks.mark, kind=self.kind), self.size.deliver(result.picture)
+        if self.safety is not None:
+            self.safety.check(result)
+        mark, sized = partial(self.marks.mark, kind=self.kind), self.size.deliver(result.picture)
         return self._encode(mark(sized) if self.start is None else self.start.lay_around(sized, mark), infotext)
 
     def preview_file(self, picture: Picture) -> bytes:
         """Watermark and encode a preview at its own size."""
-        return self._encode(self.delivery.marks.mark(picture, self.kind))
+        return self._encode(self.marks.mark(picture, self.kind))
 
     def _encode(self, marked: Picture, infotext: str | None = None) -> bytes:
-        return self.delivery.marks.write(
+        return self.marks.write(
             marked, kind=self.kind, image_format=self.image_format, quality=self.compression, infotext=infotext
         )
 
     @property
     def headers(self) -> dict[str, str]:
         """The header that names the marks of the images."""
-        return {HEADER: self.delivery.marks.header}
+        return {HEADER: self.marks.header}
 
     @property
     def url_warnings(self) -> list[str]:
         """Warnings about images that could not be stored for their URLs."""
-        return [] if self.delivery.urls is None else self.delivery.urls.warnings
+        return [] if self.urls is None else self.urls.warnings
 
 
 def plan_images(
@@ -140,7 +127,10 @@ def plan_images(
     start: Start | None = None,
     reader: ImageReader = images,
     kind: Kind | None = None,
-    delivery: Delivery = NO_DELIVERY,
+    marks: Marks = NO_MARKS,
+    safety: Safety | None = None,
+    urls: ImageUrls | None = None,
+    history: HistoryWriter | None = None,
     preview_every: int | None = None,
     limit_s: float | None = None,
     warnings: tuple[str, ...] = (),
@@ -158,7 +148,10 @@ def plan_images(
         start: The start image; its size is the default size.
         reader: Decodes image files.
         kind: What the provenance metadata says of the images; None: it follows from ``start``.
-        delivery: What the images pass when they leave the server.
+        marks: Watermark and metadata of the images.
+        safety: Filter of finished images; None: no filter.
+        urls: Creates URLs of images if the body asks for them; None: images are not stored.
+        history: Records the images; None: no history.
         preview_every: Steps between previews; None: as the body asks.
         limit_s: Longest time to finish in seconds; None: ``request_timeout_s`` of ``config``.
         warnings: Further sentences for the client.
@@ -216,7 +209,7 @@ def plan_images(
         has_previews = body.stream and body.partial_images
         preview_every = _preview_every(request, info, body.partial_images or 0) if has_previews else 0
     sentences += warnings
-    if preview_every and delivery.safety is not None:
+    if preview_every and safety is not None:
         preview_every = 0
         sentences.append(PREVIEWS_WITHHELD)
     if preview_every:  # not known before: the request reads adapters from its prompt, and they set the number of steps
@@ -234,7 +227,10 @@ def plan_images(
         start=None if start is None else start.picture,
         kind=kind or ("generated" if start is None else "composite"),
         price=config.price,
-        delivery=delivery if _wants_urls(body) and config.url_pictures_bytes > 0 else delivery._replace(urls=None),
+        marks=marks,
+        safety=safety,
+        urls=urls if _wants_urls(body) and config.url_pictures_bytes > 0 else None,
+        history=history,
     )
 
 

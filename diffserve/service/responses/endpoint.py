@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import Any, Final
 
@@ -22,11 +22,12 @@ from starlette.responses import JSONResponse, Response
 from diffserve.api.errors import DiffserveError, InvalidRequest, ModelNotFound
 from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
 from diffserve.service.admission import Ticket, share_of
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.errors import OUR_MISTAKE, expected_error, log_failure
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.routing import bool_query, int_query
 from diffserve.service.http.streams import Events, EventStreamResponse, Lasting
+from diffserve.service.images.image_endpoint import ImageServiceEndpoint
 from diffserve.service.images.plan import ImagePlan
 from diffserve.service.images.service import NO_IMAGE, ImageService
 from diffserve.service.lifecycle import (
@@ -106,15 +107,14 @@ class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
         return InvalidRequest(error.message, param=param, code=error.code)
 
 
-class Responses(Endpoint[ResponseBody, ResponsePlan]):
+class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
     """Endpoint of ``/v1/responses`` and handlers of the routes of stored responses."""
 
     body = ResponseBody
     ending = b""
 
     def __init__(self, service: ImageService, *, store: ResponseStore, conversations: Conversations) -> None:
-        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
-        self._service = service
+        super().__init__(service)
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._logs: dict[str, EventLog] = {}  # event logs of streamed background responses, by id
         self.store = store
@@ -136,7 +136,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
             raise too_long(TEXT_BODY_BYTES)
         return body
 
-    async def _plan(self, body: ResponseBody, request: Request, client: str) -> tuple[ResponsePlan, AdmissionSlot]:
+    async def _plan(self, body: ResponseBody, request: Request, client: str) -> ResponsePlan:
         tool, owner = tool_of(body), owner_of(request)
         check_background(body)
         await self._service.read_files(request, body)
@@ -145,12 +145,10 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         turns = (*earlier, *input_turns)
         suffix = request.state.request_id.rpartition("-")[2]
         warnings, end_ids, text, images = body.warnings, frozenset[int](), None, None
-        slot: AdmissionSlot
         if tool is None:
             info = check_language_model(body.model, self._engine.text_info, self._engine.models)
             text = plan_text(body, turns, input_turns, info, self._config, f"txt-{suffix}")
             text = msgspec.structs.replace(text, client=client, share=share_of(request))
-            slot = self._admission.texts.entered(client, 1, priority=text.priority)
             model, end_ids = info.model_id, frozenset(info.end_ids)
         else:
             image_model = self._image_model(body, tool)
@@ -164,12 +162,11 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                 raise in_tool(error) from None
             except ModelNotFound as error:
                 raise ModelNotFound(error.message, param="tools[0].model") from None
-            slot = self._service.admit(images)
             model = images.request.model
             warnings += images.warnings
             if body.instructions:
                 warnings.append("instructions do not change an image.")
-        plan = ResponsePlan(
+        return ResponsePlan(
             head=head_of(body, f"resp_{suffix}", int(time.time()), model),
             owner=owner,
             turns=turns,
@@ -181,7 +178,12 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
             warnings=tuple(warnings),
             is_stream=bool(body.stream),
         )
-        return plan, slot
+
+    def _admit(self, plan: ResponsePlan, client: str) -> AbstractContextManager[Ticket]:
+        if plan.images is not None:
+            return self._service.admit(plan.images)
+        assert plan.text is not None
+        return self._admission.texts.entered(client, 1, priority=plan.text.priority)
 
     def _earlier_turns(self, body: ResponseBody, owner: str) -> tuple[Turn, ...]:
         """Return the turns of the conversation that ``body`` continues. Raises InvalidRequest or HttpError 404."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -20,12 +21,11 @@ from diffserve.api.text_types import (
     TextRequest,
     TextUsage,
 )
-from diffserve.service.admission import Admission, Ticket, share_of
-from diffserve.service.endpoint import AdmissionSlot, Endpoint
-from diffserve.service.engine.engines import Engines
+from diffserve.service.admission import Ticket, share_of
+from diffserve.service.endpoint import Endpoint, ServiceContext
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events, event
-from diffserve.service.lifecycle import Gate, json_response, read_json
+from diffserve.service.lifecycle import json_response, read_json
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import ChatAnswers, CompletionAnswers, Dialect, chunk, usage
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
@@ -44,14 +44,16 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
     plan: Plan[SamplingT]
     dialect: type[Dialect]
 
-    async def _plan(self, body: SamplingT, request: Request, client: str) -> tuple[CheckedTexts, AdmissionSlot]:
+    async def _plan(self, body: SamplingT, request: Request, client: str) -> CheckedTexts:
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
-        share, num = share_of(request), len(plan.requests)
+        share = share_of(request)
         requests = tuple(msgspec.structs.replace(item, client=client, share=share) for item in plan.requests)
-        work, priority = sum(item.num_texts for item in requests), requests[0].priority
-        place = self._backlog.entered(client, work, num, num, priority=priority)
-        return msgspec.structs.replace(plan, requests=requests), place
+        return msgspec.structs.replace(plan, requests=requests)
+
+    def _admit(self, plan: CheckedTexts, client: str) -> AbstractContextManager[Ticket]:
+        work, num = sum(item.num_texts for item in plan.requests), len(plan.requests)
+        return self._backlog.entered(client, work, num, num, priority=plan.requests[0].priority)
 
     async def _answer(self, plan: CheckedTexts, ticket: Ticket) -> Response:
         finished: dict[int, TextFinished] = {}
@@ -113,15 +115,12 @@ class ChatCompletions(Completions[ChatBody]):
 
     def __init__(
         self,
-        engine: Engines,
-        config: ServeConfig,
-        gate: Gate,
-        admission: Admission,
+        context: ServiceContext,
         *,
         painter: Callable[[Request], Awaitable[Response]],
         wants_picture: Callable[[bytes], bool],
     ) -> None:
-        super().__init__(engine, config, gate, admission)
+        super().__init__(context)
         self._painter = painter
         self._wants_picture = wants_picture
 

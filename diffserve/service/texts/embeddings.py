@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from diffserve.api.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.types import MAX_PROMPT_CHARS, ModelInfo
 from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.endpoint import Endpoint, RequestPlan
 from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.http.streams import Events
 from diffserve.service.lifecycle import json_response
@@ -73,12 +74,14 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     def _backlog(self) -> Backlog:
         return self._admission.embeddings
 
-    async def _plan(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, AdmissionSlot]:
+    async def _plan(self, body: EmbeddingBody, request: Request, client: str) -> EmbeddingPlan:
         info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
-        plan = plan_embedding(body, info, self._config, request.state.request_id)
-        request_, num_inputs = plan.request, plan.request.num_inputs
-        self._backlog.check_deadline(num_inputs, request_.deadline_s, request_.priority)
-        return plan, self._backlog.entered(client, num_inputs, priority=request_.priority)
+        return plan_embedding(body, info, self._config, request.state.request_id)
+
+    def _admit(self, plan: EmbeddingPlan, client: str) -> AbstractContextManager[Ticket]:
+        request, num_inputs = plan.request, plan.request.num_inputs
+        self._backlog.check_deadline(num_inputs, request.deadline_s, request.priority)
+        return self._backlog.entered(client, num_inputs, priority=request.priority)
 
     async def _answer(self, plan: EmbeddingPlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:

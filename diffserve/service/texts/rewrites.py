@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
 from diffserve.api.types import RewriteOptions
 from diffserve.service.admission import Ticket, share_of
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.endpoint import Endpoint, RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
@@ -38,11 +39,13 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
     asks = "chat"
     body = RewriteBody
 
-    async def _plan(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, AdmissionSlot]:
+    async def _plan(self, body: RewriteBody, request: Request, client: str) -> RewritePlan:
         check_language_model(body.model, self._engine.text_info, self._engine.models)
         name, share = request.state.request_id, share_of(request)
-        plan = plan_rewrite(body, self._config, name, client=client, share=share)
-        return plan, self._backlog.entered(client, plan.request.num_prompts, priority=plan.request.priority)
+        return plan_rewrite(body, self._config, name, client=client, share=share)
+
+    def _admit(self, plan: RewritePlan, client: str) -> AbstractContextManager[Ticket]:
+        return self._backlog.entered(client, plan.request.num_prompts, priority=plan.request.priority)
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0), is_whole=True) as job:
