@@ -7,17 +7,11 @@ the native size for images and in texts for texts; its duration is estimated fro
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import random
-import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
-
-from starlette.requests import Request
 
 from diffserve.api.embedding_types import Embedded
 from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
@@ -36,12 +30,11 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
-from diffserve.client.on_behalf import HEADER, Asker, asker_in
 from diffserve.models.few_step import begin_with_loras
-from diffserve.service.http.hosts import address_of
+from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
-from diffserve.store.usage import Used
+from diffserve.store.usage import UsageCounts
 from schedulers import SAMPLERS, resolve_sampler
 
 WAITING_PER_FREE_PLACE: Final = 7
@@ -52,15 +45,11 @@ LONGEST_RETRY_S: Final = 50.0
 JITTER: Final = 0.2
 """Random relative change of Retry-After, so that clients that were refused together do not return together."""
 
-MAX_KEYS_PER_ADDRESS: Final = 8
 BATCH: Final = "batch/"
 """Prefix of the client names of batches, so that batch work does not count against the key's other requests."""
 
-IPV6_NETWORK_BITS: Final = 64
-"""Length of the IPv6 prefix that counts as one client: a provider assigns a network of this size to a customer."""
 
-
-Count = Callable[[str, Used], None]
+Count = Callable[[str, UsageCounts], None]
 
 
 class Admission:
@@ -157,11 +146,11 @@ class Ticket:
         match event:
             case Painted(result=result):
                 evaluations = 0 if result.cached else result.num_evaluations
-                self._used(Used(pictures=1, evaluations=evaluations + result.discarded_evaluations))
+                self._used(UsageCounts(pictures=1, evaluations=evaluations + result.discarded_evaluations))
             case TextFinished(usage=usage) | RewriteFinished(usage=usage):
-                self._used(Used(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
+                self._used(UsageCounts(input_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens))
             case Embedded(num_tokens=num_tokens):
-                self._used(Used(input_tokens=num_tokens))
+                self._used(UsageCounts(input_tokens=num_tokens))
 
     def watch(self, event: object) -> None:
         """Update the ticket from an event of images or embeddings, or from the error that ends them."""
@@ -190,7 +179,7 @@ class Ticket:
             case Failed() | Cancelled() | DiffserveError():
                 self.give_up(part)
 
-    def _used(self, used: Used) -> None:
+    def _used(self, used: UsageCounts) -> None:
         self._count(_key_of(self.client), used)
 
     def _update_cost(self, done: float) -> None:
@@ -271,7 +260,7 @@ class Backlog:
         """Admit a request for the length of the block and yield its ticket. Raises QueueFull if there is no room."""
         self.check(client, priority)
         ticket = Ticket(client, cost, num_parts, num_places, self._record_work, self._count, priority)
-        self._count(_key_of(client), Used(requests=1))
+        self._count(_key_of(client), UsageCounts(requests=1))
         self._tickets[ticket] = self._clock()
         self._record_work(0.0)
         try:
@@ -379,72 +368,3 @@ def _queue_full(message: str, seconds: float | None) -> QueueFull:
     share = random.uniform(1.0 - JITTER, 1.0 + JITTER)
     retry_after_s = max(1.0, min(seconds or 1.0, LONGEST_RETRY_S) * share)
     return QueueFull(f"{message}; try again in about {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
-
-
-def share_of(request: Request) -> float:
-    """Return the weight of the request's key relative to other keys."""
-    share: float = request.scope.get("state", {}).get("key_share", 1.0)
-    return share
-
-
-class Clients:
-    """Names of the clients that have requests in progress.
-
-    A client is an API key, else an address and what it sends as a key. Names are digests with a salt of this process.
-    At one address at most ``MAX_KEYS_PER_ADDRESS`` keys are told apart, so invented keys only divide the address's
-    share.
-
-    Args:
-        trusted_proxies: Addresses whose X-Forwarded-For header is trusted.
-    """
-
-    def __init__(self, trusted_proxies: Sequence[str] = ()) -> None:
-        self._trusted = frozenset(trusted_proxies)
-        self._salt = secrets.token_bytes(16)
-        self._keys: dict[str, Counter[str]] = {}
-
-    @contextmanager
-    def known(self, request: Request) -> Iterator[str]:
-        """Yield the name of the client of ``request``; it is stable while the client has requests in progress."""
-        state = request.scope.get("state", {})
-        if name := state.get("client") or (f"key/{state['key_id']}" if state.get("key_id") else ""):
-            yield name
-            return
-        asker = asker_in(request.headers.get(HEADER))
-        address = self._digest(_network(self._address(request, asker)))
-        key = self._digest(asker.key if asker else request.headers.get("authorization", ""))
-        keys = self._keys.setdefault(address, Counter())
-        if key not in keys and len(keys) >= MAX_KEYS_PER_ADDRESS:
-            key = "others"
-        keys[key] += 1
-        try:
-            yield f"{address}/{key}"
-        finally:
-            keys[key] -= 1
-            if not keys[key]:
-                del keys[key]
-            if not keys and self._keys.get(address) is keys:
-                del self._keys[address]
-
-    def _address(self, request: Request, asker: Asker | None) -> str:
-        """Return the nearest address that is not a trusted proxy."""
-        address = request.client.host if request.client is not None else ""
-        options = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
-        if asker is not None:
-            *options, address = (item.strip() for item in asker.addresses.split(","))
-        while address in self._trusted and options and options[-1].strip():
-            address = options.pop().strip()[:64]
-        return address
-
-    def _digest(self, text: str) -> str:
-        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, key=self._salt).hexdigest()
-
-
-def _network(address: str) -> str:
-    """Return an IPv4 address unchanged and the network of an IPv6 address."""
-    parsed = address_of(address)
-    if not isinstance(parsed, ipaddress.IPv6Address):
-        return str(parsed or address)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed.packed, IPV6_NETWORK_BITS), strict=False))

@@ -22,32 +22,29 @@ from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Admission
-from diffserve.service.capabilities import Offer, capabilities, models_told
 from diffserve.service.endpoint import Endpoint as WorkEndpoint
 from diffserve.service.endpoint import ServiceContext
 from diffserve.service.engine.engines import Engines, refuse_unready
+from diffserve.service.http.addresses import HostNames, PublicPath, is_loopback
 from diffserve.service.http.bodies import Body, explain, show
 from diffserve.service.http.docs import add_docs
 from diffserve.service.http.errors import A1111, HttpError, reply_for, routing_error
 from diffserve.service.http.forms import MEDIA_TYPE
-from diffserve.service.http.hosts import HostNames, is_loopback
 from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, HeadAsGet, OriginGuard, Outermost
 from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describe_api
-from diffserve.service.http.public_path import PublicPath
 from diffserve.service.http.routing import ApiRoute
-from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.image_endpoint import ImageEndpoint
 from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.images.image_store import ROUTE, ImageStore
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import UPLOADS, EditBody, GenerateBody, VariationBody
 from diffserve.service.images.service import ImageChecks, ImageService
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate, InFlight
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
-from diffserve.service.models import is_alias, model_entry, model_list
+from diffserve.service.models import Offer, capabilities, describe_models, is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
 from diffserve.service.responses.chat_images import ChatImages, wants_image
 from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
@@ -106,7 +103,7 @@ def create_app(
 ) -> FastAPI:
     """Create the application over a running ``engine``; the caller starts and stops the engine and closes ``gate``.
 
-    Background work of the application is collected in ``app.state.beside``; the caller runs it.
+    Background work of the application is collected in ``app.state.background_tasks``; the caller runs it.
 
     Args:
         engine: The engines.
@@ -125,7 +122,7 @@ def create_app(
     app.router.route_class = ApiRoute
     app.state.engine = engine
     app.state.body_schemas = dict[str, Any]()
-    app.state.beside = list[Callable[[], Coroutine[Any, Any, None]]]()
+    app.state.background_tasks = list[Callable[[], Coroutine[Any, Any, None]]]()
     owners = Owners(config, ring)
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
     app.state.endpoints = dict[str, Endpoint]()  # endpoints that submit work, by path
@@ -234,7 +231,7 @@ def _add_debug(app: FastAPI, engine: Engines) -> None:
     @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
-            raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
+            raise HttpError(403, "request ids are shown on the server's own machine only.", code="local_only")
         num_requests = await engine.num_requests()
         return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.trace()})
 
@@ -250,7 +247,7 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
 
     def model_fields() -> dict[str, dict[str, Any]]:
         require_models()
-        return models_told(app.state.offers, engine.models, engine.text_info, config)
+        return describe_models(app.state.offers, engine.models, engine.text_info, config)
 
     @app.get("/v1/capabilities", summary="Fields with their bounds, models and limits")
     async def get_capabilities() -> Response:
@@ -325,7 +322,7 @@ def _history(
         headers={PROVENANCE: checks.marks.header},
         gone=rows.forget,
     )
-    app.state.beside.append(pictures.sweep_for_ever)
+    app.state.background_tasks.append(pictures.sweep_for_ever)
     is_kept = config.history_days > 0 and config.history_bytes > 0
     return ImageHistory(rows, pictures, owners, urls, is_kept=is_kept)
 
@@ -342,7 +339,7 @@ def _add_stored(
     routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
     summary = "Have many requests worked on, each as a line of a file"
     _post(app, "/v1/batches", routes.create, BatchBody, summary, needs_engine=False)
-    app.state.beside.append(runner.run_for_ever)
+    app.state.background_tasks.append(runner.run_for_ever)
 
 
 def _post(

@@ -207,7 +207,7 @@ SMALL = in_base64(picture(64, 64))
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("txt2img", {"prompt": ""}, "the prompt is empty; say what to paint."),
+        ("txt2img", {"prompt": ""}, "the prompt is empty; describe the image."),
         ("txt2img", {"prompt": "a fox", "steps": "many"}, 'steps is "many"; '),
         ("txt2img", {"prompt": "a fox", "sampler_name": "Magic"}, "Magic"),
         ("txt2img", {"prompt": "a fox", "subseed": 3, "subseed_strength": 1.2}, "subseed_strength is 1.2"),

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import MultipartForm, parse_fields, read_form
-from diffserve.service.images.edit_schemas import EditBody
+from diffserve.service.images.schemas import EditBody
 
 
 @pytest.mark.parametrize(

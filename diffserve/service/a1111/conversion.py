@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 from pydantic import TypeAdapter, ValidationError
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
 from diffserve.api.types import MAX_IMAGES, Picture
@@ -23,8 +24,7 @@ from diffserve.media.infotext_recipe import Recorded, is_enlarged, parse_sent, r
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
-from diffserve.service.a1111.ignored import FILL, has_effect, ignored
-from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
@@ -144,11 +144,8 @@ def convert_body(
         InvalidRequest: Something in the body cannot be used.
     """
     body, recorded = _fill_from_infotext(body, refused, models)
-    if body.num_images > MAX_IMAGES:
-        raise InvalidRequest(
-            f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} images are generated at a time.",
-            param="batch_size",
-        )
+    message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} images are generated at a time."
+    check(body.num_images <= MAX_IMAGES, message, "batch_size")
     if body.script_name not in (None, "", "None"):
         raise HttpError(422, f"there is no script {show(body.script_name)}; none is run here.", code="unknown_script")
     overridden = body.override_settings or {}
@@ -180,8 +177,8 @@ def convert_body(
         values["controlnets"] = choices
     if body.refiner_checkpoint not in (None, "", "None"):
         values |= {"refiner": True, "switch_at": body.refiner_switch_at}
-    if not isinstance(body, Img2ImgBody) and not prompt.strip():
-        raise InvalidRequest("the prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
+    message = "the prompt is empty; describe the image."
+    check(isinstance(body, Img2ImgBody) or bool(prompt.strip()), message, "prompt", "empty_prompt")
     if body.width is not None or body.height is not None:
         side = body.width or body.height
         values |= {"width": body.width or side, "height": body.height or side}

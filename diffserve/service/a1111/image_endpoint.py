@@ -23,9 +23,8 @@ from diffserve.media.images import encode_image
 from diffserve.media.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
 from diffserve.media.start_picture import StartPicture
 from diffserve.service.a1111.conversion import USUAL_STEPS, Hires, convert_body, start_of, warnings_of
-from diffserve.service.a1111.ignored import ignored_refiner
 from diffserve.service.a1111.jobs import Jobs, PolledJob
-from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody, ignored_refiner
 from diffserve.service.a1111.styles import read_styles
 from diffserve.service.admission import Ticket
 from diffserve.service.endpoint import RequestPlan

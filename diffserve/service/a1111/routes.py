@@ -18,12 +18,11 @@ from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.loras import LoraFolders
 from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
 from diffserve.service.a1111.conversion import LANCZOS, NEAREST
-from diffserve.service.a1111.ignored import ignored_settings
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
-from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody
+from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
 from diffserve.service.a1111.styles import FILE, read_styles
-from diffserve.service.admission import Clients
 from diffserve.service.engine.engines import Engines
+from diffserve.service.http.addresses import Clients
 from diffserve.service.http.errors import A1111 as PREFIX
 from diffserve.service.http.errors import CONTROLNET
 from diffserve.service.images.fetching import Fetcher

@@ -189,10 +189,10 @@ def error_of(event: Failed) -> DiffserveError:
         return ABOUT_SERVER[event.code](event.message)
     if event.param is not None:
         return InvalidRequest(event.message, param=event.param, code=event.code)
-    return DiffserveError(told(event), code=event.code)
+    return DiffserveError(failure_message(event), code=event.code)
 
 
-def told(event: Failed | ImageFailed) -> str:
+def failure_message(event: Failed | ImageFailed) -> str:
     """Return the message of a failure, without details of internal errors."""
     return OUR_MISTAKE if event.code == DiffserveError.default_code else event.message
 

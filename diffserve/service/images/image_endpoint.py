@@ -15,11 +15,10 @@ from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events
-from diffserve.service.images.edit_schemas import MAX_PICTURES, StartBody
 from diffserve.service.images.inputs import read_repeated
 from diffserve.service.images.openai_encoder import OpenAIEncoder, encode_answer
 from diffserve.service.images.plan import ImagePlan
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import MAX_PICTURES, GenerateBody, StartBody
 from diffserve.service.images.service import ImageService
 from diffserve.service.lifecycle import PARSE_IN_THREAD_BYTES, json_response, owner_of, read_body, read_json
 from diffserve.service.threads import ANSWERS

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader
@@ -18,8 +19,7 @@ from diffserve.media.infotext import parse_infotext
 from diffserve.media.infotext_recipe import parse_sent, request_of
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.service.http.bodies import check_shape, parse, show
-from diffserve.service.images.edit_schemas import AnyImage, EditBody, StartBody, VariationBody
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import AnyImage, EditBody, GenerateBody, StartBody, VariationBody
 
 STRENGTH: Final = 0.75
 HIGH_FIDELITY_STRENGTH: Final = 0.5
@@ -69,9 +69,8 @@ def image_bytes(text: str, name: str) -> bytes:
         InvalidRequest: ``text`` is a URL, is empty, or is not base64. The error names the parameter ``name``.
     """
     header = _DATA_URL.match(text)
-    if header is None and is_address(text):
-        message = f"{name} is an address, and nothing is fetched here; send the picture as a data URL of it."
-        raise InvalidRequest(message, param=name, code="url_not_allowed")
+    message = f"{name} is an address, and nothing is fetched here; send the picture as a data URL of it."
+    check(header is not None or not is_address(text), message, name, "url_not_allowed")
     try:
         digits = text[header.end() if header else 0 :].encode("ascii").translate(None, _WHITE_SPACE)
         num_padding = len(digits) - len(digits.rstrip(b"="))
@@ -80,8 +79,7 @@ def image_bytes(text: str, name: str) -> bytes:
     except (binascii.Error, ValueError):
         message = f"{name} is not base64; send a PNG, JPEG or WebP file in base64, or as a data URL of it."
         raise InvalidRequest(message, param=name, code="invalid_image") from None
-    if not data:
-        raise InvalidRequest(f"the {name} is empty; send a PNG, JPEG or WebP file.", param=name, code="invalid_image")
+    check(bool(data), f"the {name} is empty; send a PNG, JPEG or WebP file.", name, "invalid_image")
     return data
 
 
@@ -103,10 +101,9 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
     """
     files = [*body.uploads.get("image", []), *body.uploads.get("images", [])]
     files += [_reference_bytes(image, "image") for image in body.pictures()]
-    if not files:
-        message = "image is missing; upload a PNG, JPEG or WebP file, send it in base64, "
-        message += 'or name one of /v1/files: "image": {"file_id": "..."}.'
-        raise InvalidRequest(message, param="image", code="missing_required_parameter")
+    message = "image is missing; upload a PNG, JPEG or WebP file, send it in base64, "
+    message += 'or name one of /v1/files: "image": {"file_id": "..."}.'
+    check(bool(files), message, "image", "missing_required_parameter")
     warnings: list[str] = []
     image, transparent = reader.decode_with_mask(files[0])
     check_large_enough(image, "image")
@@ -115,8 +112,7 @@ def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody
         warnings.append(f"{len(files)} images were sent; the model starts from one, the first is used.")
     mask_field = body.mask if isinstance(body, EditBody) else None
     masks = [*body.uploads.get("mask", []), *([] if mask_field is None else [_reference_bytes(mask_field, "mask")])]
-    if len(masks) > 1:
-        raise InvalidRequest(f"{len(masks)} masks were sent; send one.", param="mask")
+    check(len(masks) <= 1, f"{len(masks)} masks were sent; send one.", "mask")
     if masks:
         mask = reader.decode_mask(masks[0])
     elif mask is not None:
@@ -186,6 +182,5 @@ def refuse_infotext(body: GenerateBody) -> None:
     Raises:
         InvalidRequest: The body has an infotext.
     """
-    if body.infotext:
-        message = "infotext is taken in a JSON body of /v1/images/generations, edits and variations; give the fields."
-        raise InvalidRequest(message, param="infotext", code="unsupported_parameter")
+    message = "infotext is taken in a JSON body of /v1/images/generations, edits and variations; give the fields."
+    check(not body.infotext, message, "infotext", "unsupported_parameter")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,7 +19,7 @@ import msgspec
 from diffserve.api.errors import ModerationBlocked
 from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.media.infotext import write_infotext
-from diffserve.service.http.errors import told as message_of
+from diffserve.service.http.errors import failure_message
 from diffserve.service.http.streams import event as encode_event
 from diffserve.service.images.image_store import new_name
 from diffserve.service.images.plan import ImagePlan
@@ -60,14 +61,74 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     }
 
 
-class Collector:
-    """Collects the finished images of a request for an answer that is not streamed; an ``EventEncoder``.
+class EventEncoder(ABC):
+    """Base class of encoders of a request's events; a method returns None if the protocol has no such event.
+
+    ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
+    """
+
+    encodes_images = True
+
+    def __init__(self, plan: ImagePlan) -> None:
+        self._plan = plan
+        self._num_partials: Counter[int] = Counter()
+        self._last_progress_s: dict[int, float] = {}
+
+    @abstractmethod
+    def queued(self, event: Accepted | Queued) -> bytes | None:
+        """Encode the queue position; the first event means that the engine accepted the request."""
+
+    @abstractmethod
+    def progressed(self, progress: Progress) -> bytes | None:
+        """Encode the completed steps and the time left."""
+
+    @abstractmethod
+    def partial(self, preview: Preview) -> bytes | None:
+        """Encode a preview."""
+
+    @abstractmethod
+    def completed(self, result: ImageResult, warnings: list[str]) -> bytes | None:
+        """Encode a finished image. Raises ModerationBlocked if the safety filter blocks it."""
+
+    @abstractmethod
+    def image_failed(self, failed: ImageFailed) -> bytes | None:
+        """Encode the failure of one image."""
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
+        """Encode that the safety filter blocked an image; a request for one image fails instead."""
+        if self._plan.request.num_images == 1:
+            return None
+        failed = ImageFailed(
+            request_id=result.request_id, image_index=result.image_index, code=error.code, message=error.message
+        )
+        return self.image_failed(failed)
+
+    def _is_progress_due(self, progress: Progress) -> bool:
+        """Return whether to report ``progress``: the last step, or ``PROGRESS_INTERVAL_S`` after the last report."""
+        now_s, index = time.monotonic(), progress.image_index
+        is_last = progress.step_index == progress.num_steps
+        if not is_last and now_s - self._last_progress_s.get(index, 0.0) < PROGRESS_INTERVAL_S:
+            return False
+        self._last_progress_s[index] = now_s
+        return True
+
+    def _encode_preview(self, preview: Preview) -> tuple[int, str, dict[str, Any]]:
+        """Return the number of a preview of its image, its file in base64, and the fields that describe the file."""
+        index, picture = preview.image_index, preview.picture
+        number = self._num_partials[index]
+        self._num_partials[index] += 1
+        file = base64.b64encode(self._plan.preview_file(picture)).decode("ascii")
+        return number, file, delivery_fields(self._plan) | {"size": f"{picture.width_px}x{picture.height_px}"}
+
+
+class Collector(EventEncoder):
+    """Collects the finished images of a request for an answer that is not streamed.
 
     ``encode`` returns the protocol's form of a finished image and is called in a thread; None: only results are wanted.
     """
 
     def __init__(self, plan: ImagePlan, encode: Callable[[ImageResult], dict[str, Any]] | None = None) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._encode = encode
         self.encodes_images = encode is not None
         self._images: dict[int, tuple[ImageResult, dict[str, Any]]] = {}
@@ -108,7 +169,7 @@ class Collector:
     def image_failed(self, failed: ImageFailed) -> None:
         """Record a lost image."""
         self.failures.append(failed)
-        self._warnings.append(f"image {failed.image_index} failed: {message_of(failed)}")
+        self._warnings.append(f"image {failed.image_index} failed: {failure_message(failed)}")
 
     def withheld(self, result: ImageResult, error: ModerationBlocked) -> None:
         """Record a blocked image."""
@@ -183,32 +244,12 @@ def timings(result: ImageResult) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(result.timings).items()}
 
 
-class Throttle:
-    """Limits progress events to one per image and ``PROGRESS_INTERVAL_S``."""
-
-    def __init__(self) -> None:
-        self._last_s: dict[int, float] = {}
-
-    def allows(self, progress: Progress) -> bool:
-        """Return whether to report ``progress``; the last step always is."""
-        now_s, index = time.monotonic(), progress.image_index
-        is_last = progress.step_index == progress.num_steps
-        if not is_last and now_s - self._last_s.get(index, 0.0) < PROGRESS_INTERVAL_S:
-            return False
-        self._last_s[index] = now_s
-        return True
-
-
-class OpenAIEncoder:
-    """Encodes the events of one request; an ``EventEncoder``."""
-
-    encodes_images = True
+class OpenAIEncoder(EventEncoder):
+    """Encodes the events of one request."""
 
     def __init__(self, plan: ImagePlan) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._prefix = "image_generation" if plan.start is None else "image_edit"
-        self._num_partials: Counter[int] = Counter()
-        self._throttle = Throttle()
 
     def queued(self, event: Accepted | Queued) -> bytes | None:
         """Encode the queue position and the seconds until all images are done; the first event has the seed."""
@@ -218,7 +259,7 @@ class OpenAIEncoder:
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Encode the completed steps and the seconds left; None if the last such event is too recent."""
-        if not self._throttle.allows(progress):
+        if not self._is_progress_due(progress):
             return None
         return self._progress(
             image_index=progress.image_index,
@@ -230,15 +271,12 @@ class OpenAIEncoder:
 
     def partial(self, preview: Preview) -> bytes:
         """Encode a preview at its own size, in the format of the finished images."""
-        picture, plan = preview.picture, self._plan
-        index = self._num_partials[preview.image_index]
-        self._num_partials[preview.image_index] += 1
-        file = plan.preview_file(picture)
+        number, file, fields = self._encode_preview(preview)
         return self._event(
             PARTIAL,
-            b64_json=base64.b64encode(file).decode("ascii"),
-            partial_image_index=index,
-            **delivery_fields(plan) | {"size": f"{picture.width_px}x{picture.height_px}"},
+            b64_json=file,
+            partial_image_index=number,
+            **fields,
             image_index=preview.image_index,
             step=preview.step_index,
         )
@@ -259,12 +297,8 @@ class OpenAIEncoder:
 
     def image_failed(self, failed: ImageFailed) -> bytes:
         """Encode the failure of one image; its type is not "error", which ends the stream for OpenAI's clients."""
-        failure = {"code": failed.code, "message": message_of(failed)}
+        failure = {"code": failed.code, "message": failure_message(failed)}
         return self._event(IMAGE_FAILED, image_index=failed.image_index, failure=failure)
-
-    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
-        """Encode that the safety filter blocked an image; a request for one image fails instead."""
-        return self.image_failed(blocked_image(result, error)) if self._plan.request.num_images > 1 else None
 
     def _progress(self, **fields: Any) -> bytes | None:
         if not self._plan.has_progress:
@@ -276,10 +310,3 @@ class OpenAIEncoder:
         kind = f"{self._prefix}.{kind}"
         head = {"type": kind, "created_at": int(time.time()), "id": self._plan.request.request_id}
         return encode_event(head | fields, kind)
-
-
-def blocked_image(result: ImageResult, error: ModerationBlocked) -> ImageFailed:
-    """Return the failure event of an image that the safety filter blocked."""
-    return ImageFailed(
-        request_id=result.request_id, image_index=result.image_index, code=error.code, message=error.message
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import MicroConditioning
 from diffserve.api.types import SWITCH_AT, DiffusionParams, Picture
@@ -57,13 +58,11 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
         _check_agree(schedule, "sigma_schedule", implied_schedule, f"scheduler {show(body.scheduler)}", "scheduler")
         schedule = schedule or implied_schedule
     elif body.scheduler is not None:
-        if sampler is not None:
-            raise InvalidRequest(
-                f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
-                f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}.",
-                param="scheduler",
-                code="unknown_scheduler",
-            )
+        message = (
+            f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
+            f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}."
+        )
+        check(sampler is None, message, "scheduler", "unknown_scheduler")
         sampler = body.scheduler
     if sampler is not None:
         _check_sampler(sampler)
@@ -113,10 +112,8 @@ def _sizes(body: GenerateBody) -> MicroConditioning | None:
 
 def _check_agree(value: str | None, name: str, other_value: str | None, source: str, param: str) -> None:
     """Check that two fields do not name different sigma schedules. Raises InvalidRequest."""
-    if value is not None and other_value is not None and value != other_value:
-        raise InvalidRequest(
-            f"{name} is {show(value)} and {source} says {show(other_value)}; give one of them.", param=param
-        )
+    message = f"{name} is {show(value)} and {source} says {show(other_value)}; give one of them."
+    check(None in (value, other_value) or value == other_value, message, param)
 
 
 def _check_sampler(name: str) -> None:
@@ -125,24 +122,17 @@ def _check_sampler(name: str) -> None:
         resolve_sampler(shortened)
     except UnknownSampler as error:
         raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
-    if shortened != name:  # too long to be compared with every known name
-        raise InvalidRequest(
-            f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}.",
-            param="sampler",
-            code="unknown_sampler",
-        )
+    message = f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}."
+    check(shortened == name, message, "sampler", "unknown_sampler")
 
 
 def _check_listed(name: str, value: str | None, allowed: Iterable[str]) -> None:
-    if value is not None and value not in allowed:
-        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(allowed)}.", param=name)
+    check(value is None or value in allowed, f"{name} is {show(value)}; it must be one of {', '.join(allowed)}.", name)
 
 
 def _one_of(body: GenerateBody, name: str, other: str) -> Any:
     """Return the value of a field that has two names. Raises InvalidRequest if the two differ."""
     first, second = getattr(body, name), getattr(body, other)
-    if first is not None and second is not None and first != second:
-        raise InvalidRequest(
-            f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them.", param=name
-        )
+    message = f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them."
+    check(first is None or second is None or first == second, message, name)
     return second if first is None else first

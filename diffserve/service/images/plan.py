@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import A1111, in_a1111
 from diffserve.api.sizes import SizePlan, fit_controls, plan_size
@@ -246,12 +247,12 @@ def _wants_urls(body: GenerateBody) -> bool:
 
 
 def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
-    if body.response_format == "url" and config.url_pictures_bytes == 0:
-        message = "response_format is 'url'; this server stores no images, ask for 'b64_json'."
-        raise InvalidRequest(message, param="response_format", code="unsupported_value")
-    if body.background == "transparent":
-        message = "background is 'transparent'; this model generates opaque images, ask for 'opaque' or 'auto'."
-        raise InvalidRequest(message, param="background", code="unsupported_value")
+    message = "response_format is 'url'; this server stores no images, ask for 'b64_json'."
+    check(
+        body.response_format != "url" or config.url_pictures_bytes > 0, message, "response_format", "unsupported_value"
+    )
+    message = "background is 'transparent'; this model generates opaque images, ask for 'opaque' or 'auto'."
+    check(body.background != "transparent", message, "background", "unsupported_value")
 
 
 def _preview_every(request: GenerationRequest, info: ModelInfo, num_previews: int) -> int:
@@ -278,12 +279,8 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
         return size
     if body.width is None or body.height is None:
         raise InvalidRequest("give width and height together, or size.", param="size", code="invalid_size")
-    if size not in (None, (body.width, body.height)):
-        raise InvalidRequest(
-            f"size is {body.size} but width and height are {body.width} and {body.height}; give one of them.",
-            param="size",
-            code="invalid_size",
-        )
+    message = f"size is {body.size} but width and height are {body.width} and {body.height}; give one of them."
+    check(size in (None, (body.width, body.height)), message, "size", "invalid_size")
     return body.width, body.height
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -21,24 +21,23 @@ from diffserve.logs import reason_of
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader, shared_decoders
 from diffserve.media.provenance import Marks
-from diffserve.service.admission import Ticket, share_of, work_of
+from diffserve.service.admission import Ticket, work_of
 from diffserve.service.endpoint import ServiceContext
+from diffserve.service.http.addresses import share_of
 from diffserve.service.http.streams import Events
-from diffserve.service.images.edit_schemas import StartBody
-from diffserve.service.images.encoding_queue import EncodingQueue
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.images.image_store import ImageStore, ImageUrls, base_url_of
 from diffserve.service.images.inputs import Start, read_start
-from diffserve.service.images.openai_encoder import Collector, image_entry
+from diffserve.service.images.openai_encoder import Collector, EventEncoder, image_entry
 from diffserve.service.images.plan import ImagePlan, plan_images
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import GenerateBody, StartBody
 from diffserve.service.lifecycle import while_connected
 from diffserve.service.models import find_model, refused_fields
 from diffserve.service.safety import Safety
 from diffserve.service.stored.file_pictures import FilePictures
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.service.threads import ANSWERS
+from diffserve.service.threads import ANSWERS, EncodingQueue
 from diffserve.settings.config import Settings
 
 P = ParamSpec("P")
@@ -83,35 +82,6 @@ class ImageChecks(NamedTuple):
         """Stop the safety filter."""
         if self.safety is not None:
             self.safety.stop()
-
-
-class EventEncoder(Protocol):
-    """Encodes the events of a request for one protocol; a method returns None if the protocol has no such event.
-
-    ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
-    """
-
-    @property
-    def encodes_images(self) -> bool:
-        """Whether ``partial`` and ``completed`` encode image files."""
-
-    def queued(self, event: Accepted | Queued) -> bytes | None:
-        """Encode the queue position; the first event means that the engine accepted the request."""
-
-    def progressed(self, progress: Progress) -> bytes | None:
-        """Encode the completed steps and the time left."""
-
-    def partial(self, preview: Preview) -> bytes | None:
-        """Encode a preview."""
-
-    def completed(self, result: ImageResult, warnings: list[str]) -> bytes | None:
-        """Encode a finished image. Raises ModerationBlocked if the safety filter blocks it."""
-
-    def image_failed(self, failed: ImageFailed) -> bytes | None:
-        """Encode the failure of one image."""
-
-    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
-        """Encode that the safety filter blocked an image."""
 
 
 class ImageService:
@@ -345,7 +315,7 @@ class ImageService:
             yield
         finally:
             if traces is not None:
-                traces.beside(request_id, name, started_ns, **attributes)
+                traces.record_span(request_id, name, started_ns, **attributes)
 
 
 def _log_failure(event: ImageFailed) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.text_types import MAX_MESSAGES
 from diffserve.media.images import MEDIA_TYPES
@@ -32,10 +33,9 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.images.service import ImageService
 from diffserve.service.lifecycle import in_thread_if_long, json_response, read_json
 from diffserve.service.models import find_model, is_alias
-from diffserve.service.responses.follow_ups import prompt_of
 from diffserve.service.responses.response_plan import plan_image
 from diffserve.service.responses.schemas import PAINTS, Tool
-from diffserve.service.responses.turns import Turn
+from diffserve.service.responses.turns import Turn, prompt_of
 from diffserve.service.texts.schemas import REFUSED, ChatBody
 from diffserve.service.threads import ANSWERS
 
@@ -184,11 +184,8 @@ class ChatImages(ImageEndpoint):
 
 def _check_format(response_format: object) -> None:
     kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
-    if kind != "text":
-        message = (
-            f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
-        )
-        raise InvalidRequest(message, param="response_format", code="unsupported_parameter")
+    message = f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
+    check(kind == "text", message, "response_format", "unsupported_parameter")
 
 
 def _turn(message: PictureMessage, place: int) -> Turn:

@@ -14,8 +14,9 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diffserve.api.bounds import check
 from diffserve.api.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, EmbeddingRequest
-from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.errors import DiffserveError
 from diffserve.api.types import MAX_PROMPT_CHARS, ModelInfo
 from diffserve.service.admission import Backlog, Ticket
 from diffserve.service.endpoint import Endpoint, RequestPlan
@@ -130,9 +131,8 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
-    if dimensions > vectors.shape[1]:
-        message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
-        raise InvalidRequest(message, param="dimensions")
+    message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+    check(dimensions <= vectors.shape[1], message, "dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
     shorter = vectors[:, :dimensions]

@@ -11,16 +11,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.bounds import check
+from diffserve.api.errors import DiffserveError
 from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
 from diffserve.api.types import RewriteOptions
-from diffserve.service.admission import Ticket, share_of
+from diffserve.service.admission import Ticket
 from diffserve.service.endpoint import Endpoint, RequestPlan
+from diffserve.service.http.addresses import share_of
 from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
-from diffserve.service.texts.answers import usage
+from diffserve.service.texts.completions import usage
 from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
 from diffserve.settings.config import ServeConfig
 
@@ -118,12 +120,8 @@ def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: Rewriter
 
 def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
     """Return the rewriting options of ``choice``. Raises InvalidRequest about ``param`` for an unknown style."""
-    if choice.style is not None and choice.style not in styles():
-        raise InvalidRequest(
-            f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out.",
-            param=param,
-            code="unknown_style",
-        )
+    message = f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out."
+    check(choice.style is None or choice.style in styles(), message, param, "unknown_style")
     return RewriteOptions(
         style=choice.style,
         seed=None if choice.seed in (None, -1) else choice.seed,

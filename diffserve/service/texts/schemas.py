@@ -183,7 +183,7 @@ class RewriteBody(WorkBody):
     """Wish to be converted to prompts that suit the image model."""
 
     model_config = ConfigDict(title="RewritePromptRequest")
-    hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "describe the image"}
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: ModelName | None = None
