@@ -89,7 +89,7 @@ class Admission:
             lambda: {(item.kind,): limit for item in each if (limit := item.cost_limit) is not None},
             "kind",
         )
-        message = "For how long the one has waited that waits longest, nothing being done for it; 0: nobody waits."
+        message = "Longest time for which a request has waited without any work on it; 0: none waits."
         metrics.watch("queue_age_seconds", message, lambda: {(item.kind,): item.age_s for item in each}, "kind")
 
     @property

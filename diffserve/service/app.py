@@ -141,22 +141,22 @@ def create_app(
     context = ServiceContext(engine, config, gate, admission, InFlight())
     service = ImageService(context, rewriter=rewriter, checks=checks, store=pictures, history=history)
     images = ImageEndpoint(service, GenerateBody)
-    _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
-    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting")
+    _post(app, "/v1/images/generations", images, GenerateBody, "Generate images from a prompt")
+    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Cancel an image request")
     _post(
         app, "/v1/images/generations/{request_id}/interrupt", images.interrupt, None,
-        "End painting early: the request is answered with unfinished pictures",
+        "End an image request early; its answer has the unfinished images",
     )  # fmt: skip
     edits, variations = ImageEndpoint(service, EditBody), ImageEndpoint(service, VariationBody)
-    _post(app, "/v1/images/edits", edits, EditBody, "Paint from a picture and a text", uploads=UPLOADS)
-    _post(app, "/v1/images/variations", variations, VariationBody, "Paint a picture again, otherwise", uploads=UPLOADS)
+    _post(app, "/v1/images/edits", edits, EditBody, "Edit an image with a prompt", uploads=UPLOADS)
+    _post(app, "/v1/images/variations", variations, VariationBody, "Generate variations of an image", uploads=UPLOADS)
     jobs = Jobs()
     txt2img, img2img = A1111Endpoint(service, jobs, Txt2ImgBody), A1111Endpoint(service, jobs, Img2ImgBody)
-    _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Paint from a text")
-    _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Paint from a picture")
+    _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Generate images from a prompt")
+    _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Generate images from an image")
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
     verification = Verification(checks.fetcher, admission.clients)
-    summary = "Say whether a machine painted a picture"
+    summary = "Read the provenance of an image"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, summary, uploads=VERIFY_UPLOADS, needs_engine=False)
     text_context = context._replace(in_flight=InFlight())  # texts are not cancelled by the address of images
     chat = ChatCompletions(text_context, painter=ChatImages(service), wants_picture=wants_image)
@@ -165,13 +165,13 @@ def create_app(
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
     conversations = Conversations()
     responses = Responses(service, store=ResponseStore(), conversations=conversations)
-    _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
+    _post(app, "/v1/responses", responses, ResponseBody, "Create a response: text or images in a conversation")
     _add_responses(app, responses)
     _add_conversations(app, conversations)
     embeddings = EmbeddingEndpoint(text_context)
-    _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Turn texts into vectors")
+    _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Create embeddings of texts")
     rewrites = RewriteEndpoint(text_context)
-    _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
+    _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Rewrite a prompt for the image model")
     _add_health(app, engine, gate)
     if config.debug:
         _add_debug(app, engine)
@@ -213,12 +213,12 @@ def _free_bytes(config: ServeConfig) -> dict[tuple[str, ...], float]:
 
 
 def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
-    @app.get("/livez", summary="Is the process alive?")
+    @app.get("/livez", summary="Whether the process is alive")
     @app.get("/ping", summary="The same")
     async def livez() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", summary="Would a request be painted now?")
+    @app.get("/readyz", summary="Whether the server is ready for requests")
     @app.get("/health", summary="The same")
     async def readyz() -> Response:
         if gate.is_closed:
@@ -228,7 +228,7 @@ def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
 
 
 def _add_debug(app: FastAPI, engine: Engines) -> None:
-    @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
+    @app.get("/debug/trace", summary="Number of requests in the engine, and the requests in the recent UNet calls")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
             raise HttpError(403, "request ids are shown on the server's own machine only.", code="local_only")
@@ -337,7 +337,7 @@ def _add_stored(
     runner = BatchRunner(app, batches, files, owners, admission, endpoints)
     FileRoutes(app, files, batches, owners)
     routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
-    summary = "Have many requests worked on, each as a line of a file"
+    summary = "Create a batch of requests from an uploaded file"
     _post(app, "/v1/batches", routes.create, BatchBody, summary, needs_engine=False)
     app.state.background_tasks.append(runner.run_for_ever)
 

@@ -231,7 +231,7 @@ class Metrics:
         self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
         self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
         self._oom = self._counter("oom", "Pictures given up for want of memory.")
-        description = "Steps of pictures that nobody got; what equal requests share counts for each."
+        description = "Steps of images that were not delivered; steps shared by equal requests count for each."
         self._wasted = self._counter("steps_wasted", description, "reason")
         self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
         for reason in WASTES:

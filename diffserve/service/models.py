@@ -115,7 +115,7 @@ def check_language_model(
         return info
     paints = paints or is_alias(name)
     raise ModelNotFound(
-        f"{show(name)} paints pictures; the language model is {info.model_id}."
+        f"{show(name)} is an image model; the language model is {info.model_id}."
         if paints
         else f"there is no language model {show(name)}; {info.model_id} is loaded.",
         param="model",

@@ -8,11 +8,13 @@ from typing import Any, Final
 from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.micro_conditioning import MicroConditioning
-from diffserve.api.types import SWITCH_AT, DiffusionParams, Picture
+from diffserve.api.types import SWITCH_AT, DiffusionParams, Picture, RewriteOptions
 from diffserve.models.controlnets import Control, digest_of
 from diffserve.models.loras import Lora
 from diffserve.service.http.bodies import show
 from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
+from diffserve.service.texts.rewrites import options_of
+from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
 
 SCHEDULE_TYPES: Final[dict[str, str | None]] = {
@@ -136,3 +138,11 @@ def _one_of(body: GenerateBody, name: str, other: str) -> Any:
     message = f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them."
     check(first is None or second is None or first == second, message, name)
     return second if first is None else first
+
+
+def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
+    """Return how an image's prompt is rewritten, or None. Raises InvalidRequest."""
+    if isinstance(choice, RewriterChoice):
+        return options_of(choice, "prompt_rewriter.style")
+    mode = choice or default
+    return None if mode == "off" else RewriteOptions(force=mode == "force")

@@ -28,11 +28,10 @@ from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
 from diffserve.service.images.image_store import ImageUrls
 from diffserve.service.images.inputs import Start, image_bytes, refuse_infotext
-from diffserve.service.images.parameters import diffusion_of
+from diffserve.service.images.parameters import diffusion_of, rewriting_of
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
-from diffserve.service.texts.rewrites import rewriting_of
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.quality import AUTO, QUALITIES, is_quality, steps_of

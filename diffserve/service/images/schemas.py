@@ -38,9 +38,9 @@ REFUSED: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         ("image", "images", "init_image", "init_images", "mask", "strength", "denoising_strength"),
-        "this endpoint paints from text alone.",
+        "this endpoint takes no images; use /v1/images/edits.",
     ),
-    **dict.fromkeys(("callback_url", "webhook", "webhook_url"), "the server calls nobody back; wait for the answer."),
+    **dict.fromkeys(("callback_url", "webhook", "webhook_url"), "the server makes no callbacks; wait for the answer."),
 }
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -56,7 +56,7 @@ Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
 FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
 INFOTEXT: Final = "The parameters in a picture: they fill what the body leaves out."
-PAINTED: Final = "So many are painted, and the n with the highest scores come back, the best first."
+PAINTED: Final = "Number of images to generate; the n with the highest scores are returned, the best first."
 FIRST: Final = "Whether the language model turns the wish into a prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -65,6 +65,7 @@ Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Edge = Annotated[int, Field(ge=0, le=MAX_SIDE)]
 CropPair = Annotated[list[Edge], Field(min_length=2, max_length=2)]
 Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+LoraScale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]
 SizePair = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
 
@@ -74,11 +75,8 @@ class LoraChoice(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_LORA_CHARS)]
-    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
-    unet_scale: (
-        Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE, description="Of the UNet; scale is the text encoders'.")]
-        | None
-    ) = None
+    scale: LoraScale = 1.0
+    unet_scale: Annotated[LoraScale, Field(description="Of the UNet; scale is the text encoders'.")] | None = None
 
 
 class ControlNetChoice(BaseModel):
@@ -180,8 +178,15 @@ class GenerateBody(SharedBody):
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None
-    refiner: Annotated[bool, Field(description=f"It paints the end, from {SWITCH_AT} on or switch_at.")] | None = None
-    switch_at: Annotated[Fraction, Field(description="The share of the way where the refiner does.")] | None = None
+    refiner: (
+        Annotated[
+            bool, Field(description=f"Denoise the last steps with the refiner, from {SWITCH_AT} or switch_at on.")
+        ]
+        | None
+    ) = None
+    switch_at: (
+        Annotated[Fraction, Field(description="The share of the steps from which on the refiner runs.")] | None
+    ) = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
     _recorded_warnings: tuple[str, ...] = PrivateAttr(default=())
@@ -214,7 +219,7 @@ class ImageReference(BaseModel):
 AnyImage = Base64 | ImageReference
 Images = Annotated[list[AnyImage], Field(min_length=1, max_length=MAX_PICTURES)]
 Strength = Annotated[
-    Fraction, Field(description="How much is repainted; omitted: 1 with a mask, else 0.75, or 0.5 of high fidelity.")
+    Fraction, Field(description="Denoising strength; omitted: 1 with a mask, else 0.75, or 0.5 with high fidelity.")
 ]
 
 

@@ -184,7 +184,7 @@ class ChatImages(ImageEndpoint):
 
 def _check_format(response_format: object) -> None:
     kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
-    message = f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
+    message = f"response_format.type is {show(kind)}, but images are requested, which have no format; leave one out."
     check(kind == "text", message, "response_format", "unsupported_parameter")
 
 

@@ -32,6 +32,8 @@ MAX_DIMENSIONS: Final = 65_536
 
 Input = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=True)]
+MODEL_HELP: Final = "An image model; omitted, or text-embedding-...: the first."
+EmbeddingModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
 Dimensions = Annotated[
     int, Field(ge=1, le=MAX_DIMENSIONS, description="The first so many, at length 1 again; omitted: all there are.")
 ]
@@ -49,10 +51,7 @@ class EmbeddingBody(WorkBody):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )
-    model: (
-        Annotated[str, Field(max_length=256, description="An image model; omitted, or text-embedding-...: the first.")]
-        | None
-    ) = None
+    model: EmbeddingModel | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     user: Ignored | None = None

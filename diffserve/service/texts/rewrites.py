@@ -1,4 +1,4 @@
-"""``POST /v1/prompts/rewrite``: prompts for a wish; also the ``prompt_rewriter`` field of image requests."""
+"""``POST /v1/prompts/rewrite``: prompts for a wish."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.completions import usage
-from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
+from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, styles
 from diffserve.settings.config import ServeConfig
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
@@ -108,14 +108,6 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
         "fallback": rewrite.fallback,
         "mean_entropy": rewrite.mean_entropy,
     }
-
-
-def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
-    """Return how an image's prompt is rewritten, or None. Raises InvalidRequest."""
-    if isinstance(choice, RewriterChoice):
-        return options_of(choice, "prompt_rewriter.style")
-    mode = choice or default
-    return None if mode == "off" else RewriteOptions(force=mode == "force")
 
 
 def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:

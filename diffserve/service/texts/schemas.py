@@ -145,7 +145,9 @@ class SamplingBody(WorkBody):
     prompt_cache_options: IgnoredObject | None = None
 
 
-PAINTED: Final = 'With "image" in it, or a model called "...:image", a picture is painted and comes in message.images.'
+PAINTED: Final = (
+    'With "image", or a model name that ends in ":image", an image is generated and returned in message.images.'
+)
 
 
 class ChatBody(SamplingBody):
