@@ -24,9 +24,9 @@ from diffserve.service.images.schemas import EditBody, GenerateBody, ImageRefere
 from diffserve.service.responses.response_objects import Json, logprob_of, message_of, response_of, text_part, usage_of
 from diffserve.service.responses.schemas import PAINTS, ResponseBody, TextFormat, Tool, ToolChoice
 from diffserve.service.responses.turns import Turn, messages_of, pictures_of
+from diffserve.service.texts.completion_plan import schema_text
 from diffserve.service.texts.completions import timings_of
 from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
-from diffserve.service.texts.texts import schema_text
 from diffserve.settings.config import ServeConfig
 
 LOGPROBS: Final = "message.output_text.logprobs"

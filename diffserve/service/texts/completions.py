@@ -31,8 +31,8 @@ from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response, read_json
 from diffserve.service.models import check_language_model
+from diffserve.service.texts.completion_plan import CompletionPlan, plan_chat, plan_completion
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
-from diffserve.service.texts.texts import CheckedTexts, plan_chat, plan_completion
 from diffserve.service.threads import ANSWERS
 from diffserve.settings.config import ServeConfig
 
@@ -45,7 +45,7 @@ class ChatAnswers:
 
     chunk_kind = "chat.completion.chunk"
 
-    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
+    def answer(self, plan: CompletionPlan, finished: Sequence[TextFinished]) -> Json:
         """Return a "chat.completion" object."""
         choices: list[Json] = [
             {
@@ -58,12 +58,12 @@ class ChatAnswers:
         ]
         return _answer(plan, "chat.completion", choices, finished)
 
-    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
+    def opening(self, plan: CompletionPlan, first_index: int, num_texts: int) -> Iterator[Json]:
         """Yield a chunk with the role for each text."""
         for index in range(first_index, first_index + num_texts):
             yield self._chunk(plan, index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
-    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
+    def delta(self, plan: CompletionPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """Yield new text, if any; the end of a text is a separate chunk."""
         index = first_index + delta.text_index
         logprobs = self._logprobs(plan, delta.tokens, delta.finish_reason)
@@ -73,12 +73,14 @@ class ChatAnswers:
             yield self._chunk(plan, index, {}, None, delta.finish_reason)
 
     @staticmethod
-    def _chunk(plan: CheckedTexts, index: int, delta: Json, logprobs: Json | None, reason: FinishReason | None) -> Json:
+    def _chunk(
+        plan: CompletionPlan, index: int, delta: Json, logprobs: Json | None, reason: FinishReason | None
+    ) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return chunk(plan, ChatAnswers.chunk_kind, [choice])
 
     @staticmethod
-    def _logprobs(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Json | None:
+    def _logprobs(plan: CompletionPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
         content = [
@@ -99,7 +101,7 @@ class CompletionAnswers:
     def __init__(self) -> None:
         self._offsets: dict[int, int] = {}
 
-    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
+    def answer(self, plan: CompletionPlan, finished: Sequence[TextFinished]) -> Json:
         """Return a "text_completion" object."""
         choices = [
             self._choice(plan, index, result.text, result.tokens, result.finish_reason)
@@ -107,18 +109,18 @@ class CompletionAnswers:
         ]
         return _answer(plan, "text_completion", choices, finished)
 
-    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
+    def opening(self, plan: CompletionPlan, first_index: int, num_texts: int) -> Iterator[Json]:
         """Yield nothing; completions have no opening chunk."""
         return iter(())
 
-    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
+    def delta(self, plan: CompletionPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """Yield new text, with the finish reason in the last chunk."""
         choice = self._choice(plan, first_index + delta.text_index, delta.text, delta.tokens, delta.finish_reason)
         if delta.text or delta.finish_reason is not None or (choice["logprobs"] and choice["logprobs"]["tokens"]):
             yield chunk(plan, self.chunk_kind, [choice])
 
     def _choice(
-        self, plan: CheckedTexts, index: int, text: str, tokens: Sequence[TokenInfo], reason: FinishReason | None
+        self, plan: CompletionPlan, index: int, text: str, tokens: Sequence[TokenInfo], reason: FinishReason | None
     ) -> Json:
         return {
             "index": index,
@@ -128,7 +130,7 @@ class CompletionAnswers:
         }
 
     def _logprobs(
-        self, plan: CheckedTexts, index: int, tokens: Sequence[TokenInfo], reason: FinishReason | None
+        self, plan: CompletionPlan, index: int, tokens: Sequence[TokenInfo], reason: FinishReason | None
     ) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
@@ -150,7 +152,7 @@ Dialect = ChatAnswers | CompletionAnswers
 """Format of the answers of a text endpoint."""
 
 
-def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
+def chunk(plan: CompletionPlan, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
     """Return one chunk of a stream; ``usage`` is null before the last chunk if it was requested, else left out."""
     fields = {"usage": usage} if plan.has_usage_chunk else {}
     return {**_head(plan, kind), "choices": choices, **fields}
@@ -169,13 +171,13 @@ def usage(plan: RequestPlan, used: Sequence[TextUsage]) -> Json:
     }
 
 
-def spoken(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
+def spoken(plan: CompletionPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
     """Return ``tokens`` without the token that only ended the text."""
     ends = reason == "stop" and bool(tokens) and tokens[-1].token_id in plan.end_ids
     return tokens[:-1] if ends else tokens
 
 
-def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
+def _answer(plan: CompletionPlan, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
     return {
         **_head(plan, kind),
         "choices": choices,
@@ -185,7 +187,7 @@ def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequen
     }
 
 
-def _head(plan: CheckedTexts, kind: str) -> Json:
+def _head(plan: CompletionPlan, kind: str) -> Json:
     fields = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
     return fields | {"system_fingerprint": plan.fingerprint}
 
@@ -213,27 +215,27 @@ def token_fields(text: str, logprob: float, part_bytes: list[int] | None = None)
 
 SamplingT = TypeVar("SamplingT", bound=SamplingBody)
 EventQueue = asyncio.Queue[tuple[int, TextEvent | Exception]]
-Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CheckedTexts]
+Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CompletionPlan]
 
 
-class Completions(Endpoint[SamplingT, CheckedTexts]):
+class Completions(Endpoint[SamplingT, CompletionPlan]):
     """Base class of text endpoints: how the body is planned and how results are formatted."""
 
     plan: Plan[SamplingT]
     dialect: type[Dialect]
 
-    async def _plan(self, body: SamplingT, request: Request, client: str) -> CheckedTexts:
+    async def _plan(self, body: SamplingT, request: Request, client: str) -> CompletionPlan:
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share = share_of(request)
         requests = tuple(msgspec.structs.replace(item, client=client, share=share) for item in plan.requests)
         return msgspec.structs.replace(plan, requests=requests)
 
-    def _admit(self, plan: CheckedTexts, client: str) -> AbstractContextManager[Ticket]:
+    def _admit(self, plan: CompletionPlan, client: str) -> AbstractContextManager[Ticket]:
         work, num = sum(item.num_texts for item in plan.requests), len(plan.requests)
         return self._backlog.entered(client, work, num, num, priority=plan.requests[0].priority)
 
-    async def _answer(self, plan: CheckedTexts, ticket: Ticket) -> Response:
+    async def _answer(self, plan: CompletionPlan, ticket: Ticket) -> Response:
         finished: dict[int, TextFinished] = {}
         async for index, event_of_prompt in self._collect_events(plan, ticket):
             if isinstance(event_of_prompt, TextFinished):
@@ -241,7 +243,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
         in_order = [finished[index] for index in range(len(plan.requests))]
         return json_response(msgspec.json.encode(self.dialect().answer(plan, in_order)), plan.warnings)
 
-    async def _events(self, plan: CheckedTexts, ticket: Ticket) -> Events:
+    async def _events(self, plan: CompletionPlan, ticket: Ticket) -> Events:
         dialect, used = self.dialect(), list[TextUsage]()
         async for index, event_of_prompt in self._collect_events(plan, ticket):
             first_index = index * plan.requests[0].num_texts
@@ -257,7 +259,9 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
         if plan.has_usage_chunk:
             yield event(chunk(plan, dialect.chunk_kind, [], usage(plan, used)))
 
-    async def _collect_events(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
+    async def _collect_events(
+        self, plan: CompletionPlan, ticket: Ticket
+    ) -> AsyncGenerator[tuple[int, TextEvent], None]:
         """Yield the events of all prompts with the prompt's index; raises if one fails."""
         queue: EventQueue = asyncio.Queue()
 

@@ -32,7 +32,7 @@ SAME_NAMES: Final = (
 """Fields that the body and :class:`SamplingParams` call the same."""
 
 
-class CheckedTexts(RequestPlan, frozen=True, kw_only=True):
+class CompletionPlan(RequestPlan, frozen=True, kw_only=True):
     """A checked body: one request for each prompt, and how the answer is to look.
 
     ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.
@@ -47,7 +47,7 @@ class CheckedTexts(RequestPlan, frozen=True, kw_only=True):
     end_ids: frozenset[int]
 
 
-def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
+def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CompletionPlan:
     """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     message = "top_logprobs is given without logprobs; set logprobs to true."
@@ -71,7 +71,7 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
 
 def plan_completion(
     body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str
-) -> CheckedTexts:
+) -> CompletionPlan:
     """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     params = _params(body, info, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
@@ -104,8 +104,8 @@ def _plan(
     config: ServeConfig,
     answer_id: str,
     requests: tuple[TextRequest, ...],
-) -> CheckedTexts:
-    return CheckedTexts(
+) -> CompletionPlan:
+    return CompletionPlan(
         answer_id=answer_id,
         created=int(time.time()),
         model=info.model_id,
