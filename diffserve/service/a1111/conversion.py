@@ -28,8 +28,7 @@ from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2Img
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.inputs import Start, image_bytes
-from diffserve.service.images.parameters import SCHEDULE_TYPES
+from diffserve.service.images.inputs import SCHEDULE_TYPES, Start, image_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
 
 USUAL_STEPS: Final = 20

@@ -90,7 +90,7 @@ class ErrorReply(NamedTuple):
 def reply_to(error: Exception) -> ErrorReply:
     """Return the response to ``error``. Unexpected errors become a 500 without internal details."""
     error = expected_error(error) or DiffserveError(OUR_MISTAKE)
-    status = status_of(error)
+    status = error.status
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
         headers |= _retry_after_headers(error.retry_after_s)
@@ -172,11 +172,6 @@ def reply_for(path: str, error: Exception) -> ErrorReply:
     """Return the response to ``error`` in the form that clients of ``path`` expect."""
     reply = reply_to(error)
     return reply.in_a1111s_words() if path.startswith(A1111_PATHS) else reply
-
-
-def status_of(error: DiffserveError) -> int:
-    """Return the HTTP status of ``error``."""
-    return error.status
 
 
 def error_of(event: Failed) -> DiffserveError:

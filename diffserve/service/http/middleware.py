@@ -36,7 +36,7 @@ from diffserve.service.http.addresses import (
     origin_of,
     public_address,
 )
-from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
+from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for
 from diffserve.service.http.keys import LOGIN, key_in, session_in
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
@@ -109,7 +109,7 @@ class Outermost:
         except Exception as raised:
             error = hung_up() if isinstance(raised, ClientDisconnect) else raised
             expected = expected_error(error)
-            if expected is None or status_of(expected) >= 500:
+            if expected is None or expected.status >= 500:
                 log_failure(log, "request failed", error, request_id=request_id)
             if status == 0:
                 scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code

@@ -27,8 +27,7 @@ from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
 from diffserve.service.images.image_store import ImageUrls
-from diffserve.service.images.inputs import Start, image_bytes, refuse_infotext
-from diffserve.service.images.parameters import diffusion_of, rewriting_of
+from diffserve.service.images.inputs import Start, diffusion_of, image_bytes, refuse_infotext, rewriting_of
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
