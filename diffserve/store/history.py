@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
 
 
-class EntryFilter(NamedTuple):
+class Wanted(NamedTuple):
     """Filter of history entries.
 
     Attributes:
@@ -69,7 +69,7 @@ class History:
             connection.execute(query, [values[name] for name in _COLUMNS])
         return entry
 
-    def page(self, owner: str, selection: PageAsked, entry_filter: EntryFilter) -> tuple[list[Entry], bool] | None:
+    def page(self, owner: str, selection: PageAsked, entry_filter: Wanted) -> tuple[list[Entry], bool] | None:
         """Return a page of ``owner``'s entries and whether more follow; None if the entry ``after`` does not exist."""
         conditions: list[tuple[str, str | float]] = [
             ("instr(words, ?) > 0", word.casefold()) for word in entry_filter.words

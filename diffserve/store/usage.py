@@ -11,7 +11,7 @@ from diffserve.store.database import Database
 MAX_DAYS: Final = 366
 
 
-class UsageCounts(NamedTuple):
+class Used(NamedTuple):
     """Amounts of usage: requests, images, UNet evaluations by batch rows, and language model tokens."""
 
     requests: int = 0
@@ -20,9 +20,9 @@ class UsageCounts(NamedTuple):
     input_tokens: int = 0
     output_tokens: int = 0
 
-    def plus(self, other: UsageCounts) -> UsageCounts:
+    def plus(self, other: Used) -> Used:
         """Return the sum of both."""
-        return UsageCounts(*(first + second for first, second in zip(self, other, strict=True)))
+        return Used(*(first + second for first, second in zip(self, other, strict=True)))
 
 
 class Usage:
@@ -31,15 +31,15 @@ class Usage:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, used: Mapping[tuple[str, str], UsageCounts]) -> None:
+    def add(self, used: Mapping[tuple[str, str], Used]) -> None:
         """Add the amounts ``used`` by (owner, day)."""
-        names = ", ".join(UsageCounts._fields)
-        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in UsageCounts._fields)
+        names = ", ".join(Used._fields)
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in Used._fields)
         query = f"INSERT INTO usage (owner, day, {names}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET {sums}"
         with self._database.connected(at_once=False) as connection:
             connection.executemany(query, [(*owner_and_day, *amounts) for owner_and_day, amounts in used.items()])
 
-    def days(self, since: str, owner: str | None = None) -> list[tuple[str, str, UsageCounts]]:
+    def days(self, since: str, owner: str | None = None) -> list[tuple[str, str, Used]]:
         """Return the usage from the day ``since`` on, the newest first.
 
         Args:
@@ -49,11 +49,10 @@ class Usage:
         Returns:
             Tuples of owner, day and amounts.
         """
-        names = ", ".join(UsageCounts._fields)
-        query = f"SELECT owner, day, {names} FROM usage WHERE day >= ? AND (? IS NULL OR owner = ?)"
+        query = f"SELECT owner, day, {', '.join(Used._fields)} FROM usage WHERE day >= ? AND (? IS NULL OR owner = ?)"
         with self._database.connected() as connection:
             rows = connection.execute(f"{query} ORDER BY day DESC, owner", (since, owner, owner)).fetchall()
-        return [(row[0], row[1], UsageCounts(*row[2:])) for row in rows]
+        return [(row[0], row[1], Used(*row[2:])) for row in rows]
 
 
 def day_of(seconds: float, days_before: int = 0) -> str:

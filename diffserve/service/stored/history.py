@@ -18,7 +18,7 @@ from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.stored.files import list_response
 from diffserve.service.stored.owners import Owners
 from diffserve.service.threads import ANSWERS
-from diffserve.store.history import MAX_WORDS, Entry, EntryFilter
+from diffserve.store.history import MAX_WORDS, Entry, Wanted
 from diffserve.store.pages import PageAsked
 
 MAX_QUERY_CHARS: Final = 500
@@ -71,7 +71,7 @@ class HistoryRoutes:
         if len(words) > MAX_WORDS:
             raise InvalidRequest(f"q has {len(words)} words; at most {MAX_WORDS} are allowed.", param="q")
         owner, selection = self._owners.of(request), PageAsked(limit, after, order)
-        entry_filter = EntryFilter(words, model, since, until)
+        entry_filter = Wanted(words, model, since, until)
         page = await self._history.do(self._history.rows.page, owner, selection, entry_filter)
         return list_response(None if page is None else ([entry_object(entry) for entry in page[0]], page[1]))
 
