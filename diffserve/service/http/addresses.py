@@ -196,7 +196,7 @@ class Clients:
     """Names of the clients that have requests in progress.
 
     A client is an API key, else an address and what it sends as a key. Names are digests with a salt of this process.
-    At one address at most ``MAX_KEYS_PER_ADDRESS`` keys are told apart, so invented keys only divide the address's
+    At one address at most ``MAX_KEYS_PER_ADDRESS`` keys are distinguished, so invented keys only divide the address's
     share.
 
     Args:

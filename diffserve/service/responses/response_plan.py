@@ -97,7 +97,7 @@ def tool_of(body: ResponseBody) -> Tool | None:
 def plan_text(
     body: ResponseBody,
     turns: Sequence[Turn],
-    own: Sequence[Turn],
+    input_turns: Sequence[Turn],
     info: LanguageModelInfo,
     config: ServeConfig,
     request_id: str,
@@ -107,7 +107,7 @@ def plan_text(
     Args:
         body: The body of the response.
         turns: The conversation, including the input.
-        own: The turns of the input.
+        input_turns: The turns of the input.
         info: The language model.
         config: Settings of the server.
         request_id: Id of the new request.
@@ -119,9 +119,9 @@ def plan_text(
         "the input has a picture, and the language model reads none; to generate from it add "
         f"{{'type': '{PAINTS}'}} to tools."
     )
-    check(not any(turn.pictures and turn.role == "user" for turn in own), message, "input", "unsupported_value")
+    check(not any(turn.pictures and turn.role == "user" for turn in input_turns), message, "input", "unsupported_value")
     messages = messages_of(turns, body.instructions)
-    check(any(turn.text for turn in own), "the input has no text; write a message.", "input", "empty_input")
+    check(any(turn.text for turn in input_turns), "the input has no text; write a message.", "input", "empty_input")
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
     form = (body.text and body.text.format) or TextFormat()

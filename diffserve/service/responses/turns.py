@@ -49,13 +49,13 @@ Find = Callable[[str], Turn | None]
 """Returns the turn of an item of an earlier response by its id."""
 
 
-def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
+def read_turns(value: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
     """Read the turns of the field ``name``. Raises InvalidRequest, which names the item that cannot be read."""
-    if isinstance(given, str):
-        return (Turn("user", given),)
+    if isinstance(value, str):
+        return (Turn("user", value),)
     message = "input is an empty list; give a text, or messages."
-    check(bool(given), message, "input", "empty_array")
-    read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(given)]
+    check(bool(value), message, "input", "empty_array")
+    read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(value)]
     return tuple(turn for turn in read if turn is not None)
 
 
@@ -126,9 +126,9 @@ def items_of(turns: Sequence[Turn], suffix: str) -> list[dict[str, Any]]:
     return [{"id": turn.id or f"in_{suffix}{place:02x}", **_item(turn)} for place, turn in enumerate(turns)]
 
 
-def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+def page_of(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of ``items`` by the query parameters ``order``, ``limit`` and ``after``. Raises InvalidRequest."""
-    order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     check(order in ("asc", "desc"), f"order is {show(order)}; give asc or desc.", "order")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_PAGE:
         raise InvalidRequest(f"limit is {show(limit)}; give a whole number from 1 to {MAX_PAGE}.", param="limit")
