@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.open_loop import Answer, ask, flood, goodput, quantile, saturate
 from benchmarks.report import RESULTS, ROOT, hardware, versions, write
-from diffserve.service.admission import MAX_KEYS_PER_ADDRESS
+from diffserve.service.http.addresses import MAX_KEYS_PER_ADDRESS
 
 LISTENING = re.compile(r"listening on (http://\S+),")
 START_S = 300.0

@@ -85,8 +85,8 @@ def run(fd: int) -> None:
                     info = info_of(profile)
                     served = ServedModel(name=profile.model_id, info=info, is_loaded=True)
                     end.send(ipc.Ready(info=info, models=(served,)))
-                case ipc.Submit(request=GenerationRequest() as request):
-                    answer(end, request)
+                case GenerationRequest():
+                    answer(end, command)
                 case ipc.Ping(number=number):
                     end.send(ipc.Pong(number=number, num_requests=0, num_ticks=0, tick_s=0.0, patience_s=60.0))
                 case ipc.ReadStats(number=number):

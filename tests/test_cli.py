@@ -83,8 +83,8 @@ def test_no_command_prints_the_help(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", ""], "the prompt is empty; say what to paint."),
-        (["generate", "  "], "the prompt is empty; say what to paint."),
+        (["generate", ""], "the prompt is empty; describe the image."),
+        (["generate", "  "], "the prompt is empty; describe the image."),
         (["generate", "a fox", "--steps", "0"], "--steps: num_steps is 0; ask for at least 1 step."),
         (["generate", "a fox", "--steps", "many"], "'--steps'"),
         (["generate", "a fox", "--steps", "9" * 4000], "--steps: num_steps is 99999999999999999999"),

@@ -12,7 +12,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FORM_FIELDS, REQUEST_FIELDS, SHARED_FIELDS
 from diffserve.api.types import DenoisingRecipe, DiffusionParams
 from diffserve.client.recipe import EditFields, Recipe
-from diffserve.service.images.edit_schemas import EditBody
+from diffserve.service.images.schemas import EditBody
 
 NAMES = {"num_inference_steps": "num_steps"}
 """Names in ``DiffusionParams`` that differ from those of requests."""

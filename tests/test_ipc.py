@@ -34,11 +34,11 @@ def test_commands_are_complete_when_they_arrive_byte_by_byte(ends: tuple[socket.
             model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=1.0, models=settings.models
         ),
         ipc.LookAgain(name="other"),
-        ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
-        ipc.Submit(request=GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True))),
-        ipc.Submit(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),
-        ipc.Submit(request=TextRequest(messages=(ChatMessage(role="user", content="hello"),), cache_salt=b"\xff")),
-        ipc.Submit(request=RewriteRequest(wish="something cosy", num_prompts=3, deltas=True)),
+        GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1),
+        GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True)),
+        TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3)),
+        TextRequest(messages=(ChatMessage(role="user", content="hello"),), cache_salt=b"\xff"),
+        RewriteRequest(wish="something cosy", num_prompts=3, deltas=True),
         ipc.Cancel(request_id="img-1"),
         ipc.Ping(number=3),
         ipc.ReadTrace(number=4),
@@ -97,7 +97,7 @@ def test_every_event_is_a_report() -> None:
 
 
 def test_an_image_request_is_validated_on_arrival(ends: tuple[socket.socket, socket.socket]) -> None:
-    body = msgspec.msgpack.encode({"type": "Submit", "request": {"type": "image", "prompt": "a", "num_images": 10**9}})
+    body = msgspec.msgpack.encode({"type": "image", "prompt": "a", "num_images": 10**9})
     http_end, engine_end = ends
     with http_end, engine_end:
         http_end.sendall(ipc.HEADER.pack(len(body)) + body)
@@ -107,7 +107,7 @@ def test_an_image_request_is_validated_on_arrival(ends: tuple[socket.socket, soc
 
 def test_a_text_request_is_validated_on_arrival(ends: tuple[socket.socket, socket.socket]) -> None:
     request = {"type": "text", "prompt": "a", "params": {"temperature": -1.0}}
-    body = msgspec.msgpack.encode({"type": "Submit", "request": request})
+    body = msgspec.msgpack.encode(request)
     http_end, engine_end = ends
     with http_end, engine_end:
         http_end.sendall(ipc.HEADER.pack(len(body)) + body)

@@ -71,7 +71,7 @@ ONLY_IN = {
     "typer": ("diffserve.cli", "diffserve.training", *OUTSIDE),
     "rich": ("diffserve.cli", "diffserve.training", "benchmarks"),
     "mcp": ("diffserve.cli.mcp", "tests"),
-    "opentelemetry": ("diffserve.service.tracing", "diffserve.service.genai_metrics", "tests"),
+    "opentelemetry": ("diffserve.service.telemetry", "tests"),
     "gradio": ("ui", "tests.ui"),
     "llguidance": ("diffserve.api.json_schemas", "diffserve.runtime.decoding"),
     "gradio_client": ("tests",),

@@ -27,6 +27,8 @@ HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 AnyRequest = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
+"""A request is a command by itself; the engine answers with its events, or with Rejected."""
+
 AnyEvent = Event | TextEvent | RewriteEvent | EmbeddingEvent | EncodingEvent | DecodingEvent
 
 
@@ -45,12 +47,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hang_after_s: float
     models: tuple[ModelProfile, ...] = ()
     unload_after_s: float = 0.0
-
-
-class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Submit a request. The engine answers with its events, or with Rejected."""
-
-    request: AnyRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -175,7 +171,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats | None
 
 
-Command = Load | Submit | Cancel | Interrupt | LookAgain | Ping | ReadTrace | ReadStats
+Command = Load | AnyRequest | Cancel | Interrupt | LookAgain | Ping | ReadTrace | ReadStats
 Report = Ready | NewModels | Building | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,7 +18,7 @@ from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
 from diffserve.media.images import resize, stretch
-from diffserve.models.controlnets import PARAM, Control
+from diffserve.models.controlnets import PARAM, WORK_SHARE, Control
 
 MIN_SIDE_PX = 64
 MAX_SIDE_PX = 2048
@@ -64,6 +64,18 @@ def row_cost(info: ModelInfo, width_px: int, height_px: int) -> float:
     """Return the work of a UNet row of this size, relative to a row of the native size (a ratio of pixels)."""
     native_width_px, native_height_px = info.good_sizes[0]
     return width_px * height_px / (native_width_px * native_height_px)
+
+
+def step_cost(unet_share: float, num_controls: float, *, is_guided: bool, row_cost: float) -> float:
+    """Return the work of one row of a step table, in UNet rows of the native size.
+
+    Args:
+        unet_share: Share of the UNet that runs: 1 for all of it, less for its shallow part; a mean for an estimate.
+        num_controls: Number of ControlNets that run with it; a mean for an estimate.
+        is_guided: Whether the unconditional row runs too.
+        row_cost: Work of a UNet row of the image's size, from ``row_cost``.
+    """
+    return (unet_share + WORK_SHARE * num_controls) * (1 + is_guided) * row_cost
 
 
 def parse_size(text: str) -> tuple[int, int] | None:

@@ -293,7 +293,7 @@ class GenerationRequest(
             msgspec.structs.force_setattr(self, "diffusion", diffusion)
         self._digest_control_images()
         has_input = bool(self.prompt.strip()) or self.init_image is not None
-        check(has_input, "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        check(has_input, "the prompt is empty; describe the image.", "prompt", "empty_prompt")
         for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
             check_chars(text, MAX_PROMPT_CHARS, name)
         for name, size in (("width", self.width_px), ("height", self.height_px)):

@@ -73,9 +73,9 @@ class ReplicaActor:
     async def work(self, submit: bytes) -> AsyncIterator[bytes]:
         """Run the request in the frame ``submit`` and yield the frames of its events, several at a time."""
         command = _command(submit)
-        if not isinstance(command, ipc.Submit):
+        if not isinstance(command, Asks):
             raise ValueError(f"a {type(command).__name__} is not work.")
-        relay = _Relay(cast(Asks[Any], command.request), self._engine().cancel)
+        relay = _Relay(cast(Asks[Any], command), self._engine().cancel)
         async with relay:
             try:
                 self._engine().take(relay)

@@ -145,7 +145,7 @@ class RayReplica:
 
     def take(self, job: Job[Any]) -> None:
         """Start the request of ``job`` and feed it its events; raise InvalidRequest if it does not fit in a frame."""
-        data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, job.request)))
+        data = ipc.frame(cast(ipc.AnyRequest, job.request))
         task = asyncio.create_task(self._work(job, data), name=f"{job.kind} {job.request_id}")
         self._jobs[job.request_id] = job, task
         task.add_done_callback(lambda _: self._feed(job, self._lost_error()))

@@ -34,7 +34,7 @@ from diffserve.api.errors import (
     NumericalError,
     QueueFull,
 )
-from diffserve.api.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
+from diffserve.api.types import Asks, DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 from diffserve.logs import MACHINE, json_logs
 from diffserve.processes import leave_stopping_to_parent
 
@@ -132,7 +132,7 @@ class EngineProcess:
                     case ipc.ReadStats(number=number):
                         self._end.send(ipc.Stats(number=number, stats=self._stats))
                     case _:
-                        self._num_arrived += isinstance(command, ipc.Submit)
+                        self._num_arrived += isinstance(command, Asks)
                         self._inbox.put(command)
         except OSError:
             pass
@@ -185,8 +185,8 @@ class EngineProcess:
                 continue
             active_s, is_studied = time.monotonic(), False
             match command:
-                case ipc.Submit():
-                    self._submit(engine, command.request)
+                case Asks():
+                    self._submit(engine, command)
                 case ipc.Cancel():
                     engine.cancel(command.request_id)
                 case ipc.Interrupt():

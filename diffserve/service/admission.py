@@ -7,23 +7,17 @@ the native size for images and in texts for texts; its duration is estimated fro
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import random
-import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
-
-from starlette.requests import Request
 
 from diffserve.api.embedding_types import Embedded
 from diffserve.api.errors import DeadlineUnreachable, DiffserveError, QueueFull
 from diffserve.api.pace import Pace
 from diffserve.api.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.api.sizes import row_cost
+from diffserve.api.sizes import row_cost, step_cost
 from diffserve.api.text_types import TextDelta, TextFinished
 from diffserve.api.types import (
     Cancelled,
@@ -36,10 +30,8 @@ from diffserve.api.types import (
     Priority,
     Progress,
 )
-from diffserve.client.on_behalf import HEADER, Asker, asker_in
-from diffserve.models.controlnets import WORK_SHARE
 from diffserve.models.profiles import begin_with_loras
-from diffserve.service.http.hosts import address_of
+from diffserve.service.http.addresses import Clients
 from diffserve.service.metrics import Metrics
 from diffserve.settings.config import Settings
 from diffserve.store.usage import Used
@@ -53,12 +45,8 @@ LONGEST_RETRY_S: Final = 50.0
 JITTER: Final = 0.2
 """Random relative change of Retry-After, so that clients that were refused together do not return together."""
 
-MAX_KEYS_PER_ADDRESS: Final = 8
 BATCH: Final = "batch/"
 """Prefix of the client names of batches, so that batch work does not count against the key's other requests."""
-
-IPV6_NETWORK_BITS: Final = 64
-"""Length of the IPv6 prefix that counts as one client: a provider assigns a network of this size to a customer."""
 
 
 Count = Callable[[str, Used], None]
@@ -101,7 +89,7 @@ class Admission:
             lambda: {(item.kind,): limit for item in each if (limit := item.cost_limit) is not None},
             "kind",
         )
-        message = "For how long the one has waited that waits longest, nothing being done for it; 0: nobody waits."
+        message = "Longest time for which a request has waited without any work on it; 0: none waits."
         metrics.watch("queue_age_seconds", message, lambda: {(item.kind,): item.age_s for item in each}, "kind")
 
     @property
@@ -361,13 +349,13 @@ def work_of(request: GenerationRequest, info: ModelInfo, unit: ModelInfo | None 
     name, _ = resolve_sampler(params.sampler or info.default_sampler)
     num_steps = params.num_steps or info.default_num_steps
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-    full, share = 1.0 / params.cache_interval, info.shallow_share or 1.0
-    controls = 1.0 + sum(WORK_SHARE * (control.end - control.start) for control in params.controlnets)
-    rows = num_steps * SAMPLERS[name].evaluations_per_step * (2 if scale > 1.0 else 1) * (full + (1.0 - full) * share)
+    full, shallow_share = 1.0 / params.cache_interval, info.shallow_share or 1.0
+    num_controls = sum(control.end - control.start for control in params.controlnets)
     native_width_px, native_height_px = info.good_sizes[0]
-    pixels = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
+    cost = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
+    step = step_cost(full + (1.0 - full) * shallow_share, num_controls, is_guided=scale > 1.0, row_cost=cost)
     row = 1.0 if unit is None else _size_of_row(info) / _size_of_row(unit)
-    return request.num_painted * rows * controls * pixels * row
+    return request.num_painted * num_steps * SAMPLERS[name].evaluations_per_step * step * row
 
 
 def _size_of_row(info: ModelInfo) -> float:
@@ -380,72 +368,3 @@ def _queue_full(message: str, seconds: float | None) -> QueueFull:
     share = random.uniform(1.0 - JITTER, 1.0 + JITTER)
     retry_after_s = max(1.0, min(seconds or 1.0, LONGEST_RETRY_S) * share)
     return QueueFull(f"{message}; try again in about {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
-
-
-def share_of(request: Request) -> float:
-    """Return the weight of the request's key relative to other keys."""
-    share: float = request.scope.get("state", {}).get("key_share", 1.0)
-    return share
-
-
-class Clients:
-    """Names of the clients that have requests in progress.
-
-    A client is an API key, else an address and what it sends as a key. Names are digests with a salt of this process.
-    At one address at most ``MAX_KEYS_PER_ADDRESS`` keys are told apart, so invented keys only divide the address's
-    share.
-
-    Args:
-        trusted_proxies: Addresses whose X-Forwarded-For header is trusted.
-    """
-
-    def __init__(self, trusted_proxies: Sequence[str] = ()) -> None:
-        self._trusted = frozenset(trusted_proxies)
-        self._salt = secrets.token_bytes(16)
-        self._keys: dict[str, Counter[str]] = {}
-
-    @contextmanager
-    def known(self, request: Request) -> Iterator[str]:
-        """Yield the name of the client of ``request``; it is stable while the client has requests in progress."""
-        state = request.scope.get("state", {})
-        if name := state.get("client") or (f"key/{state['key_id']}" if state.get("key_id") else ""):
-            yield name
-            return
-        asker = asker_in(request.headers.get(HEADER))
-        address = self._digest(_network(self._address(request, asker)))
-        key = self._digest(asker.key if asker else request.headers.get("authorization", ""))
-        keys = self._keys.setdefault(address, Counter())
-        if key not in keys and len(keys) >= MAX_KEYS_PER_ADDRESS:
-            key = "others"
-        keys[key] += 1
-        try:
-            yield f"{address}/{key}"
-        finally:
-            keys[key] -= 1
-            if not keys[key]:
-                del keys[key]
-            if not keys and self._keys.get(address) is keys:
-                del self._keys[address]
-
-    def _address(self, request: Request, asker: Asker | None) -> str:
-        """Return the nearest address that is not a trusted proxy."""
-        address = request.client.host if request.client is not None else ""
-        options = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
-        if asker is not None:
-            *options, address = (item.strip() for item in asker.addresses.split(","))
-        while address in self._trusted and options and options[-1].strip():
-            address = options.pop().strip()[:64]
-        return address
-
-    def _digest(self, text: str) -> str:
-        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, key=self._salt).hexdigest()
-
-
-def _network(address: str) -> str:
-    """Return an IPv4 address unchanged and the network of an IPv6 address."""
-    parsed = address_of(address)
-    if not isinstance(parsed, ipaddress.IPv6Address):
-        return str(parsed or address)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed.packed, IPV6_NETWORK_BITS), strict=False))

@@ -22,31 +22,29 @@ from diffserve.service.a1111.jobs import Jobs
 from diffserve.service.a1111.routes import A1111Routes
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.admission import Admission
-from diffserve.service.capabilities import Offer, capabilities, models_told
-from diffserve.service.endpoint import Endpoint as Asking
+from diffserve.service.endpoint import Endpoint as WorkEndpoint
+from diffserve.service.endpoint import ServiceContext
 from diffserve.service.engine.engines import Engines, refuse_unready
+from diffserve.service.http.addresses import HostNames, PublicPath, is_loopback
 from diffserve.service.http.bodies import Body, explain, show
 from diffserve.service.http.docs import add_docs
 from diffserve.service.http.errors import A1111, HttpError, reply_for, routing_error
 from diffserve.service.http.forms import MEDIA_TYPE
-from diffserve.service.http.hosts import HostNames, is_loopback
 from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, HeadAsGet, OriginGuard, Outermost
 from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, REFS, describe_api
-from diffserve.service.http.public_path import PublicPath
 from diffserve.service.http.routing import ApiRoute
-from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.image_endpoint import ImageEndpoint
 from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.images.image_store import ROUTE, ImageStore
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import UPLOADS, EditBody, GenerateBody, VariationBody
 from diffserve.service.images.service import ImageChecks, ImageService
 from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
 from diffserve.service.images.verification import Verification, VerifyBody
-from diffserve.service.lifecycle import Gate
+from diffserve.service.lifecycle import Gate, InFlight
 from diffserve.service.metrics import Metrics, add_metrics, watch_store
-from diffserve.service.models import is_alias, model_entry, model_list
+from diffserve.service.models import Offer, capabilities, describe_models, is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
 from diffserve.service.responses.chat_images import ChatImages, wants_image
 from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
@@ -104,7 +102,7 @@ def create_app(
 ) -> FastAPI:
     """Create the application over a running ``engine``; the caller starts and stops the engine and closes ``gate``.
 
-    Background work of the application is collected in ``app.state.beside``; the caller runs it.
+    Background work of the application is collected in ``app.state.background_tasks``; the caller runs it.
 
     Args:
         engine: The engines.
@@ -123,7 +121,7 @@ def create_app(
     app.router.route_class = ApiRoute
     app.state.engine = engine
     app.state.body_schemas = dict[str, Any]()
-    app.state.beside = list[Callable[[], Coroutine[Any, Any, None]]]()
+    app.state.background_tasks = list[Callable[[], Coroutine[Any, Any, None]]]()
     owners = Owners(config, ring)
     app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
     app.state.endpoints = dict[str, Endpoint]()  # endpoints that submit work, by path
@@ -139,40 +137,40 @@ def create_app(
         checks.safety.tell = engine.metrics.judged
     checks.marks.on_written = engine.metrics.encoded
     history = None if database is None else _history(app, config, database, owners, pictures, checks)
-    service = ImageService(
-        engine, config, gate, admission, rewriter=rewriter, checks=checks, store=pictures, history=history
-    )
+    context = ServiceContext(engine, config, gate, admission, InFlight())
+    service = ImageService(context, rewriter=rewriter, checks=checks, store=pictures, history=history)
     images = ImageEndpoint(service, GenerateBody)
-    _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
-    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting")
+    _post(app, "/v1/images/generations", images, GenerateBody, "Generate images from a prompt")
+    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Cancel an image request")
     _post(
         app, "/v1/images/generations/{request_id}/interrupt", images.interrupt, None,
-        "End painting early: the request is answered with unfinished pictures",
+        "End an image request early; its answer has the unfinished images",
     )  # fmt: skip
     edits, variations = ImageEndpoint(service, EditBody), ImageEndpoint(service, VariationBody)
-    _post(app, "/v1/images/edits", edits, EditBody, "Paint from a picture and a text", uploads=UPLOADS)
-    _post(app, "/v1/images/variations", variations, VariationBody, "Paint a picture again, otherwise", uploads=UPLOADS)
+    _post(app, "/v1/images/edits", edits, EditBody, "Edit an image with a prompt", uploads=UPLOADS)
+    _post(app, "/v1/images/variations", variations, VariationBody, "Generate variations of an image", uploads=UPLOADS)
     jobs = Jobs()
     txt2img, img2img = A1111Endpoint(service, jobs, Txt2ImgBody), A1111Endpoint(service, jobs, Img2ImgBody)
-    _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Paint from a text")
-    _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Paint from a picture")
+    _post(app, f"{A1111}/txt2img", txt2img, Txt2ImgBody, "Generate images from a prompt")
+    _post(app, f"{A1111}/img2img", img2img, Img2ImgBody, "Generate images from an image")
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
     verification = Verification(checks.fetcher, admission.clients)
-    summary = "Say whether a machine painted a picture"
+    summary = "Read the provenance of an image"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, summary, uploads=VERIFY_UPLOADS, needs_engine=False)
-    chat = ChatCompletions(engine, config, gate, admission, painter=ChatImages(service), wants_picture=wants_image)
-    texts = TextCompletions(engine, config, gate, admission)
+    text_context = context._replace(in_flight=InFlight())  # texts are not cancelled by the address of images
+    chat = ChatCompletions(text_context, painter=ChatImages(service), wants_picture=wants_image)
+    texts = TextCompletions(text_context)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
     conversations = Conversations()
     responses = Responses(service, store=ResponseStore(), conversations=conversations)
-    _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
+    _post(app, "/v1/responses", responses, ResponseBody, "Create a response: text or images in a conversation")
     _add_responses(app, responses)
     _add_conversations(app, conversations)
-    embeddings = EmbeddingEndpoint(engine, config, gate, admission)
-    _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Turn texts into vectors")
-    rewrites = RewriteEndpoint(engine, config, gate, admission)
-    _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
+    embeddings = EmbeddingEndpoint(text_context)
+    _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Create embeddings of texts")
+    rewrites = RewriteEndpoint(text_context)
+    _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Rewrite a prompt for the image model")
     _add_health(app, engine, gate)
     if config.debug:
         _add_debug(app, engine)
@@ -214,12 +212,12 @@ def _free_bytes(config: ServeConfig) -> dict[tuple[str, ...], float]:
 
 
 def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
-    @app.get("/livez", summary="Is the process alive?")
+    @app.get("/livez", summary="Whether the process is alive")
     @app.get("/ping", summary="The same")
     async def livez() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @app.get("/readyz", summary="Would a request be painted now?")
+    @app.get("/readyz", summary="Whether the server is ready for requests")
     @app.get("/health", summary="The same")
     async def readyz() -> Response:
         if gate.is_closed:
@@ -229,10 +227,10 @@ def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
 
 
 def _add_debug(app: FastAPI, engine: Engines) -> None:
-    @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
+    @app.get("/debug/trace", summary="Number of requests in the engine, and the requests in the recent UNet calls")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
-            raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
+            raise HttpError(403, "request ids are shown on the server's own machine only.", code="local_only")
         num_requests = await engine.num_requests()
         return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.trace()})
 
@@ -248,7 +246,7 @@ def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
 
     def model_fields() -> dict[str, dict[str, Any]]:
         require_models()
-        return models_told(app.state.offers, engine.models, engine.text_info, config)
+        return describe_models(app.state.offers, engine.models, engine.text_info, config)
 
     @app.get("/v1/capabilities", summary="Fields with their bounds, models and limits")
     async def get_capabilities() -> Response:
@@ -323,7 +321,7 @@ def _history(
         headers={PROVENANCE: checks.marks.header},
         gone=rows.forget,
     )
-    app.state.beside.append(pictures.sweep_for_ever)
+    app.state.background_tasks.append(pictures.sweep_for_ever)
     is_kept = config.history_days > 0 and config.history_bytes > 0
     return ImageHistory(rows, pictures, owners, urls, is_kept=is_kept)
 
@@ -338,9 +336,9 @@ def _add_stored(
     runner = BatchRunner(app, batches, files, owners, admission, endpoints)
     FileRoutes(app, files, batches, owners)
     routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
-    summary = "Have many requests worked on, each as a line of a file"
+    summary = "Create a batch of requests from an uploaded file"
     _post(app, "/v1/batches", routes.create, BatchBody, summary, needs_engine=False)
-    app.state.beside.append(runner.run_for_ever)
+    app.state.background_tasks.append(runner.run_for_ever)
 
 
 def _post(
@@ -382,7 +380,7 @@ def _post(
 
     if body is not None and needs_engine:
         app.state.endpoints[path] = answer
-        app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, Asking) else "image", body)
+        app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, WorkEndpoint) else "image", body)
 
     described: dict[str, Any] = {}
     if body is not None:

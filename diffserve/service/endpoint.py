@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -58,8 +58,24 @@ Capability = Literal["image", "text", "chat"]
 """What a model must do to answer an endpoint: generate images, continue texts, or apply a chat template."""
 
 PlanT = TypeVar("PlanT", bound=RequestPlan)
-AdmissionSlot = AbstractContextManager[Ticket]
-"""A place in the backlog, which is taken when the context manager is entered."""
+
+
+class ServiceContext(NamedTuple):
+    """Objects of a server that its endpoints share.
+
+    Attributes:
+        engine: The engines that do the work.
+        config: Server settings.
+        gate: Counts requests for a graceful shutdown.
+        admission: Limits on queued work.
+        in_flight: Cancellable requests; shared by endpoints whose requests one address cancels.
+    """
+
+    engine: Engines
+    config: ServeConfig
+    gate: Gate
+    admission: Admission
+    in_flight: InFlight
 
 
 class Endpoint(ABC, Generic[BodyT, PlanT]):
@@ -77,29 +93,8 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
     asks: ClassVar[Capability] = "image"
     ending: ClassVar[bytes] = DONE
 
-    def __init__(
-        self,
-        engine: Engines,
-        config: ServeConfig,
-        gate: Gate,
-        admission: Admission,
-        *,
-        in_flight: InFlight | None = None,
-    ) -> None:
-        """Create an endpoint.
-
-        Args:
-            engine: The engines that do the work.
-            config: Server settings.
-            gate: Counts requests for a graceful shutdown.
-            admission: Limits on queued work.
-            in_flight: Cancellable requests; shared by endpoints whose requests one address cancels.
-        """
-        self._engine = engine
-        self._config = config
-        self._gate = gate
-        self._admission = admission
-        self._in_flight = in_flight or InFlight()
+    def __init__(self, context: ServiceContext) -> None:
+        self._engine, self._config, self._gate, self._admission, self._in_flight = context
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request; all errors are instances of DiffserveError."""
@@ -110,8 +105,8 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
             body = await self._read(request)
             if isinstance(body, WorkBody) and body.priority is None:
                 body.priority = getattr(request.state, "priority", None)  # set for lines of a batch
-            plan, slot = await self._plan(body, request, client)
-            ticket = stack.enter_context(slot)
+            plan = await self._plan(body, request, client)
+            ticket = stack.enter_context(self._admit(plan, client))
             early_response = await self._begin(plan, ticket, request, stack)
             if early_response is not None:
                 return early_response
@@ -157,12 +152,16 @@ class Endpoint(ABC, Generic[BodyT, PlanT]):
         return await read_body(request, self.body)
 
     @abstractmethod
-    async def _plan(self, body: BodyT, request: Request, client: str) -> tuple[PlanT, AdmissionSlot]:
-        """Return the plan of a request and its slot in the backlog, not yet entered.
+    async def _plan(self, body: BodyT, request: Request, client: str) -> PlanT:
+        """Return the plan of a request.
 
         Raises:
             DiffserveError: The request cannot be answered.
         """
+
+    @abstractmethod
+    def _admit(self, plan: PlanT, client: str) -> AbstractContextManager[Ticket]:
+        """Return the slot of a plan in the backlog; entering it raises QueueFull."""
 
     @abstractmethod
     async def _answer(self, plan: PlanT, ticket: Ticket) -> Response:

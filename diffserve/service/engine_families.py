@@ -70,7 +70,7 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
 
 def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
     loaded = family(GaugeMetricFamily, "model_loaded", "Whether an image model is in memory.", "model")
-    slots = family(GaugeMetricFamily, "batch_slots", "Places for images that are being painted.", "model", "state")
+    slots = family(GaugeMetricFamily, "batch_slots", "Batch slots for images in progress.", "model", "state")
     loras = family(GaugeMetricFamily, "lora_sets", "Sets of adapters that are kept in memory.", "model")
     lora_bytes = family(GaugeMetricFamily, "lora_bytes", "Bytes of adapters that are kept in memory.", "model")
     painted = family(CounterMetricFamily, "images", "Images that are over.", "model", "outcome")
@@ -143,7 +143,7 @@ def _pages(pages: PageStats) -> Iterator[Metric]:
     held_pages = sum(item.held_pages for item in pages.tenants)
     yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
     in_use = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
-    evicted = family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
+    evicted = family(CounterMetricFamily, "pages_evicted", "Pages evicted for another request.", "tenant")
     requests = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
     ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
     for item in pages.tenants:

@@ -12,15 +12,13 @@ from diffserve.media.decoders import shared_decoders
 from diffserve.media.provenance import HEADER
 from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
-from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.http.keys import KeyRing
-from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.images.image_store import ImageStore
 from diffserve.service.images.service import ImageChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import PageRoute
-from diffserve.service.threads import LISTINGS
-from diffserve.service.tracing import Traces
+from diffserve.service.telemetry import GenAiMetrics, Traces
+from diffserve.service.threads import LISTINGS, keep_loop_nimble, watch_loop
 from diffserve.settings.config import Settings
 from diffserve.store.database import Database
 
@@ -55,17 +53,18 @@ class Front:
             rewriter=settings.text.prompt_rewriter, page=page, pictures=self._pictures, ring=ring, database=database,
             checks=checks,
         )  # fmt: skip
-        self._beside: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
         """Start the engines and the background tasks."""
         self.engine.start()
-        works = (self._pictures.sweep_for_ever(), watch_loop(self.engine.metrics.observe_loop))
-        self._beside = [asyncio.create_task(work) for work in (*works, *(each() for each in self.app.state.beside))]
+        sweeping, watching = self._pictures.sweep_for_ever(), watch_loop(self.engine.metrics.observe_loop)
+        works = [sweeping, watching, *(start() for start in self.app.state.background_tasks)]
+        self._background_tasks = [asyncio.create_task(work) for work in works]
 
     async def stop(self, drained: Coroutine[Any, Any, None]) -> None:
         """Refuse new work, wait for ``drained``, and stop the engines."""
-        for task in self._beside:
+        for task in self._background_tasks:
             task.cancel()
         self.gate.close()
         await drained
@@ -73,7 +72,7 @@ class Front:
 
     async def close(self) -> None:
         """End the background tasks after the last response."""
-        await asyncio.gather(*self._beside, return_exceptions=True)
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         shared_decoders().close()
         for sent in self._sent:
             await LISTINGS.run(sent.close)

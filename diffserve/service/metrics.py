@@ -29,9 +29,8 @@ from diffserve.api.stage_types import PictureDecoded, TextsEncoded
 from diffserve.api.text_types import TextFinished, TextTimings
 from diffserve.api.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
 from diffserve.service.engine_families import Snapshot, family
-from diffserve.service.genai_metrics import GenAiMetrics
-from diffserve.service.tracing import Traces
-from diffserve.store.batches import Batches
+from diffserve.service.telemetry import GenAiMetrics, Traces
+from diffserve.store.batches import BatchBacklog, Batches
 from diffserve.store.database import Database
 from diffserve.version import __version__
 
@@ -136,7 +135,7 @@ class Metrics:
                     self._nonfinite.labels("text").inc()
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
-        """Record a measurement of event loop lag (see ``loop_lag``)."""
+        """Record a measurement of event loop lag (see ``watch_loop``)."""
         self._late_s.observe(late_s)
         self._blocked_s.observe(blocked_s)
 
@@ -232,7 +231,7 @@ class Metrics:
         self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
         self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
         self._oom = self._counter("oom", "Pictures given up for want of memory.")
-        description = "Steps of pictures that nobody got; what equal requests share counts for each."
+        description = "Steps of images that were not delivered; steps shared by equal requests count for each."
         self._wasted = self._counter("steps_wasted", description, "reason")
         self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
         for reason in WASTES:
@@ -303,26 +302,20 @@ def watch_store(metrics: Metrics, database: Database, batches: Batches) -> None:
     description = "Of the log of writes beside the database."
     metrics.watch("db_wal_bytes", description, lambda: {(): float(database.wal_bytes)})
 
-    def by_status() -> dict[tuple[str, ...], float]:
-        try:
-            return {(status,): float(count) for status, count in batches.backlog().by_status.items()}
-        except sqlite3.Error:
-            return {}
+    def of_backlog(read: Callable[[BatchBacklog], dict[tuple[str, ...], float]]) -> Look:
+        def look() -> dict[tuple[str, ...], float]:
+            try:
+                return read(batches.backlog())
+            except sqlite3.Error:
+                return {}
 
-    def lines_left() -> dict[tuple[str, ...], float]:
-        try:
-            return {(): float(batches.backlog().lines_left)}
-        except sqlite3.Error:
-            return {}
+        return look
 
-    def oldest_age_s() -> dict[tuple[str, ...], float]:
-        try:
-            return {(): batches.backlog().oldest_age_s}
-        except sqlite3.Error:
-            return {}
-
+    by_status = of_backlog(lambda backlog: {(status,): float(count) for status, count in backlog.by_status.items()})
     metrics.watch("batches", "Batches that are not over.", by_status, "status")
+    lines_left = of_backlog(lambda backlog: {(): float(backlog.lines_left)})
     metrics.watch("batch_lines_left", "Lines of batches that are not done.", lines_left)
+    oldest_age_s = of_backlog(lambda backlog: {(): backlog.oldest_age_s})
     metrics.watch("oldest_batch_age_seconds", "Of the oldest batch that is not over, 0 without one.", oldest_age_s)
 
 

@@ -1,24 +1,32 @@
-"""Model names and aliases, and the capabilities of the loaded models."""
+"""Model names and aliases, and ``GET /v1/capabilities``: models, fields with bounds, limits and price."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from functools import cache
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 from diffserve.api.errors import EngineUnavailable, ModelLoadError, ModelNotFound
+from diffserve.api.json_schemas import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
+from diffserve.api.prompt_syntax import SYNTAXES
+from diffserve.api.sampling_params import COUNTS, NUMBERS
 from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel
+from diffserve.media.images import MEDIA_TYPES
 from diffserve.media.provenance import header_of
 from diffserve.models.controlnets import ControlNetFolder
 from diffserve.models.loras import LoraFolders
-from diffserve.service.http.bodies import show
-from diffserve.service.texts.schemas import Format, styles
+from diffserve.service.endpoint import Capability
+from diffserve.service.http.bodies import MAX_JSON_DEPTH, Body, show
+from diffserve.service.http.openapi import REFS
+from diffserve.service.texts.schemas import Format, SamplingBody, styles
 from diffserve.settings.config import ServeConfig
-from diffserve.settings.quality import quality_steps
-from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler
+from diffserve.settings.quality import QUALITIES, quality_steps
+from diffserve.version import __version__
+from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS, Sampler, resolve_sampler
 
 ALIASES: Final = (
     "dall-e-2",
@@ -107,28 +115,31 @@ def check_language_model(
         return info
     paints = paints or is_alias(name)
     raise ModelNotFound(
-        f"{show(name)} paints pictures; the language model is {info.model_id}."
+        f"{show(name)} is an image model; the language model is {info.model_id}."
         if paints
         else f"there is no language model {show(name)}; {info.model_id} is loaded.",
         param="model",
     )
 
 
-def model_entry(name: str, created: int, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return OpenAI's object for a model with the additional fields ``told``; ``created`` in seconds since 1970."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "diffserve", **(told or {})}
+def model_entry(name: str, created: int, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return OpenAI's object for a model with the additional ``fields``; ``created`` in seconds since 1970."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "diffserve", **(fields or {})}
 
 
-def model_list(created: int, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def model_list(created: int, models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return OpenAI's list of models: the loaded models in order, then the aliases."""
-    names = dict.fromkeys([*told, *ALIASES])
-    return {"object": "list", "data": [model_entry(name, created, told.get(name)) for name in names]}
+    names = dict.fromkeys([*models, *ALIASES])
+    return {"object": "list", "data": [model_entry(name, created, models.get(name)) for name in names]}
 
 
-def told_of(
-    models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
+def describe_models(
+    offers: Mapping[str, Offer],
+    models: Sequence[ServedModel],
+    language: LanguageModelInfo | None,
+    config: ServeConfig,
 ) -> dict[str, dict[str, Any]]:
-    """Return, by model name, its capabilities, whether it is loaded, and why it cannot be."""
+    """Return, by model name, its capabilities, whether it is loaded, why it cannot be, and its endpoints."""
     entries: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
     for model in models:
         entries[model.name] |= {"problem": model.problem} if model.problem else {}
@@ -138,6 +149,12 @@ def told_of(
         entries.setdefault(language.model_id, {"loaded": True})
     for name, capabilities in capabilities_of(models, language, config).items():
         entries[name]["capabilities"] = capabilities
+    kinds: dict[str, list[Capability]] = {model.name: ["image"] for model in models}
+    if language is not None:
+        can: list[Capability] = ["text", "chat"] if language.has_chat_template else ["text"]
+        kinds[language.model_id] = kinds.get(language.model_id, []) + can
+    for name, entry in entries.items():
+        entry["endpoints"] = [path for path, offer in offers.items() if offer.asks in kinds[name]]
     return entries
 
 
@@ -231,3 +248,63 @@ def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
 def _sampler(sampler: Sampler) -> dict[str, Any]:
     fields = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
     return fields | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}
+
+
+OF_A_REQUEST: Final = ("max_body_bytes", "request_timeout_s", "max_backlog_s", "min_size_px", "max_size_px")
+"""Settings in the answer that limit requests."""
+
+
+class Offer(NamedTuple):
+    """Endpoint: the kind of model that it needs, and its body."""
+
+    asks: Capability
+    body: type[Body]
+
+
+def capabilities(
+    created: int,
+    offers: Mapping[str, Offer],
+    models: Sequence[ServedModel],
+    language: LanguageModelInfo | None,
+    config: ServeConfig,
+) -> dict[str, Any]:
+    """Return the response; ``offers`` are by path."""
+    models_by_name = describe_models(offers, models, language, config)
+    price = config.price
+    return {
+        "object": "capabilities",
+        "version": __version__,
+        "models": [model_entry(name, created, item) for name, item in models_by_name.items()],
+        "aliases": list(ALIASES),
+        "endpoints": {path: {"asks": offer.asks, "fields": fields_of(offer.body)} for path, offer in offers.items()},
+        "output_formats": list(MEDIA_TYPES),
+        "prompt_syntaxes": list(SYNTAXES),
+        "qualities": list(QUALITIES),
+        "spacings": list(SPACINGS),
+        "limits": {
+            **{name: getattr(config, name) for name in OF_A_REQUEST},
+            "max_json_depth": MAX_JSON_DEPTH,
+            "max_schema_chars": MAX_SCHEMA_CHARS,
+            "max_schema_depth": MAX_SCHEMA_DEPTH,
+        },
+        "price": None if price is None else {"per_hour": price.per_hour, "currency": price.currency},
+    }
+
+
+@cache
+def fields_of(body: type[Body]) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of each field of ``body``, including the bounds of the sampling parameters."""
+    schema = body.model_json_schema(ref_template=REFS)
+    required = schema.get("required", ())
+    fields = {name: _field(stated) | {"required": name in required} for name, stated in schema["properties"].items()}
+    for name, (low, high, _) in (NUMBERS | COUNTS).items():
+        if issubclass(body, SamplingBody) and fields.get(name, {}).get("type") in ("integer", "number"):
+            fields[name] = {"minimum": low, "maximum": high} | fields[name]
+    return fields
+
+
+def _field(stated: dict[str, Any]) -> dict[str, Any]:
+    """Return a field's schema without its title, default and null alternative."""
+    schema = {key: value for key, value in stated.items() if key not in ("title", "default", "anyOf")}
+    kinds = [kind for kind in stated.get("anyOf", ()) if kind.get("type") != "null"]
+    return schema | kinds[0] if len(kinds) == 1 else schema | ({"anyOf": kinds} if kinds else {})

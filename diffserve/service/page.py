@@ -24,7 +24,6 @@ from diffserve.service.http.errors import (
     log_failure,
     reply_to,
     routing_error,
-    status_of,
 )
 from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
 from diffserve.service.threads import ANSWERS
@@ -147,7 +146,7 @@ class PageRoute(BaseRoute):
         if error is None:
             return
         expected = expected_error(error)
-        if expected is None or status_of(expected) >= 500:
+        if expected is None or expected.status >= 500:
             log_failure(log, "the page failed", error, request_id=scope["state"].get("request_id", ""))
         if not answer.is_started:
             scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from diffserve.processes import STOP_SIGNALS
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.local import describe_engines, open_engines
 from diffserve.service.front import Front
-from diffserve.service.http.hosts import is_loopback
+from diffserve.service.http.addresses import is_loopback
 from diffserve.service.http.keys import ENV_KEY, KeyRing
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
 from diffserve.service.images.service import ImageChecks
@@ -39,7 +40,7 @@ from diffserve.store.database import FILE, Database
 SHORTEST_KEY = 16
 GOODBYE_S = 10  # for answers that are already being written
 SPARE_FILES = 128  # file descriptors that are reserved for other uses than connections
-FULL_TOLD_EVERY_S = 10.0
+FULL_LOG_INTERVAL_S = 10.0
 
 log = logging.getLogger("diffserve.http")
 
@@ -59,11 +60,12 @@ def serve(
         DiffserveError: The model cannot be loaded.
     """
     database, ring = open_store(settings.serve)
+    page = None if mount_page is None else Page(mount_page)
     lock = contextlib.nullcontext() if database is None else database.held()
     with json_logs(settings.serve.log_level), bind(settings.serve) as listener, lock:
         checks = ImageChecks.of(settings)
         try:
-            return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
+            return asyncio.run(_Server(settings, listener, page, ring, database, checks, engines).run())
         finally:
             checks.stop()
 
@@ -112,9 +114,9 @@ def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
     is_closed = ring is not None and ring.is_closed
     if not is_closed and not is_loopback(config.host) and not config.allow_open:
         raise ConfigError(
-            f"host is {config.host[:80]!r}, and whoever reaches that may paint, since there are no keys; make one "
-            "(diffserve keys add NAME), give --allow-open (allow_open = true under [serve]) to want that, or --host "
-            "127.0.0.1 for this machine alone.",
+            f"host is {config.host[:80]!r}, and without API keys every client that reaches it can generate images; "
+            "create a key (diffserve keys add NAME), allow that by --allow-open (allow_open = true under [serve]), or "
+            "serve this machine only (--host 127.0.0.1).",
             param="host",
         )
 
@@ -138,57 +140,48 @@ def bind(config: ServeConfig) -> socket.socket:
         ) from None
 
 
+@dataclass(eq=False)
 class _Server:
-    def __init__(
-        self,
-        settings: Settings,
-        listener: socket.socket,
-        mount_page: MountPage | None,
-        ring: KeyRing | None,
-        database: Database | None,
-        checks: ImageChecks,
-        engines: Callable[[Settings], Engines],
-    ) -> None:
-        self._open_engines = engines
-        self._ring = ring
-        self._database = database
-        self._checks = checks
-        self._settings = settings
-        self._listener = listener
-        self._page = None if mount_page is None else Page(mount_page)
-        self._num_signals = 0
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+    settings: Settings
+    listener: socket.socket
+    page: Page | None
+    ring: KeyRing | None
+    database: Database | None
+    checks: ImageChecks
+    open_engines: Callable[[Settings], Engines]
+    num_signals: int = 0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
         """Run from the first engine to the last response."""
         asyncio.get_running_loop().set_exception_handler(_LoopTrouble())
-        engine = self._open_engines(self._settings)
+        engine = self.open_engines(self.settings)
         front = Front(
-            self._settings,
+            self.settings,
             engine,
-            ring=self._ring,
-            database=self._database,
-            checks=self._checks,
-            page=None if self._page is None else self._page.route,
+            ring=self.ring,
+            database=self.database,
+            checks=self.checks,
+            page=None if self.page is None else self.page.route,
         )
-        http = HttpServer(uvicorn_config(front.app, _num_connections(self._settings.serve.max_connections)))
+        http = HttpServer(uvicorn_config(front.app, _num_connections(self.settings.serve.max_connections)))
         for number in STOP_SIGNALS:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # under nohup the server outlives its terminal
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         front.begin()
-        answering = asyncio.create_task(http.serve(sockets=[self._listener]))
-        self._print_line(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if engines := describe_engines(self._settings):
+        answering = asyncio.create_task(http.serve(sockets=[self.listener]))
+        self._print_line(f"listening on {self._url()}, loading {self.settings.model.model_id}")
+        if engines := describe_engines(self.settings):
             self._print_line(engines)
-        is_closed = self._ring is not None and self._ring.is_closed
-        if not is_closed and not is_loopback(self._settings.serve.host):
-            self._print_line("anybody who reaches this address may paint: there are no keys")
+        is_closed = self.ring is not None and self.ring.is_closed
+        if not is_closed and not is_loopback(self.settings.serve.host):
+            self._print_line("no API keys: every client that reaches this address can generate images")
         opening = asyncio.create_task(self._open_page())
         announcing = asyncio.create_task(self._announce(engine))
         try:
-            stop = asyncio.create_task(self._stop.wait())
+            stop = asyncio.create_task(self.stop.wait())
             ends: set[asyncio.Future[Any]] = {stop, engine.failed, answering}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
@@ -207,14 +200,14 @@ class _Server:
         raise engine.failed.result()
 
     def _on_signal(self) -> None:
-        self._num_signals += 1
-        log.info("told to stop", extra={"num_signals": self._num_signals})
-        (self._stop if self._num_signals == 1 else self._hurry).set()
+        self.num_signals += 1
+        log.info("stop requested", extra={"num_signals": self.num_signals})
+        (self.stop if self.num_signals == 1 else self.hurry).set()
 
     async def _drain(self, gate: Gate) -> None:
         """Wait for the work in progress, within the configured time."""
-        waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self._hurry.wait())}
-        timeout_s = self._settings.serve.shutdown_timeout_s
+        waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self.hurry.wait())}
+        timeout_s = self.settings.serve.shutdown_timeout_s
         _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -235,8 +228,8 @@ class _Server:
         """Open the page without garbage collection; loaded objects are frozen, as scanning them takes 0.2 s."""
         gc.disable()
         try:
-            if self._page is not None:
-                await self._page.open(self._own_url())
+            if self.page is not None:
+                await self.page.open(self._own_url())
         finally:
             gc.freeze()
             gc.enable()
@@ -245,11 +238,11 @@ class _Server:
         """Close the page without waiting for an unfinished import."""
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
-        if self._page is not None:
-            await self._page.close()
+        if self.page is not None:
+            await self.page.close()
 
     def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
+        host, port = self.listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _own_url(self) -> str:
@@ -291,14 +284,14 @@ class _LoopTrouble:
     """Exception handler of the event loop that limits how often missing file descriptors are logged."""
 
     def __init__(self) -> None:
-        self._told_s = -FULL_TOLD_EVERY_S
+        self._logged_s = -FULL_LOG_INTERVAL_S
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not (isinstance(error, OSError) and "accept" in context["message"]):
             loop.default_exception_handler(context)
-        elif loop.time() - self._told_s >= FULL_TOLD_EVERY_S:
-            self._told_s = loop.time()
+        elif loop.time() - self._logged_s >= FULL_LOG_INTERVAL_S:
+            self._logged_s = loop.time()
             log.warning("connections are kept waiting", extra={"reason": error.strerror})
 
 

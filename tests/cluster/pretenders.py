@@ -90,12 +90,11 @@ class PretendReplica:
         dies = self._dies
         (body,) = ipc.bodies(submit)
         command = ipc.decode_command(body)
-        assert isinstance(command, ipc.Submit)
-        if isinstance(command.request, EncodeRequest):
-            yield ipc.frame(_encoded(command.request))
+        if isinstance(command, EncodeRequest):
+            yield ipc.frame(_encoded(command))
             return
-        assert isinstance(command.request, GenerationRequest)
-        request_id, seed = command.request.request_id, command.request.seed
+        assert isinstance(command, GenerationRequest)
+        request_id, seed = command.request_id, command.seed
         self.inside.add(request_id)
         try:
             if self.is_silent:

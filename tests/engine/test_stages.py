@@ -16,7 +16,7 @@ from diffserve.api import ipc
 from diffserve.api.errors import ConfigError, InvalidRequest
 from diffserve.api.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.api.tensor_values import Encodings, TensorValue
-from diffserve.api.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
+from diffserve.api.types import Asks, Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
 from diffserve.engine.combined_engine import CombinedEngine
 from diffserve.engine.process import open_probe, trial
 from diffserve.models.controlnets import Control
@@ -70,10 +70,10 @@ def stages(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 def collect_events(studio: CombinedEngine, request: ipc.AnyRequest) -> list[Any]:
     """Return the events of ``request``, with the request and the events serialized as between processes."""
-    (body,) = ipc.bodies(ipc.frame(ipc.Submit(request=request)))
+    (body,) = ipc.bodies(ipc.frame(request))
     command = ipc.decode_command(body)
-    assert isinstance(command, ipc.Submit)
-    studio.submit(command.request)
+    assert isinstance(command, Asks)
+    studio.submit(command)
     events = [ipc.decode_report(body) for event in studio.events() for body in ipc.bodies(ipc.frame(event))]
     studio.check_integrity()
     return events

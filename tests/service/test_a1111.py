@@ -20,8 +20,8 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.images import decode_image, read_infotext
 from diffserve.media.start_picture import StartPicture
-from diffserve.service.a1111 import asking
-from diffserve.service.a1111.asking import ask
+from diffserve.service.a1111 import conversion
+from diffserve.service.a1111.conversion import convert_body
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import read_styles, with_styles
 from tests.service.server import RunningServer
@@ -207,7 +207,7 @@ SMALL = in_base64(picture(64, 64))
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("txt2img", {"prompt": ""}, "the prompt is empty; say what to paint."),
+        ("txt2img", {"prompt": ""}, "the prompt is empty; describe the image."),
         ("txt2img", {"prompt": "a fox", "steps": "many"}, 'steps is "many"; '),
         ("txt2img", {"prompt": "a fox", "sampler_name": "Magic"}, "Magic"),
         ("txt2img", {"prompt": "a fox", "subseed": 3, "subseed_strength": 1.2}, "subseed_strength is 1.2"),
@@ -306,7 +306,7 @@ def test_styles_are_read_as_a1111_writes_them(tmp_path: Path) -> None:
 
 def test_infotext_fills_what_a_request_leaves_out() -> None:
     text = "a fox\nNegative prompt: dog\nSteps: 9, Sampler: Euler a, Schedule type: Karras, Seed: 3, Size: 64x96"
-    body = ask(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
+    _, body, _ = convert_body(Txt2ImgBody(infotext=text, steps=4, styles=[]), {"CLIP_stop_at_last_layers": 2}, [])
     assert (body.prompt, body.negative_prompt, body.num_inference_steps) == ("a fox", "dog", 4)
     assert (body.sampler, body.scheduler, body.seed, body.width, body.height) == ("Euler a", "Karras", 3, 64, 96)
     assert body.model_dump()["clip_skip"] == 2
@@ -338,30 +338,31 @@ def test_region_of_a_mask_grows_to_the_aspect_within_the_image(
 
 def test_what_fills_the_mask_of_a_large_image_is_computed_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_px: list[int] = []
-    average_colors = asking._average_colors
+    average_colors = conversion._average_colors
 
     def spy(picture: Picture, mask: Picture) -> np.ndarray[Any, Any]:
         asked_px.append(max(picture.width_px, picture.height_px))
         return average_colors(picture, mask)
 
-    monkeypatch.setattr(asking, "_average_colors", spy)
+    monkeypatch.setattr(conversion, "_average_colors", spy)
     pixels, marked = np.zeros((1500, 2048, 3), np.uint8), np.zeros((1500, 2048), np.uint8)
     pixels[:, :1024], marked[700:800, 300:400] = (200, 40, 0), 255
-    filled = asking._fill_masked_area(Picture.from_array(pixels), Picture.from_array(marked)).array
-    assert asked_px == [asking.MOST_FILLED_PX]
+    filled = conversion._fill_masked_area(Picture.from_array(pixels), Picture.from_array(marked)).array
+    assert asked_px == [conversion.MOST_FILLED_PX]
     assert np.array_equal(filled[marked == 0], pixels[marked == 0])
     assert np.abs(filled.astype(int) - pixels).max() <= 20, "the colours from around"
     nothing = Img2ImgBody(init_images=[in_base64(pixels)], mask=in_base64(np.zeros_like(marked)))
     with pytest.raises(InvalidRequest, match="the mask leaves nothing to repaint"):
-        asking.start_of(nothing, 64, 64)
+        conversion.start_of(nothing, 64, 64)
     assert len(asked_px) == 1, "refused before anything is filled"
 
 
 def test_a1111_settings_bound_the_noise_levels_and_0_means_the_default() -> None:
     settings = {"sigma_min": 0.1, "sigma_max": 0}
-    body = ask(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, []).model_dump(exclude_none=True)
-    assert body["sigma_min"] == 0.1
-    assert "sigma_max" not in body
+    _, body, _ = convert_body(Txt2ImgBody(prompt="a fox", override_settings=settings), {}, [])
+    fields = body.model_dump(exclude_none=True)
+    assert fields["sigma_min"] == 0.1
+    assert "sigma_max" not in fields
     with pytest.raises(InvalidRequest, match='sigma_min is "low"; give a number above 0') as refused:
-        ask(Txt2ImgBody(prompt="a fox", override_settings={"sigma_min": "low"}), {}, [])
+        convert_body(Txt2ImgBody(prompt="a fox", override_settings={"sigma_min": "low"}), {}, [])
     assert refused.value.param == "override_settings.sigma_min"

@@ -8,9 +8,17 @@ from typing import Any, Final
 
 import pytest
 
-from diffserve.service.a1111.asking import warnings_of
-from diffserve.service.a1111.ignored import FIELDS, HIRES_FIELDS, IMG2IMG_FIELDS, SETTINGS, ignored, ignored_refiner
-from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.conversion import warnings_of
+from diffserve.service.a1111.schemas import (
+    FIELDS,
+    HIRES_FIELDS,
+    IMG2IMG_FIELDS,
+    SETTINGS,
+    Img2ImgBody,
+    Txt2ImgBody,
+    ignored,
+    ignored_refiner,
+)
 from tests.service.server import RunningServer
 from tests.service.test_a1111 import pixels_of, post
 from tests.service.test_edits import in_base64, picture

@@ -197,8 +197,8 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("user-control", {"user": "a\x1b"}, "user", "invalid_value", "control"),
     ("embeds", {"prompt_embeds": [[0.1]]}, "prompt_embeds", "unsupported_parameter", "tensors"),
     ("kwargs", {"extra_body": {"kwargs": {}}}, "extra_body", "unsupported_parameter", "not supported"),
-    ("strength", {"strength": 0.5}, "strength", "unsupported_parameter", "text alone"),
-    ("callback", {"callback_url": "http://127.0.0.1/"}, "callback_url", "unsupported_parameter", "nobody"),
+    ("strength", {"strength": 0.5}, "strength", "unsupported_parameter", "takes no images"),
+    ("callback", {"callback_url": "http://127.0.0.1/"}, "callback_url", "unsupported_parameter", "no callbacks"),
 ]
 
 

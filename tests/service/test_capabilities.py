@@ -16,10 +16,9 @@ from diffserve.api.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
 from diffserve.api.text_types import LanguageModelInfo
 from diffserve.api.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
 from diffserve.client import Capabilities, Client, ImageCapabilities, Price, ServerCapabilities
-from diffserve.service.capabilities import Offer, capabilities
 from diffserve.service.endpoint import RequestPlan
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.models import ALIASES, capabilities_of, image_capabilities, refused_fields
+from diffserve.service.models import ALIASES, Offer, capabilities, capabilities_of, image_capabilities, refused_fields
 from diffserve.service.texts.schemas import ChatBody, CompletionBody
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.layers import load_settings

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from diffserve.client import Asker, ask_for
 from diffserve.client.on_behalf import HEADER, headers
-from diffserve.service.admission import MAX_KEYS_PER_ADDRESS, Clients
+from diffserve.service.http.addresses import MAX_KEYS_PER_ADDRESS, Clients
 
 
 def request(peer: str | None, **headers: str) -> Request:

@@ -166,7 +166,7 @@ SMALL = base64.b64encode(file_of(picture(64, 64))).decode()
         ({"image": SMALL, "strength": 1.5}, "strength is 1.5; it must be at most 1.0."),
         ({"image": SMALL, "mask": SMALL, "strength": -1}, "strength is -1; it must be at least 0.0."),
         ({"image": SMALL, "input_fidelity": "much"}, "input_fidelity is"),
-        ({"image": SMALL, "prompt": ""}, "the prompt is empty; say what to paint."),
+        ({"image": SMALL, "prompt": ""}, "the prompt is empty; describe the image."),
         ({"image": SMALL, "size": "9000x16"}, "size is 9000x16; each side must lie between"),
         *(
             ({"image": in_base64(picture(*size))}, f"image is {size[0]}x{size[1]}; each side must have at least 64")

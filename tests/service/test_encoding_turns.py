@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diffserve.service.images import encoding_queue
-from diffserve.service.images.encoding_queue import AHEAD_S_PER_MPX, EncodingQueue
+from diffserve.service import threads
+from diffserve.service.threads import AHEAD_S_PER_MPX, EncodingQueue
 
 LARGE = 4_000_000
 
@@ -34,7 +34,7 @@ def test_a_small_image_goes_before_many_large_ones() -> None:
 
 
 def test_a_large_image_that_waited_long_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_queue, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
+    monkeypatch.setattr(threads, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
 
     async def story() -> list[str]:
         turns, started = EncodingQueue(1), list[str]()

@@ -15,9 +15,9 @@ import pytest
 from diffserve.api.errors import InvalidRequest
 from diffserve.media.images import decode_image
 from diffserve.service.a1111.schemas import Img2ImgBody
-from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.fetching import MAX_FETCHED_BYTES, Fetcher, is_public
 from diffserve.service.images.inputs import image_bytes
+from diffserve.service.images.schemas import EditBody
 from tests.certificates import Chain, make_chain
 
 HOST, PUBLIC = "pictures.example.org", "93.184.216.34"

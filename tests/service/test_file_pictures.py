@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from diffserve.api.errors import InvalidRequest
-from diffserve.service.images.edit_schemas import EditBody
+from diffserve.service.images.schemas import EditBody
 from diffserve.service.responses.schemas import ResponseBody
 from diffserve.service.stored.files import FilePictures
 from diffserve.service.stored.owners import Owners

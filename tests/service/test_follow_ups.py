@@ -9,8 +9,7 @@ import pytest
 from openai import OpenAI
 
 from diffserve.media.images import read_infotext
-from diffserve.service.responses.follow_ups import merge_warnings, merged, prompt_of
-from diffserve.service.responses.turns import Turn
+from diffserve.service.responses.turns import Turn, merge_warnings, merged, prompt_of
 from diffserve.world.prompt_reading import merge_scenes
 from tests.service.server import RunningServer
 

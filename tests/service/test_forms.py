@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.forms import MultipartForm, parse_fields, read_form
-from diffserve.service.images.edit_schemas import EditBody
+from diffserve.service.http.forms import Form, parse_fields, read_form
+from diffserve.service.images.schemas import EditBody
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ FORM = (
 )
 
 
-def read(body: bytes, step: int) -> MultipartForm:
+def read(body: bytes, step: int) -> Form[bytes]:
     """Return the parsed form ``body``, which arrives in pieces of ``step`` bytes."""
     pieces = [body[at : at + step] for at in range(0, len(body), step)]
     messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]

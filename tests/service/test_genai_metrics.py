@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from diffserve.api.text_types import TextFinished, TextTimings, TextUsage
 from diffserve.api.types import Accepted, Cancelled, Failed, Finished
-from diffserve.service.genai_metrics import GenAiMetrics
+from diffserve.service.telemetry import GenAiMetrics
 
 OPT_IN = {"OTEL_SEMCONV_STABILITY_OPT_IN": "http, gen_ai_latest_experimental"}
 PLACE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}

@@ -289,9 +289,7 @@ def test_without_image_storage_urls_are_refused_and_older_models_return_files() 
     config = load_settings(env={"DIFFSERVE_SERVE_URL_PICTURES_BYTES": "0"}).serve
     with pytest.raises(InvalidRequest, match="b64_json"):
         plan_images(parse(GenerateBody, b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
-    assert not plan_images(
-        parse(GenerateBody, b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1"
-    ).delivery.urls
+    assert not plan_images(parse(GenerateBody, b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1").urls
 
 
 def test_sweeping_continues_after_an_unreadable_folder(

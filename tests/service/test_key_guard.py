@@ -16,9 +16,9 @@ from starlette.requests import Request
 
 from diffserve.api.errors import ConfigError, QueueFull
 from diffserve.client.on_behalf import HEADER, Asker, _visitor, ask_for, headers, own_key
-from diffserve.service.admission import Clients
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.http.addresses import Clients
 from diffserve.service.http.keys import COOKIE, OPEN, KeyRing, RateLimits
 from diffserve.service.images.image_store import ImageStore
 from diffserve.service.lifecycle import Gate
@@ -230,7 +230,7 @@ def test_a_browser_signs_in_by_a_form_and_the_page_authenticates_its_requests(ho
             sent = await browser.get("/", headers={"Accept": "text/html"})
             assert (sent.status_code, sent.headers["location"]) == (303, "/login")
             form = await browser.get("/login")
-            assert "This server asks for a key." in form.text
+            assert "Sign in" in form.text
             assert form.headers["referrer-policy"] == "same-origin", "with none, browsers send the form from nowhere"
             refused = await browser.post("/login", data={"key": "<b>wrong</b>"})
             assert refused.status_code == 401

@@ -17,7 +17,7 @@ import pytest
 
 from diffserve.api.types import Picture
 from diffserve.media.images import encode_image
-from diffserve.service.http.loop_lag import LOOK_EVERY_S, watch_loop
+from diffserve.service.threads import LOOK_EVERY_S, watch_loop
 from tests.service.server import GENERATIONS, SOON_S, RunningServer
 from tests.service.test_bad_input import WRONG_VALUES
 

@@ -26,8 +26,7 @@ from openai.types.conversations import Conversation, ConversationDeletedResource
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
 from diffserve.api.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModerationBlocked, QueueFull
-from diffserve.service.responses.response_events import ResponseEvents
-from diffserve.service.responses.response_objects import call_error, head_of
+from diffserve.service.responses.response_objects import ResponseEvents, call_error, head_of
 from diffserve.service.responses.schemas import ResponseBody
 from tests.service.openai_types import problems_of
 from tests.service.server import SOON_S, RunningServer, wait_for

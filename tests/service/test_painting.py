@@ -20,13 +20,13 @@ from diffserve.api.errors import (
     QueueFull,
 )
 from diffserve.api.types import Failed, ModelInfo, RewriteOptions, ServedModel
+from diffserve.service.http.addresses import is_loopback
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError, error_of, reply_to
-from diffserve.service.http.hosts import is_loopback
 from diffserve.service.images.plan import ImagePlan, plan_images
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
-from diffserve.service.models import ALIASES, find_model, model_list, told_of
+from diffserve.service.models import ALIASES, describe_models, find_model, model_list
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.layers import load_settings
@@ -207,7 +207,7 @@ def test_a_model_is_selected_by_its_id_and_by_every_alias() -> None:
     models = [ServedModel(name="embedded", info=INFO, is_loaded=True)]
     for name in (None, "embedded", *ALIASES):
         assert find_model(name, models) is INFO
-    listed = [entry["id"] for entry in model_list(1, told_of(models, None, CONFIG))["data"]]
+    listed = [entry["id"] for entry in model_list(1, describe_models({}, models, None, CONFIG))["data"]]
     assert listed == ["embedded", *ALIASES]
     with pytest.raises(ModelNotFound, match='"nope"; embedded is loaded'):
         find_model("nope", models)
@@ -222,9 +222,13 @@ def test_several_models_are_selected_by_name_and_the_first_is_the_default() -> N
     ]
     assert [find_model(name, models) for name in (None, "embedded", "dall-e-3")] == [INFO] * 3
     assert find_model("gpt-image-1", models) is other, "a name goes before an alias"
-    models_by_name = told_of(models, None, CONFIG)
+    models_by_name = describe_models({}, models, None, CONFIG)
     assert [entry["loaded"] for entry in models_by_name.values()] == [True, False, False]
-    assert models_by_name["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
+    assert models_by_name["broken"] == {
+        "loaded": False,
+        "problem": "broken: its file was cut short.",
+        "endpoints": [],
+    }
     for name in ("nope", "../embedded", "/models/embedded", ""):
         with pytest.raises(ModelNotFound, match="embedded, gpt-image-1, broken are served"):
             find_model(name, models)

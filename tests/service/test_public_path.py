@@ -11,8 +11,8 @@ import pytest
 
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.http.addresses import PublicPath, public_address
 from diffserve.service.http.keys import KeyRing
-from diffserve.service.http.public_path import PublicPath, public_address
 from diffserve.service.lifecycle import Gate
 from diffserve.settings.layers import load_settings
 from diffserve.store import Database, Keys

@@ -17,9 +17,8 @@ from openai import OpenAI
 from diffserve.api.errors import DiffserveError, InvalidRequest
 from diffserve.client import AsyncClient, Client, Embeddings, PaintedPicture, Response, ResponseDelta, ResponseEnd
 from diffserve.service.http.errors import HttpError
-from diffserve.service.responses.event_log import EventLog
 from diffserve.service.responses.response_plan import plan_image, plan_text
-from diffserve.service.responses.response_store import ResponseStore, StoredResponse
+from diffserve.service.responses.response_store import EventLog, ResponseStore, StoredResponse
 from diffserve.service.responses.schemas import ResponseBody, Tool
 from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
 from diffserve.settings.layers import load_settings

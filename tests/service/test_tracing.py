@@ -17,7 +17,7 @@ import pytest
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
-from diffserve.service.tracing import Traces
+from diffserve.service.telemetry import Traces
 from diffserve.settings.layers import load_settings
 from tests.service.server import SOON_S, running_server, wait_for
 

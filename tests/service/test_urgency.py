@@ -14,7 +14,7 @@ from diffserve.api.errors import DeadlineUnreachable, InvalidRequest, QueueFull
 from diffserve.api.types import Accepted, Progress
 from diffserve.client.errors import ErrorObject, error_of
 from diffserve.media.images import encode_image
-from diffserve.service.a1111.asking import ask
+from diffserve.service.a1111.conversion import convert_body
 from diffserve.service.a1111.jobs import PolledJob
 from diffserve.service.a1111.schemas import Txt2ImgBody
 from diffserve.service.admission import Backlog
@@ -58,7 +58,7 @@ def test_image_chat_and_rewrite_bodies_have_priority_and_deadline(
         parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | fields)), INFO, CONFIG, "img-1"
     )
     assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
-    response = ask(
+    _, response, _ = convert_body(
         parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
     )
     assert response.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}

@@ -21,11 +21,10 @@ from diffserve.cli.remote import with_command_line_hints
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, Stream
 from diffserve.client import Progress as ProgressEvent
 from diffserve.media.provenance import Marks
-from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.inputs import image_bytes, read_repeated, read_start
 from diffserve.service.images.openai_encoder import delivery_fields, image_entry, recipe
-from diffserve.service.images.plan import Delivery, ImagePlan, plan_images
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.plan import ImagePlan, plan_images
+from diffserve.service.images.schemas import EditBody, GenerateBody
 from diffserve.service.models import refused_fields
 from diffserve.service.safety import Safety
 from diffserve.settings.config import ServeConfig
@@ -202,7 +201,8 @@ class LocalPainter:
             f"batch-{uuid.uuid4().hex}",
             start=start,
             preview_every=0,
-            delivery=Delivery(self._marks, self._safety),
+            marks=self._marks,
+            safety=self._safety,
         )
         if painting.request.rewriting is not None:
             message = "prompt_rewriter needs a language model, which a batch does not load; use --server."

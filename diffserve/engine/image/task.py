@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.api.sizes import step_cost
 from diffserve.api.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
 from diffserve.engine.records import FailureReason, Live, Stage
-from diffserve.models.controlnets import WORK_SHARE
 from schedulers import StepTable
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         controlled = self.controlled or ((),) * len(self.full)
         rows = zip(self.full.tolist(), self.guided.tolist(), controlled, strict=True)
         return tuple(
-            ((1.0 if full else self.shallow_share) + WORK_SHARE * len(controls)) * (1 + guided) * self.row_cost
+            step_cost(1.0 if full else self.shallow_share, len(controls), is_guided=guided, row_cost=self.row_cost)
             for full, guided, controls in rows
         )
 

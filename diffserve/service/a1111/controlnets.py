@@ -9,6 +9,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Picture
 from diffserve.media.canny import STRONG, WEAK, edge_map
@@ -22,9 +23,8 @@ from diffserve.models.controlnets import (
     PASSED_THROUGH,
     ResizeMode,
 )
-from diffserve.service.a1111.ignored import CONTROLNET, Neutral, has_effect
-from diffserve.service.a1111.schemas import DetectBody, Img2ImgBody, Txt2ImgBody
-from diffserve.service.admission import Clients
+from diffserve.service.a1111.schemas import CONTROLNET, DetectBody, Img2ImgBody, Neutral, Txt2ImgBody, has_effect
+from diffserve.service.http.addresses import Clients
 from diffserve.service.http.bodies import show
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.inputs import image_bytes
@@ -178,9 +178,8 @@ async def detect(request: Request, fetcher: Fetcher, clients: Clients) -> Respon
     """Answer ``POST /controlnet/detect``: a control map for each picture."""
     body = await read_body(request, DetectBody)
     module = body.controlnet_module or PASSED_THROUGH
-    if module not in MODULES:
-        message = f"controlnet_module is {show(module)}; there are {' and '.join(MODULES)}."
-        raise InvalidRequest(message, param="controlnet_module")
+    message = f"controlnet_module is {show(module)}; there are {' and '.join(MODULES)}."
+    check(module in MODULES, message, "controlnet_module")
     await fetcher.fill(body)
     thresholds = thresholds_of(body.controlnet_threshold_a, body.controlnet_threshold_b)
     resolution = max(0, body.controlnet_processor_res or 0)

@@ -7,9 +7,10 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -21,29 +22,20 @@ from diffserve.api.types import Failed, ImageFailed, ImageResult, Painted, Pictu
 from diffserve.media.images import encode_image
 from diffserve.media.infotext import SCHEDULE_LABELS, FirstPass, write_infotext
 from diffserve.media.start_picture import StartPicture
-from diffserve.service.a1111.asking import (
-    USUAL_STEPS,
-    AskedBody,
-    Hires,
-    ask,
-    echo_of,
-    second_pass,
-    start_of,
-    warnings_of,
-)
-from diffserve.service.a1111.ignored import ignored_refiner
+from diffserve.service.a1111.conversion import USUAL_STEPS, Hires, convert_body, start_of, warnings_of
 from diffserve.service.a1111.jobs import Jobs, PolledJob
-from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody, ignored_refiner
 from diffserve.service.a1111.styles import read_styles
-from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.admission import Ticket
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.streams import Events
+from diffserve.service.images.image_endpoint import ImageServiceEndpoint
 from diffserve.service.images.image_store import new_name
 from diffserve.service.images.inputs import Start
-from diffserve.service.images.openai_encoder import timings
+from diffserve.service.images.openai_encoder import Collector, timings
 from diffserve.service.images.plan import ImagePlan, plan_images
-from diffserve.service.images.service import Collector, ImageService
-from diffserve.service.lifecycle import first_of, json_response, read_body
+from diffserve.service.images.service import ImageService
+from diffserve.service.lifecycle import first_of, json_response
 from diffserve.service.threads import ANSWERS, LISTINGS
 from diffserve.version import __version__
 from schedulers import SAMPLERS
@@ -53,10 +45,11 @@ NUM_PREVIEWS: Final = 4
 
 
 class A1111Plan(RequestPlan, frozen=True, kw_only=True):
-    """A resolved A1111 request: the plan of its images, and the body that the answer repeats."""
+    """A resolved A1111 request: the plan of its images, the body that the answer repeats, and the second pass."""
 
     images: ImagePlan
-    body: AskedBody
+    body: Txt2ImgBody
+    hires: Hires | None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,71 +57,57 @@ class A1111Plan(RequestPlan, frozen=True, kw_only=True):
         return self.images.headers
 
 
-class EncodedImage(NamedTuple):
-    """An image of an answer: a PNG file in base64, black if the safety filter blocked it."""
-
-    file: str
-    is_blocked: bool
-
-
-class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
+class A1111Endpoint(ImageServiceEndpoint[Txt2ImgBody, A1111Plan]):
     """Endpoint of txt2img or img2img, depending on the class of its body.
 
     ``jobs`` are shared with the routes that report progress.
     """
 
     def __init__(self, service: ImageService, jobs: Jobs, body: type[Txt2ImgBody]) -> None:
-        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
-        self._service = service
+        super().__init__(service)
         self._jobs = jobs
-        self._body = body
+        self.body = body
 
-    @property
-    def _backlog(self) -> Backlog:
-        return self._admission.images
-
-    async def _read(self, request: Request) -> AskedBody:
-        body = await read_body(request, self._body)
-        with self._admission.clients.known(request) as client:
-            options = self._jobs.options(client)
+    async def _plan(self, body: Txt2ImgBody, request: Request, client: str) -> A1111Plan:
+        options = self._jobs.options(client)
         folder = Path(self._config.data_dir).expanduser()
         styles = await LISTINGS.run(read_styles, folder) if body.styles else []
         model = (body.override_settings or options).get("sd_model_checkpoint")
         refused = self._service.refused_fields(str(model).partition(" [")[0] if model else None)
-        return ask(body, options, styles, refused, [served.name for served in self._engine.models])
-
-    async def _plan(self, body: AskedBody, request: Request, client: str) -> tuple[A1111Plan, AdmissionSlot]:
-        a1111_body, hires = body.asked, body.hires
-        info = self._service.model(body.model)
+        models = [served.name for served in self._engine.models]
+        body, image_body, hires = convert_body(body, options, styles, refused, models)
+        info = self._service.model(image_body.model)
         if hires is not None:  # refuse a size that is out of range before the first pass
             sides = {"min_side_px": self._config.min_size_px, "max_side_px": self._config.max_size_px}
             plan_size(info, (hires.width_px, hires.height_px), **sides, may_pad=False)
         start_reader = None
-        if isinstance(a1111_body, Img2ImgBody):
-            start_reader = partial(start_of, a1111_body, body.width, body.height)
-        is_polled = bool(a1111_body.force_task_id) and not self._service.has_filter
-        num_steps = body.num_inference_steps or USUAL_STEPS
+        if isinstance(body, Img2ImgBody):
+            start_reader = partial(start_of, body, image_body.width, image_body.height)
+        is_polled = bool(body.force_task_id) and not self._service.has_filter
+        num_steps = image_body.num_inference_steps or USUAL_STEPS
         images = await self._service.plan(
-            body,
+            image_body,
             request,
             client,
-            sources=(a1111_body,),
+            sources=(body,),
             start_reader=start_reader,
             rewriter="off",
             preview_every=math.ceil(num_steps / NUM_PREVIEWS) if is_polled else 0,
-            warnings=(*warnings_of(a1111_body), *ignored_refiner(a1111_body, info.refiner)),
+            warnings=(*warnings_of(body), *ignored_refiner(body, info.refiner)),
             texts=None if hires is None else hires.texts,
         )
-        plan = A1111Plan(images=images, body=body, warnings=images.warnings, price=images.price)
-        return plan, self._service.admit(images)
+        return A1111Plan(images=images, body=body, hires=hires, warnings=images.warnings, price=images.price)
+
+    def _admit(self, plan: A1111Plan, client: str) -> AbstractContextManager[Ticket]:
+        return self._service.admit(plan.images)
 
     def _events(self, plan: A1111Plan, ticket: Ticket) -> Events:
         raise NotImplementedError("A1111's API has no streams")  # A1111 bodies never set is_stream
 
     async def _answer(self, plan: A1111Plan, ticket: Ticket) -> Response:
-        images, a1111_body, hires = plan.images, plan.body.asked, plan.body.hires
+        images, body, hires = plan.images, plan.body, plan.hires
         request = images.request
-        task = a1111_body.force_task_id or request.request_id
+        task = body.force_task_id or request.request_id
         second_work = 0.0 if hires is None else hires.work / first_pass_work(images)
         job = PolledJob(request.client, task, request.num_images, second_work, write=images.preview_file)
         with self._jobs.listed(job):
@@ -146,16 +125,16 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
                 job.next_pass()
                 size = images.size.width_px, images.size.height_px
                 first_passes = {_seeds(result): FirstPass(result, *size, hires.upscaler) for result in results}
-                last, results = await self._enlarge(plan, hires, results, ticket, job)
+                last, results = await self._enlarge(images, hires, results, ticket, job)
                 passes = [*passes, *results]
         engine_warnings = (text for result in passes for text in result.warnings)
         warnings = list(dict.fromkeys([*images.warnings, *last.warnings, *engine_warnings]))
         infotexts = [infotext_of(last, result, first_passes.get(_seeds(result))) for result in results]
-        to_encode = [] if a1111_body.send_images is False else [*zip(results, infotexts, strict=True)]
+        to_encode = [] if body.send_images is False else [*zip(results, infotexts, strict=True)]
         files = await asyncio.gather(
             *(self._service.encode_in_thread(last.num_pixels, encode_result, last, *pair) for pair in to_encode)
         )
-        content = await ANSWERS.run(encode_answer, last, a1111_body, results, infotexts, passes, files, warnings)
+        content = await ANSWERS.run(encode_answer, last, body, results, infotexts, passes, files, warnings)
         return json_response(content, warnings)
 
     async def _generate(self, plan: ImagePlan, watch: Callable[[object], None], job: PolledJob) -> list[ImageResult]:
@@ -164,7 +143,7 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
         Raises:
             DiffserveError: The request failed, or all images did.
         """
-        collector = Collector()
+        collector = Collector(plan)
 
         async def collect() -> None:
             async for _ in self._service.stream(plan, collector, watch, is_whole=True):
@@ -187,21 +166,19 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
         return collector.results
 
     async def _enlarge(
-        self, plan: A1111Plan, hires: Hires, results: list[ImageResult], ticket: Ticket, job: PolledJob
+        self, first: ImagePlan, hires: Hires, results: list[ImageResult], ticket: Ticket, job: PolledJob
     ) -> tuple[ImagePlan, list[ImageResult]]:
         """Run the second pass over all images at once; return a plan of it and its results."""
-        first = plan.images
         info = self._service.model(first.request.model)
         left_s = (first.request.deadline_s or self._config.request_timeout_s) - job.elapsed_s
         if left_s <= 0.0:
             raise DeadlineExceeded("the deadline passed before the image was enlarged.")
-        body = second_pass(plan.body)
 
         def plan_second(result: ImageResult) -> ImagePlan:
             start = Start(StartPicture(picture=hires.enlarge(first.deliver(result.picture))), hires.strength)
             seeds = {"seed": result.seed, "variation_seed": result.variation_seed, "n": 1}
             return plan_images(
-                body.model_copy(update=seeds),
+                hires.body.model_copy(update=seeds),
                 info,
                 self._config,
                 new_request_id(),
@@ -209,7 +186,10 @@ class A1111Endpoint(Endpoint[AskedBody, A1111Plan]):
                 share=first.request.share,
                 start=start,
                 kind=first.kind,
-                delivery=first.delivery,
+                marks=first.marks,
+                safety=first.safety,
+                urls=first.urls,
+                history=first.history,
                 limit_s=left_s,
             )
 
@@ -239,17 +219,18 @@ def first_pass_work(plan: ImagePlan) -> float:
     return (request.width_px or 512) * (request.height_px or 512) * (request.diffusion.num_steps or USUAL_STEPS)
 
 
-def encode_result(plan: ImagePlan, result: ImageResult, infotext: str) -> EncodedImage:
-    """Filter, watermark and encode an image and record it in the history; takes a while, so call it in a thread."""
-    width_px, height_px = plan.size.width_px, plan.size.height_px
+def encode_result(plan: ImagePlan, result: ImageResult, infotext: str) -> str | None:
+    """Return an image as a PNG file in base64 and record it in the history; None if the safety filter blocks it.
+
+    Takes a while: call it in a thread.
+    """
     try:
         file = plan.file(result, infotext)
     except ModerationBlocked:
-        black = Picture(width_px=width_px, height_px=height_px, data=bytes(3 * width_px * height_px))
-        return EncodedImage(base64.b64encode(encode_image(black)).decode("ascii"), is_blocked=True)
-    if plan.delivery.history is not None:
-        plan.delivery.history.add(plan.request, (width_px, height_px), result, file, new_name("png"))
-    return EncodedImage(base64.b64encode(file).decode("ascii"), is_blocked=False)
+        return None
+    if plan.history is not None:
+        plan.history.add(plan.request, (plan.size.width_px, plan.size.height_px), result, file, new_name("png"))
+    return base64.b64encode(file).decode("ascii")
 
 
 def infotext_of(plan: ImagePlan, result: ImageResult, first: FirstPass | None) -> str:
@@ -263,15 +244,31 @@ def encode_answer(
     results: list[ImageResult],
     infotexts: list[str],
     passes: list[ImageResult],
-    files: list[EncodedImage],
+    files: list[str | None],
     warnings: list[str],
 ) -> bytes:
-    """Return the body of an answer; ``passes`` are the results of both passes, for the usage."""
-    flags = {}
-    if plan.delivery.safety is not None:
-        flags = {"nsfw_content_detected": [image.is_blocked for image in files]}
+    """Return the body of an answer, with a black image in place of each blocked one.
+
+    ``passes`` are the results of both passes, for the usage.
+    """
+    flags = {} if plan.safety is None else {"nsfw_content_detected": [file is None for file in files]}
     info = json.dumps(_info(plan, body, results, infotexts, passes) | flags | {"warnings": warnings})
-    return msgspec.json.encode({"images": [image.file for image in files], "parameters": echo_of(body), "info": info})
+    images = [_black_image(plan.size.width_px, plan.size.height_px) if file is None else file for file in files]
+    return msgspec.json.encode({"images": images, "parameters": echo_of(body), "info": info})
+
+
+def _black_image(width_px: int, height_px: int) -> str:
+    black = Picture(width_px=width_px, height_px=height_px, data=bytes(3 * width_px * height_px))
+    return base64.b64encode(encode_image(black)).decode("ascii")
+
+
+def echo_of(body: Txt2ImgBody) -> dict[str, Any]:
+    """Return ``parameters`` of the answer: the body, without its images unless ``include_init_images`` is set."""
+    fields = body.model_dump(exclude_none=True)
+    if isinstance(body, Img2ImgBody) and not body.include_init_images:
+        for name in ("init_images", "mask"):
+            fields.pop(name, None)
+    return msgspec.to_builtins(fields)  # type: ignore[no-any-return]
 
 
 def _info(

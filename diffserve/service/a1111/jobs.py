@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+
+from cachetools import LRUCache
 
 from diffserve.api.types import Accepted, Painted, Picture, Preview, Progress, Queued
 
@@ -118,8 +119,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._inside: dict[int, PolledJob] = {}
-        self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._options: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._over: LRUCache[tuple[str, str], bool] = LRUCache(MAX_REMEMBERED)
+        self._options: LRUCache[str, dict[str, Any]] = LRUCache(MAX_REMEMBERED)
         self._next = 0
 
     @contextmanager
@@ -133,9 +134,7 @@ class Jobs:
         finally:
             del self._inside[place]
             if job.task:
-                self._over[job.client, job.task] = None
-                while len(self._over) > MAX_REMEMBERED:
-                    self._over.popitem(last=False)
+                self._over[job.client, job.task] = True
 
     def of(self, client: str) -> list[PolledJob]:
         """Return the jobs of ``client``, the oldest first."""
@@ -163,6 +162,3 @@ class Jobs:
         """Store options of ``client``; None or "" removes one. The least recent clients are dropped."""
         merged = self.options(client) | options
         self._options[client] = {name: value for name, value in merged.items() if value not in (None, "")}
-        self._options.move_to_end(client)
-        while len(self._options) > MAX_REMEMBERED:
-            self._options.popitem(last=False)

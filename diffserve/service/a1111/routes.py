@@ -16,14 +16,13 @@ from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.models.controlnets import MAX_CONTROLNETS, ControlNetFolder
 from diffserve.models.loras import LoraFolders
-from diffserve.service.a1111.asking import LANCZOS, NEAREST
 from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
-from diffserve.service.a1111.ignored import ignored_settings
+from diffserve.service.a1111.conversion import LANCZOS, NEAREST
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
-from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody
+from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody, ignored_settings
 from diffserve.service.a1111.styles import FILE, read_styles
-from diffserve.service.admission import Clients
 from diffserve.service.engine.engines import Engines
+from diffserve.service.http.addresses import Clients
 from diffserve.service.http.errors import A1111 as PREFIX
 from diffserve.service.http.errors import CONTROLNET
 from diffserve.service.images.fetching import Fetcher
@@ -71,7 +70,7 @@ class A1111Routes:
         async def png_info(request: Request) -> Response:
             return await _png_info(request, fetcher, clients)
 
-        self._post(f"{PREFIX}/png-info", png_info, "The parameters that a picture says it was painted by", PngInfoBody)
+        self._post(f"{PREFIX}/png-info", png_info, "Read the parameters in an image file", PngInfoBody)
 
     def _get(self, name: str, content: Callable[[], Any], summary: str, prefix: str = PREFIX) -> None:
         async def answer() -> Response:
@@ -95,15 +94,15 @@ class A1111Routes:
     def _add_lists(self) -> None:
         self._get("sd-models", self._models, "The models")
         self._get("samplers", lambda: SAMPLER_LIST, "The samplers")
-        self._get("schedulers", lambda: SCHEDULE_LIST, "How noise levels are spaced")
-        self._get("upscalers", lambda: UPSCALER_LIST, "What enlarges a picture before its second pass")
+        self._get("schedulers", lambda: SCHEDULE_LIST, "The noise schedules")
+        self._get("upscalers", lambda: UPSCALER_LIST, "The upscalers of the second pass")
         self._get("prompt-styles", self._styles, f"The styles in {FILE}")
         self._get("loras", self._loras, "The adapters")
-        self._get("embeddings", self._embeddings, "The learnt words")
+        self._get("embeddings", self._embeddings, "The embeddings")
         self._get("scripts", lambda: SCRIPTS, "The scripts that a request may name")
-        self._get("script-info", lambda: SCRIPT_INFO, "The scripts in more words")
+        self._get("script-info", lambda: SCRIPT_INFO, "The scripts in detail")
         for name, nothing in EMPTY.items():
-            self._get(name, lambda nothing=nothing: nothing, "Nothing of this kind is here")  # type: ignore[misc]
+            self._get(name, lambda nothing=nothing: nothing, "Empty: not supported")  # type: ignore[misc]
 
     def _add_controlnets(self, fetcher: Fetcher) -> None:
         """Add the routes of A1111's ControlNet extension."""
@@ -117,13 +116,13 @@ class A1111Routes:
 
         for name, content, summary in (
             ("version", lambda: {"version": API_VERSION}, "The version of the API of A1111's ControlNet extension"),
-            ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "How many ControlNets a picture takes"),
+            ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "The number of ControlNets per image"),
             ("model_list", lambda: {"model_list": models()}, "The ControlNets"),
             ("module_list", lambda: MODULE_LIST, "The preprocessors of ControlNets"),
             ("control_types", lambda: control_types(models()), "The ControlNets and their preprocessors by type"),
         ):
             self._get(name, content, summary, CONTROLNET)
-        self._post(f"{CONTROLNET}/detect", answer, "Make control maps of pictures", DetectBody)
+        self._post(f"{CONTROLNET}/detect", answer, "Make control maps of images", DetectBody)
 
     def _styles(self) -> list[dict[str, str]]:
         return [style._asdict() for style in read_styles(self._folder)]
@@ -220,17 +219,19 @@ class A1111Routes:
         description = "Whether to leave the preview out."
         skip = {"name": "skip_current_image", "in": "query", "description": description, "schema": {"type": "boolean"}}
         self._app.add_api_route(
-            f"{PREFIX}/progress", progress, methods=["GET"], summary="How far one's own pictures are",
+            f"{PREFIX}/progress", progress, methods=["GET"], summary="Progress of this client's images",
             openapi_extra={"parameters": [skip]},
         )  # fmt: skip
-        self._post("/internal/progress", task_progress, "How far one of one's own tasks is", ProgressBody)
-        self._app.add_api_route("/internal/pending-tasks", pending, methods=["GET"], summary="One's own tasks")
+        self._post("/internal/progress", task_progress, "Progress of one of this client's tasks", ProgressBody)
+        self._app.add_api_route("/internal/pending-tasks", pending, methods=["GET"], summary="Tasks of this client")
         self._post(
-            f"{PREFIX}/interrupt", stops("interrupt", None), "End one's own tasks; they answer with what is done"
+            f"{PREFIX}/interrupt",
+            stops("interrupt", None),
+            "Interrupt this client's tasks; they answer with unfinished images",
         )
-        self._post(f"{PREFIX}/skip", stops("skip", 1), "End the oldest of one's own tasks")
+        self._post(f"{PREFIX}/skip", stops("skip", 1), "Interrupt the oldest task of this client")
         for name in DONE_ALREADY:
-            self._post(f"{PREFIX}/{name}", nothing, "Taken for compatibility; there is nothing to do")
+            self._post(f"{PREFIX}/{name}", nothing, "Accepted for compatibility; has no effect")
 
 
 async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Response:

@@ -144,8 +144,7 @@ class EngineConnection:
         """Start the request of ``job`` and feed it its events; raise EngineUnavailable if the process is lost."""
         if self.lost.done():
             raise self._unavailable_error()
-        request = cast(ipc.AnyRequest, job.request)
-        data = ipc.frame(ipc.Submit(request=request))  # may raise, so before the job is stored
+        data = ipc.frame(cast(ipc.AnyRequest, job.request))  # may raise, so before the job is stored
         self._jobs[job.request_id] = job
         self._write(data)
 

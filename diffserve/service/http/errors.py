@@ -90,7 +90,7 @@ class ErrorReply(NamedTuple):
 def reply_to(error: Exception) -> ErrorReply:
     """Return the response to ``error``. Unexpected errors become a 500 without internal details."""
     error = expected_error(error) or DiffserveError(OUR_MISTAKE)
-    status = status_of(error)
+    status = error.status
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
         headers |= _retry_after_headers(error.retry_after_s)
@@ -174,11 +174,6 @@ def reply_for(path: str, error: Exception) -> ErrorReply:
     return reply.in_a1111s_words() if path.startswith(A1111_PATHS) else reply
 
 
-def status_of(error: DiffserveError) -> int:
-    """Return the HTTP status of ``error``."""
-    return error.status
-
-
 def error_of(event: Failed) -> DiffserveError:
     """Return the error that a Failed event stands for."""
     if event.code == DeadlineExceeded.default_code:
@@ -189,10 +184,10 @@ def error_of(event: Failed) -> DiffserveError:
         return ABOUT_SERVER[event.code](event.message)
     if event.param is not None:
         return InvalidRequest(event.message, param=event.param, code=event.code)
-    return DiffserveError(told(event), code=event.code)
+    return DiffserveError(failure_message(event), code=event.code)
 
 
-def told(event: Failed | ImageFailed) -> str:
+def failure_message(event: Failed | ImageFailed) -> str:
     """Return the message of a failure, without details of internal errors."""
     return OUR_MISTAKE if event.code == DiffserveError.default_code else event.message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 from python_multipart.multipart import parse_options_header
@@ -25,23 +25,19 @@ MAX_FIELDS: Final = 100
 MAX_FIELD_BYTES: Final = 1 << 18
 
 
-class MultipartForm(NamedTuple):
+FileT = TypeVar("FileT")
+
+
+class Form(NamedTuple, Generic[FileT]):
     """Fields by name (lists for names that end in []) and uploaded files by name without brackets."""
 
     fields: dict[str, str | list[str]]
-    files: dict[str, list[bytes]]
+    files: dict[str, list[FileT]]
 
 
 def is_form(request: Request) -> bool:
     """Return whether the body is declared as a multipart form."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
-
-
-class OpenForm(NamedTuple):
-    """Form whose files are read on demand."""
-
-    fields: dict[str, str | list[str]]
-    files: dict[str, list[UploadFile]]
 
 
 async def complete_body(request: Request) -> AsyncGenerator[bytes, None]:
@@ -103,15 +99,15 @@ class _Parser(MultiPartParser):
             self._current_part.file = _Upload(upload.file, size=0, filename=upload.filename, headers=upload.headers)
 
 
-async def read_form(request: Request, *, max_files: int) -> MultipartForm:
+async def read_form(request: Request, *, max_files: int) -> Form[bytes]:
     """Read a form with all of its files. Raises InvalidRequest or HttpError if it is malformed or too large."""
     async with open_form(request, max_files=max_files) as form:
         files = {name: [await item.read() for item in uploads] for name, uploads in form.files.items()}
-    return MultipartForm(form.fields, files)
+    return Form(form.fields, files)
 
 
 @asynccontextmanager
-async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenForm]:
+async def open_form(request: Request, *, max_files: int) -> AsyncIterator[Form[UploadFile]]:
     """Read a form for the length of the block; long files stay on disk."""
     fields: dict[str, str | list[str]] = {}
     files: dict[str, list[UploadFile]] = {}
@@ -134,7 +130,7 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
                     raise InvalidRequest(f"{show_name(bare)} is given twice; give it once.", param=show_name(bare))
                 else:
                     fields[bare] = value
-            yield OpenForm(fields, files)
+            yield Form(fields, files)
         finally:
             await form.close()
     except (MultiPartException, HTTPException) as error:  # starlette's request converts the first type to the second

@@ -27,8 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffserve.api.errors import QueueFull
 from diffserve.client.on_behalf import HEADER, asker_in, own_key
+from diffserve.service.http.addresses import prefix_of
 from diffserve.service.http.errors import HttpError, reply_for
-from diffserve.service.http.public_path import prefix_of
 from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
 from diffserve.store.database import Database
 from diffserve.store.keys import Key, Keys, digest_of
@@ -247,9 +247,7 @@ class KeyGuard:
         key = self._key(headers)
         needed = scope_of(scope["path"])
         if not key.allows(needed):
-            raise HttpError(
-                403, f"this key may not do that; it lacks the scope {needed}.", code="insufficient_permissions"
-            )
+            raise HttpError(403, f"the API key lacks the scope {needed}.", code="insufficient_permissions")
         scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
         is_work = scope["method"] == "POST" and not scope["path"].startswith(
             PAGE
@@ -267,7 +265,7 @@ class KeyGuard:
             key = self.ring.key_of_session(session) if session else None
         if key is not None:
             return key
-        reason = "that key is not good here" if text else "this server asks for a key: send Authorization: Bearer KEY"
+        reason = "invalid API key" if text else "an API key is required: send Authorization: Bearer KEY"
         raise HttpError(401, f"{reason}.", code="invalid_api_key")
 
 

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from diffserve.service.http.addresses import prefix_of, public_address
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import read_form
 from diffserve.service.http.keys import COOKIE, LOGIN, MAX_KEY_CHARS, SESSION_S, KeyRing, session_in
-from diffserve.service.http.public_path import prefix_of, public_address
 
 LOGOUT: Final = "/logout"
 FORM: Final = "application/x-www-form-urlencoded"
@@ -23,25 +23,25 @@ body {{ font-family: system-ui, sans-serif; margin: 4rem auto; max-width: 24rem;
 input, button {{ font: inherit; padding: .6rem; width: 100%; box-sizing: border-box; margin-top: .5rem }}
 button {{ background: #11766e; color: #fff; border: 0; border-radius: .5rem }}
 </style></head><body><main><h1>diffserve</h1><form method="post" action="{prefix}/login">
-<label for="key">This server asks for a key.</label>
+<label for="key">API key</label>
 <input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
-<button>Come in</button></form><p role="alert">{message}</p></main></body></html>"""
+<button>Sign in</button></form><p role="alert">{message}</p></main></body></html>"""
 
 
 def add_login(app: FastAPI, ring: KeyRing) -> None:
     """Add the login and logout routes to ``app``."""
 
-    @app.get(LOGIN, summary="A form for a key", response_class=HTMLResponse)
+    @app.get(LOGIN, summary="Form for an API key", response_class=HTMLResponse)
     async def ask(request: Request) -> Response:
         return _page("", prefix_of(request.scope))
 
-    page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The form again."}
+    page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The form with an error message."}
     sent = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string"}}}
     form = {"requestBody": {"required": True, "content": {FORM: {"schema": sent}}}}
     to_page: dict[int | str, dict[str, Any]] = {303: {"description": "To the page, with a session."}, 401: page}
 
     @app.post(
-        LOGIN, summary="Give a key, and have a session", openapi_extra=form, responses=to_page, status_code=303,
+        LOGIN, summary="Exchange an API key for a session", openapi_extra=form, responses=to_page, status_code=303,
         response_class=RedirectResponse,
     )  # fmt: skip
     async def enter(request: Request) -> Response:
@@ -52,7 +52,7 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
         text = (await read_form(request, max_files=0)).fields.get("key", "")
         key = ring.find(text.strip()[:MAX_KEY_CHARS]) if isinstance(text, str) else None
         if key is None or not key.allows("generate"):
-            return _page("That key is not good here." if key is None else "That key may not paint.", prefix, 401)
+            return _page("Invalid key." if key is None else "This key lacks the scope generate.", prefix, 401)
         answer = RedirectResponse(f"{prefix}/", status_code=303)
         address = public_address(request.scope)
         is_https = (request.url.scheme if address is None else address.origin.partition(":")[0]) == "https"

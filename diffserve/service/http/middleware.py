@@ -3,7 +3,7 @@
 Plain ASGI, outermost first::
 
     Outermost     assigns the request ID, adds common headers, logs one line, answers unexpected errors with 500
-    PublicPath    removes the path prefix of a proxy (``public_path.py``)
+    PublicPath    removes the path prefix of a proxy (``addresses.py``)
     HeadAsGet     answers HEAD as GET without the body
     OriginGuard   refuses foreign hosts and origins
     FramingGuard  refuses requests that a proxy could read differently
@@ -27,10 +27,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffserve.api.errors import DiffserveError
 from diffserve.api.types import new_request_id
-from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
-from diffserve.service.http.hosts import AUTHORITY, HOST_NOT_ALLOWED, HostNames, hostname, is_loopback, origin_of
+from diffserve.service.http.addresses import (
+    AUTHORITY,
+    HOST_NOT_ALLOWED,
+    HostNames,
+    hostname,
+    is_loopback,
+    origin_of,
+    public_address,
+)
+from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for
 from diffserve.service.http.keys import LOGIN, key_in, session_in
-from diffserve.service.http.public_path import public_address
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 
@@ -102,7 +109,7 @@ class Outermost:
         except Exception as raised:
             error = hung_up() if isinstance(raised, ClientDisconnect) else raised
             expected = expected_error(error)
-            if expected is None or status_of(expected) >= 500:
+            if expected is None or expected.status >= 500:
                 log_failure(log, "request failed", error, request_id=request_id)
             if status == 0:
                 scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code

@@ -10,7 +10,7 @@ from fastapi import Query
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 
-from diffserve.api.errors import InvalidRequest
+from diffserve.api.bounds import check
 from diffserve.service.http.bodies import show
 from diffserve.service.http.openapi import describe_status
 
@@ -43,8 +43,7 @@ def bool_query(request: Request, name: str) -> bool:
         InvalidRequest: The value is not a boolean.
     """
     text = request.query_params.get(name, "false")
-    if text.lower() not in ("false", "true", "0", "1"):
-        raise InvalidRequest(f"{name} is {show(text)}; it must be true or false.", param=name)
+    check(text.lower() in ("false", "true", "0", "1"), f"{name} is {show(text)}; it must be true or false.", name)
     return text.lower() in ("true", "1")
 
 
@@ -55,7 +54,6 @@ def int_query(request: Request, name: str, allowed: range, default: int) -> int:
         InvalidRequest: The value is not in ``allowed``.
     """
     text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) in allowed):
-        message = f"{name} is {show(text)}; it must be a whole number from {allowed.start} to {allowed.stop - 1}."
-        raise InvalidRequest(message, param=name)
+    message = f"{name} is {show(text)}; it must be a whole number from {allowed.start} to {allowed.stop - 1}."
+    check(text.isascii() and text.isdigit() and len(text) < 10 and int(text) in allowed, message, name)
     return int(text)

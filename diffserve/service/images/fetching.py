@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import h11
 from pydantic import BaseModel
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.images.inputs import is_address
@@ -124,12 +125,11 @@ class Fetcher:
 
     def _target(self, url: str, name: str) -> tuple[str, int, str, str]:
         """Return the host, port and path of an allowed URL, and ``name``. Raises InvalidRequest."""
-        if not self._hosts:
-            message = (
-                f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
-                "(data:image/png;base64,...) or upload it."
-            )
-            raise InvalidRequest(message, param=name, code="url_not_allowed")
+        message = (
+            f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
+            "(data:image/png;base64,...) or upload it."
+        )
+        check(bool(self._hosts), message, name, "url_not_allowed")
         try:
             parts = urlsplit(url) if _URL.fullmatch(url) else urlsplit("")
             host, port = (parts.hostname or "").lower(), parts.port or 443
@@ -192,9 +192,8 @@ def _public(resolved: Sequence[str], name: str) -> str:
         addresses = [ipaddress.ip_address(text) for text in resolved]
     except ValueError:
         addresses = []
-    if not addresses or not all(map(is_public, addresses)):
-        message = f"{name} lies at an address that is not of the public net; such are not fetched from."
-        raise InvalidRequest(message, param=name, code="url_not_allowed")
+    message = f"{name} lies at an address that is not of the public net; such are not fetched from."
+    check(bool(addresses) and all(map(is_public, addresses)), message, name, "url_not_allowed")
     return str(addresses[0])
 
 
@@ -233,11 +232,8 @@ async def _get(
 
 def _check_head(response: h11.Response, name: str) -> None:
     headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in response.headers}
-    if 300 <= response.status_code < 400:
-        message = (
-            f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
-        )
-        raise InvalidRequest(message, param=name, code="url_not_allowed")
+    message = f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
+    check(not 300 <= response.status_code < 400, message, name, "url_not_allowed")
     if response.status_code != 200:
         raise _unreadable_error(name, f"answered {response.status_code}")
     if headers.get("content-encoding", "identity").strip().lower() != "identity":

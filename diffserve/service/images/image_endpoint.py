@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import AdmissionSlot, Endpoint
-from diffserve.service.http.bodies import show
+from diffserve.service.endpoint import Endpoint, PlanT
+from diffserve.service.http.bodies import BodyT, show
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events
-from diffserve.service.images.edit_schemas import MAX_PICTURES, StartBody
 from diffserve.service.images.inputs import read_repeated
 from diffserve.service.images.openai_encoder import OpenAIEncoder, encode_answer
 from diffserve.service.images.plan import ImagePlan
-from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.schemas import MAX_PICTURES, GenerateBody, StartBody
 from diffserve.service.images.service import ImageService
 from diffserve.service.lifecycle import PARSE_IN_THREAD_BYTES, json_response, owner_of, read_body, read_json
 from diffserve.service.threads import ANSWERS
 
 
-class ImageEndpoint(Endpoint[GenerateBody, ImagePlan]):
-    """Image endpoint of OpenAI's API; the class ``body`` selects generation, edit or variation."""
+class ImageServiceEndpoint(Endpoint[BodyT, PlanT]):
+    """Base class of the endpoints that generate images with the shared ``service``."""
 
-    ending = b""
-
-    def __init__(self, service: ImageService, body: type[GenerateBody]) -> None:
-        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
-        self.body = body
+    def __init__(self, service: ImageService) -> None:
+        super().__init__(service.context)
         self._service = service
 
     @property
     def _backlog(self) -> Backlog:
         return self._admission.images
+
+
+class ImageEndpoint(ImageServiceEndpoint[GenerateBody, ImagePlan]):
+    """Image endpoint of OpenAI's API; the class ``body`` selects generation, edit or variation."""
+
+    ending = b""
+
+    def __init__(self, service: ImageService, body: type[GenerateBody]) -> None:
+        super().__init__(service)
+        self.body = body
 
     async def _read(self, request: Request) -> GenerateBody:
         if issubclass(self.body, StartBody):
@@ -64,16 +72,17 @@ class ImageEndpoint(Endpoint[GenerateBody, ImagePlan]):
         body.with_uploads(form.files)
         return body
 
-    async def _plan(self, body: GenerateBody, request: Request, client: str) -> tuple[ImagePlan, AdmissionSlot]:
-        plan = await self._service.plan(body, request, client)
-        return plan, self._service.admit(plan)
+    async def _plan(self, body: GenerateBody, request: Request, client: str) -> ImagePlan:
+        return await self._service.plan(body, request, client)
+
+    def _admit(self, plan: ImagePlan, client: str) -> AbstractContextManager[Ticket]:
+        return self._service.admit(plan)
 
     async def _answer(self, plan: ImagePlan, ticket: Ticket) -> Response:
-        generated = await self._service.run(plan, ticket)
-        if sum(len(entry["b64_json"]) for entry in generated.entries) <= PARSE_IN_THREAD_BYTES:
-            return json_response(encode_answer(plan, *generated), generated.warnings)
-        content = await ANSWERS.run(encode_answer, plan, *generated)
-        return json_response(content, generated.warnings)
+        images = await self._service.run(plan, ticket)
+        is_short = sum(len(entry["b64_json"]) for entry in images.entries) <= PARSE_IN_THREAD_BYTES
+        content = encode_answer(plan, images) if is_short else await ANSWERS.run(encode_answer, plan, images)
+        return json_response(content, images.warnings)
 
     def _events(self, plan: ImagePlan, ticket: Ticket) -> Events:
         return self._service.stream(plan, OpenAIEncoder(plan), ticket.watch)

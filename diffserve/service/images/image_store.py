@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.media.images import MEDIA_TYPES, SUFFIXES, ImageFormat
+from diffserve.service.http.addresses import public_address
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.public_path import public_address
 from diffserve.service.http.streams import send_file
 from diffserve.service.threads import FILES
 

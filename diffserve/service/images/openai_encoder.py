@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +19,7 @@ import msgspec
 from diffserve.api.errors import ModerationBlocked
 from diffserve.api.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 from diffserve.media.infotext import write_infotext
-from diffserve.service.http.errors import told as message_of
+from diffserve.service.http.errors import failure_message
 from diffserve.service.http.streams import event as encode_event
 from diffserve.service.images.image_store import new_name
 from diffserve.service.images.plan import ImagePlan
@@ -43,8 +45,8 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     size = width_px, height_px = plan.size.width_px, plan.size.height_px
     file = plan.file(result, write_infotext(result, width_px=width_px, height_px=height_px))
     name = new_name(plan.image_format)
-    urls, history = plan.delivery.urls, plan.delivery.history
-    url = {} if urls is None else {"url": urls.store(file, name)}
+    url = {} if plan.urls is None else {"url": plan.urls.store(file, name)}
+    history = plan.history
     history_id = {} if history is None else {"history_id": history.add(plan.request, size, result, file, name)}
     similarity = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
     return url | {
@@ -59,19 +61,132 @@ def image_entry(plan: ImagePlan, result: ImageResult) -> dict[str, Any]:
     }
 
 
-def encode_answer(
-    plan: ImagePlan, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]
-) -> bytes:
+class EventEncoder(ABC):
+    """Base class of encoders of a request's events; a method returns None if the protocol has no such event.
+
+    ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
+    """
+
+    encodes_images = True
+
+    def __init__(self, plan: ImagePlan) -> None:
+        self._plan = plan
+        self._num_partials: Counter[int] = Counter()
+        self._last_progress_s: dict[int, float] = {}
+
+    @abstractmethod
+    def queued(self, event: Accepted | Queued) -> bytes | None:
+        """Encode the queue position; the first event means that the engine accepted the request."""
+
+    @abstractmethod
+    def progressed(self, progress: Progress) -> bytes | None:
+        """Encode the completed steps and the time left."""
+
+    @abstractmethod
+    def partial(self, preview: Preview) -> bytes | None:
+        """Encode a preview."""
+
+    @abstractmethod
+    def completed(self, result: ImageResult, warnings: list[str]) -> bytes | None:
+        """Encode a finished image. Raises ModerationBlocked if the safety filter blocks it."""
+
+    @abstractmethod
+    def image_failed(self, failed: ImageFailed) -> bytes | None:
+        """Encode the failure of one image."""
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
+        """Encode that the safety filter blocked an image; a request for one image fails instead."""
+        if self._plan.request.num_images == 1:
+            return None
+        failed = ImageFailed(
+            request_id=result.request_id, image_index=result.image_index, code=error.code, message=error.message
+        )
+        return self.image_failed(failed)
+
+    def _is_progress_due(self, progress: Progress) -> bool:
+        """Return whether to report ``progress``: the last step, or ``PROGRESS_INTERVAL_S`` after the last report."""
+        now_s, index = time.monotonic(), progress.image_index
+        is_last = progress.step_index == progress.num_steps
+        if not is_last and now_s - self._last_progress_s.get(index, 0.0) < PROGRESS_INTERVAL_S:
+            return False
+        self._last_progress_s[index] = now_s
+        return True
+
+    def _encode_preview(self, preview: Preview) -> tuple[int, str, dict[str, Any]]:
+        """Return the number of a preview of its image, its file in base64, and the fields that describe the file."""
+        index, picture = preview.image_index, preview.picture
+        number = self._num_partials[index]
+        self._num_partials[index] += 1
+        file = base64.b64encode(self._plan.preview_file(picture)).decode("ascii")
+        return number, file, delivery_fields(self._plan) | {"size": f"{picture.width_px}x{picture.height_px}"}
+
+
+class Collector(EventEncoder):
+    """Collects the finished images of a request for an answer that is not streamed.
+
+    ``encode`` returns the protocol's form of a finished image and is called in a thread; None: only results are wanted.
+    """
+
+    def __init__(self, plan: ImagePlan, encode: Callable[[ImageResult], dict[str, Any]] | None = None) -> None:
+        super().__init__(plan)
+        self._encode = encode
+        self.encodes_images = encode is not None
+        self._images: dict[int, tuple[ImageResult, dict[str, Any]]] = {}
+        self._warnings = list(plan.warnings)
+        self.failures: list[ImageFailed] = []
+
+    @property
+    def results(self) -> list[ImageResult]:
+        """The results in the order of their images."""
+        return [self._images[index][0] for index in sorted(self._images)]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The encoded images in order."""
+        return [self._images[index][1] for index in sorted(self._images)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of the plan, of the engine, of lost images, of the finished ones, and of their URLs."""
+        of_results = (text for result, _ in self._images.values() for text in result.warnings)
+        return list(dict.fromkeys([*self._warnings, *of_results, *self._plan.url_warnings]))
+
+    def queued(self, event: Accepted | Queued) -> None:
+        """Take the warnings of the engine."""
+        if isinstance(event, Accepted):
+            self._warnings += event.warnings
+
+    def progressed(self, progress: Progress) -> None:
+        """Ignore progress."""
+
+    def partial(self, preview: Preview) -> None:
+        """Ignore previews."""
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> None:
+        """Encode and keep a finished image."""
+        self._images[result.image_index] = result, {} if self._encode is None else self._encode(result)
+
+    def image_failed(self, failed: ImageFailed) -> None:
+        """Record a lost image."""
+        self.failures.append(failed)
+        self._warnings.append(f"image {failed.image_index} failed: {failure_message(failed)}")
+
+    def withheld(self, result: ImageResult, error: ModerationBlocked) -> None:
+        """Record a blocked image."""
+        self._warnings.append(f"image {result.image_index} was withheld: {error.message}")
+
+
+def encode_answer(plan: ImagePlan, images: Collector) -> bytes:
     """Return the body of a complete answer; takes a while with large images, so call it in a thread then."""
     return msgspec.json.encode(
         {
             "created": int(time.time()),
-            "data": entries,
+            "data": images.entries,
             **delivery_fields(plan),
             "safety_identifier": plan.safety_identifier,
-            "usage": usage(plan, results),
-            "warnings": warnings,
-            **recipe(plan, results[0]),
+            "usage": usage(plan, images.results),
+            "warnings": images.warnings,
+            **recipe(plan, images.results[0]),
         }
     )
 
@@ -129,32 +244,12 @@ def timings(result: ImageResult) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(result.timings).items()}
 
 
-class Throttle:
-    """Limits progress events to one per image and ``PROGRESS_INTERVAL_S``."""
-
-    def __init__(self) -> None:
-        self._last_s: dict[int, float] = {}
-
-    def allows(self, progress: Progress) -> bool:
-        """Return whether to report ``progress``; the last step always is."""
-        now_s, index = time.monotonic(), progress.image_index
-        is_last = progress.step_index == progress.num_steps
-        if not is_last and now_s - self._last_s.get(index, 0.0) < PROGRESS_INTERVAL_S:
-            return False
-        self._last_s[index] = now_s
-        return True
-
-
-class OpenAIEncoder:
-    """Encodes the events of one request; an ``EventEncoder``."""
-
-    encodes_images = True
+class OpenAIEncoder(EventEncoder):
+    """Encodes the events of one request."""
 
     def __init__(self, plan: ImagePlan) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._prefix = "image_generation" if plan.start is None else "image_edit"
-        self._num_partials: Counter[int] = Counter()
-        self._throttle = Throttle()
 
     def queued(self, event: Accepted | Queued) -> bytes | None:
         """Encode the queue position and the seconds until all images are done; the first event has the seed."""
@@ -164,7 +259,7 @@ class OpenAIEncoder:
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Encode the completed steps and the seconds left; None if the last such event is too recent."""
-        if not self._throttle.allows(progress):
+        if not self._is_progress_due(progress):
             return None
         return self._progress(
             image_index=progress.image_index,
@@ -176,15 +271,12 @@ class OpenAIEncoder:
 
     def partial(self, preview: Preview) -> bytes:
         """Encode a preview at its own size, in the format of the finished images."""
-        picture, plan = preview.picture, self._plan
-        index = self._num_partials[preview.image_index]
-        self._num_partials[preview.image_index] += 1
-        file = plan.preview_file(picture)
+        number, file, fields = self._encode_preview(preview)
         return self._event(
             PARTIAL,
-            b64_json=base64.b64encode(file).decode("ascii"),
-            partial_image_index=index,
-            **delivery_fields(plan) | {"size": f"{picture.width_px}x{picture.height_px}"},
+            b64_json=file,
+            partial_image_index=number,
+            **fields,
             image_index=preview.image_index,
             step=preview.step_index,
         )
@@ -205,12 +297,8 @@ class OpenAIEncoder:
 
     def image_failed(self, failed: ImageFailed) -> bytes:
         """Encode the failure of one image; its type is not "error", which ends the stream for OpenAI's clients."""
-        failure = {"code": failed.code, "message": message_of(failed)}
+        failure = {"code": failed.code, "message": failure_message(failed)}
         return self._event(IMAGE_FAILED, image_index=failed.image_index, failure=failure)
-
-    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
-        """Encode that the safety filter blocked an image; a request for one image fails instead."""
-        return self.image_failed(blocked_image(result, error)) if self._plan.request.num_images > 1 else None
 
     def _progress(self, **fields: Any) -> bytes | None:
         if not self._plan.has_progress:
@@ -222,10 +310,3 @@ class OpenAIEncoder:
         kind = f"{self._prefix}.{kind}"
         head = {"type": kind, "created_at": int(time.time()), "id": self._plan.request.request_id}
         return encode_event(head | fields, kind)
-
-
-def blocked_image(result: ImageResult, error: ModerationBlocked) -> ImageFailed:
-    """Return the failure event of an image that the safety filter blocked."""
-    return ImageFailed(
-        request_id=result.request_id, image_index=result.image_index, code=error.code, message=error.message
-    )

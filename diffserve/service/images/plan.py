@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.prompt_syntax import A1111, in_a1111
 from diffserve.api.sizes import SizePlan, fit_controls, plan_size
@@ -27,36 +27,16 @@ from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import show
 from diffserve.service.images.image_history import HistoryWriter
 from diffserve.service.images.image_store import ImageUrls
-from diffserve.service.images.inputs import Start, image_bytes, refuse_infotext
-from diffserve.service.images.parameters import diffusion_of
+from diffserve.service.images.inputs import Start, diffusion_of, image_bytes, refuse_infotext, rewriting_of
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
-from diffserve.service.texts.rewrites import rewriting_of
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.settings.config import ServeConfig
 from diffserve.settings.quality import AUTO, QUALITIES, is_quality, steps_of
 
+NO_MARKS = Marks()
 PREVIEWS_WITHHELD = "previews are withheld: the safety filter of this server judges finished images only."
-
-
-class Delivery(NamedTuple):
-    """Processing of the images of a request before they are sent.
-
-    Attributes:
-        marks: Watermark and metadata.
-        safety: Filter of finished images; None: no filter.
-        urls: Creates URLs of images; None: images are not stored.
-        history: Records images; None: no history.
-    """
-
-    marks: Marks = Marks()
-    safety: Safety | None = None
-    urls: ImageUrls | None = None
-    history: HistoryWriter | None = None
-
-
-NO_DELIVERY = Delivery()
 
 
 class ImagePlan(RequestPlan, frozen=True, kw_only=True):
@@ -72,7 +52,10 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
         has_progress: Whether a stream reports progress.
         start: The start image, which is restored around the mask; None: generation starts from noise.
         kind: What the provenance metadata says of the images.
-        delivery: What the images pass when they leave the server.
+        marks: Watermark and metadata.
+        safety: Filter of finished images; None: no filter.
+        urls: Creates URLs of images; None: images are not stored.
+        history: Records images; None: no history.
     """
 
     request: GenerationRequest
@@ -84,7 +67,10 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
     has_progress: bool = False
     start: StartPicture | None = None
     kind: Kind = "generated"
-    delivery: Delivery = NO_DELIVERY
+    marks: Marks = NO_MARKS
+    safety: Safety | None = None
+    urls: ImageUrls | None = None
+    history: HistoryWriter | None = None
 
     @property
     def num_pixels(self) -> int:
@@ -103,29 +89,29 @@ class ImagePlan(RequestPlan, frozen=True, kw_only=True):
             ModerationBlocked: The safety filter blocks the image.
             EngineUnavailable: The safety filter does not answer.
         """
-        if self.delivery.safety is not None:
-            self.delivery.safety.check(result)
-        mark, sized = partial(self.delivery.marks.mark, kind=self.kind), self.size.deliver(result.picture)
+        if self.safety is not None:
+            self.safety.check(result)
+        mark, sized = partial(self.marks.mark, kind=self.kind), self.size.deliver(result.picture)
         return self._encode(mark(sized) if self.start is None else self.start.lay_around(sized, mark), infotext)
 
     def preview_file(self, picture: Picture) -> bytes:
         """Watermark and encode a preview at its own size."""
-        return self._encode(self.delivery.marks.mark(picture, self.kind))
+        return self._encode(self.marks.mark(picture, self.kind))
 
     def _encode(self, marked: Picture, infotext: str | None = None) -> bytes:
-        return self.delivery.marks.write(
+        return self.marks.write(
             marked, kind=self.kind, image_format=self.image_format, quality=self.compression, infotext=infotext
         )
 
     @property
     def headers(self) -> dict[str, str]:
         """The header that names the marks of the images."""
-        return {HEADER: self.delivery.marks.header}
+        return {HEADER: self.marks.header}
 
     @property
     def url_warnings(self) -> list[str]:
         """Warnings about images that could not be stored for their URLs."""
-        return [] if self.delivery.urls is None else self.delivery.urls.warnings
+        return [] if self.urls is None else self.urls.warnings
 
 
 def plan_images(
@@ -140,7 +126,10 @@ def plan_images(
     start: Start | None = None,
     reader: ImageReader = images,
     kind: Kind | None = None,
-    delivery: Delivery = NO_DELIVERY,
+    marks: Marks = NO_MARKS,
+    safety: Safety | None = None,
+    urls: ImageUrls | None = None,
+    history: HistoryWriter | None = None,
     preview_every: int | None = None,
     limit_s: float | None = None,
     warnings: tuple[str, ...] = (),
@@ -158,7 +147,10 @@ def plan_images(
         start: The start image; its size is the default size.
         reader: Decodes image files.
         kind: What the provenance metadata says of the images; None: it follows from ``start``.
-        delivery: What the images pass when they leave the server.
+        marks: Watermark and metadata of the images.
+        safety: Filter of finished images; None: no filter.
+        urls: Creates URLs of images if the body asks for them; None: images are not stored.
+        history: Records the images; None: no history.
         preview_every: Steps between previews; None: as the body asks.
         limit_s: Longest time to finish in seconds; None: ``request_timeout_s`` of ``config``.
         warnings: Further sentences for the client.
@@ -216,7 +208,7 @@ def plan_images(
         has_previews = body.stream and body.partial_images
         preview_every = _preview_every(request, info, body.partial_images or 0) if has_previews else 0
     sentences += warnings
-    if preview_every and delivery.safety is not None:
+    if preview_every and safety is not None:
         preview_every = 0
         sentences.append(PREVIEWS_WITHHELD)
     if preview_every:  # not known before: the request reads adapters from its prompt, and they set the number of steps
@@ -234,7 +226,10 @@ def plan_images(
         start=None if start is None else start.picture,
         kind=kind or ("generated" if start is None else "composite"),
         price=config.price,
-        delivery=delivery if _wants_urls(body) and config.url_pictures_bytes > 0 else delivery._replace(urls=None),
+        marks=marks,
+        safety=safety,
+        urls=urls if _wants_urls(body) and config.url_pictures_bytes > 0 else None,
+        history=history,
     )
 
 
@@ -250,12 +245,12 @@ def _wants_urls(body: GenerateBody) -> bool:
 
 
 def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
-    if body.response_format == "url" and config.url_pictures_bytes == 0:
-        message = "response_format is 'url'; this server stores no images, ask for 'b64_json'."
-        raise InvalidRequest(message, param="response_format", code="unsupported_value")
-    if body.background == "transparent":
-        message = "background is 'transparent'; this model generates opaque images, ask for 'opaque' or 'auto'."
-        raise InvalidRequest(message, param="background", code="unsupported_value")
+    message = "response_format is 'url'; this server stores no images, ask for 'b64_json'."
+    check(
+        body.response_format != "url" or config.url_pictures_bytes > 0, message, "response_format", "unsupported_value"
+    )
+    message = "background is 'transparent'; this model generates opaque images, ask for 'opaque' or 'auto'."
+    check(body.background != "transparent", message, "background", "unsupported_value")
 
 
 def _preview_every(request: GenerationRequest, info: ModelInfo, num_previews: int) -> int:
@@ -282,12 +277,8 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
         return size
     if body.width is None or body.height is None:
         raise InvalidRequest("give width and height together, or size.", param="size", code="invalid_size")
-    if size not in (None, (body.width, body.height)):
-        raise InvalidRequest(
-            f"size is {body.size} but width and height are {body.width} and {body.height}; give one of them.",
-            param="size",
-            code="invalid_size",
-        )
+    message = f"size is {body.size} but width and height are {body.width} and {body.height}; give one of them."
+    check(size in (None, (body.width, body.height)), message, "size", "invalid_size")
     return body.width, body.height
 
 

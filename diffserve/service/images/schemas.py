@@ -1,4 +1,4 @@
-"""Body of ``POST /v1/images/generations``, and messages about unsupported fields."""
+"""Bodies of ``POST /v1/images/generations``, ``edits`` and ``variations``, as JSON or as a form."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ REFUSED: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         ("image", "images", "init_image", "init_images", "mask", "strength", "denoising_strength"),
-        "this endpoint paints from text alone.",
+        "this endpoint takes no images; use /v1/images/edits.",
     ),
-    **dict.fromkeys(("callback_url", "webhook", "webhook_url"), "the server calls nobody back; wait for the answer."),
+    **dict.fromkeys(("callback_url", "webhook", "webhook_url"), "the server makes no callbacks; wait for the answer."),
 }
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -55,7 +55,7 @@ Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
 FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
 INFOTEXT: Final = "The parameters in a picture: they fill what the body leaves out."
-PAINTED: Final = "So many are painted, and the n with the highest scores come back, the best first."
+PAINTED: Final = "Number of images to generate; the n with the highest scores are returned, the best first."
 FIRST: Final = "Whether the language model turns the wish into a prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -64,6 +64,7 @@ Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Edge = Annotated[int, Field(ge=0, le=MAX_SIDE)]
 CropPair = Annotated[list[Edge], Field(min_length=2, max_length=2)]
 Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+LoraScale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]
 SizePair = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
 
@@ -73,11 +74,8 @@ class LoraChoice(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_CHARS)]
-    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
-    unet_scale: (
-        Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE, description="Of the UNet; scale is the text encoders'.")]
-        | None
-    ) = None
+    scale: LoraScale = 1.0
+    unet_scale: Annotated[LoraScale, Field(description="Of the UNet; scale is the text encoders'.")] | None = None
 
 
 class ControlNetChoice(BaseModel):
@@ -139,7 +137,7 @@ class GenerateBody(SharedBody):
     """Body of an image generation: OpenAI's fields, those of other servers, and the shared ones of the field table."""
 
     model_config = ConfigDict(title="CreateImageRequest")
-    hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "describe the image"}
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
@@ -179,8 +177,15 @@ class GenerateBody(SharedBody):
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None
-    refiner: Annotated[bool, Field(description=f"It paints the end, from {SWITCH_AT} on or switch_at.")] | None = None
-    switch_at: Annotated[Fraction, Field(description="The share of the way where the refiner does.")] | None = None
+    refiner: (
+        Annotated[
+            bool, Field(description=f"Denoise the last steps with the refiner, from {SWITCH_AT} or switch_at on.")
+        ]
+        | None
+    ) = None
+    switch_at: (
+        Annotated[Fraction, Field(description="The share of the steps from which on the refiner runs.")] | None
+    ) = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
     _recorded_warnings: tuple[str, ...] = PrivateAttr(default=())
@@ -193,3 +198,76 @@ class GenerateBody(SharedBody):
     def take_warnings(self, warnings: tuple[str, ...]) -> None:
         """Add warnings about parameters of an infotext that cannot be reproduced."""
         self._recorded_warnings = warnings
+
+
+MAX_PICTURES: Final = 16
+PICTURE_FIELDS: Final = frozenset({"image", "images", "mask", "strength"})
+
+Base64 = Annotated[str, Field(min_length=1, description="base64, or a data URL")]
+
+
+class ImageReference(BaseModel):
+    """Image in a JSON body: a URL or the ID of an uploaded file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    image_url: Annotated[str, Field(description="A data URL, or an address where those are fetched.")] | None = None
+    file_id: Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")] | None = None
+
+
+AnyImage = Base64 | ImageReference
+Images = Annotated[list[AnyImage], Field(min_length=1, max_length=MAX_PICTURES)]
+Strength = Annotated[
+    Fraction, Field(description="Denoising strength; omitted: 1 with a mask, else 0.75, or 0.5 with high fidelity.")
+]
+
+
+class StartBody(GenerateBody):
+    """Base class of bodies with start images; ``uploads`` are the files of a form, by field."""
+
+    refused: ClassVar[Mapping[str, str]] = {name: hint for name, hint in REFUSED.items() if name not in PICTURE_FIELDS}
+    hints: ClassVar[Mapping[str, str]] = {**GenerateBody.hints, "image": "upload a PNG, JPEG or WebP file"}
+
+    image: AnyImage | Images | None = None
+    images: Images | None = None
+    strength: Strength | None = None
+    _uploads: dict[str, list[bytes]] = PrivateAttr(default_factory=dict)
+
+    def with_uploads(self, files: dict[str, list[bytes]]) -> None:
+        """Set the files of a form, by field."""
+        self._uploads = files
+
+    @property
+    def uploads(self) -> dict[str, list[bytes]]:
+        """The files of a form, by field."""
+        return self._uploads
+
+    def pictures(self) -> list[AnyImage]:
+        """Return the images of the JSON fields ``image`` and ``images``, in order."""
+        alone = [] if self.image is None else self.image if isinstance(self.image, list) else [self.image]
+        return [*alone, *(self.images or [])]
+
+
+class EditBody(StartBody):
+    """Body of an edit: OpenAI's fields and those of a generation."""
+
+    model_config = ConfigDict(title="EditImageRequest")
+
+    mask: AnyImage | None = None
+    input_fidelity: Annotated[Literal["high", "low"], Field(description="high: less is repainted.")] | None = None
+
+
+class VariationBody(StartBody):
+    """Body of a variation; without ``prompt`` the prompt is read from the image's metadata."""
+
+    model_config = ConfigDict(title="CreateImageVariationRequest")
+
+    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] = ""
+
+
+UPLOADS: Final[dict[str, Any]] = {
+    "image": {"type": "string", "format": "binary"},
+    "image[]": {"type": "array", "items": {"type": "string", "format": "binary"}, "maxItems": MAX_PICTURES},
+    "mask": {"type": "string", "format": "binary"},
+}
+"""Schemas of the file fields of a form, for the API description."""

@@ -6,9 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -21,27 +21,24 @@ from diffserve.logs import reason_of
 from diffserve.media import images
 from diffserve.media.decoders import ImageReader, shared_decoders
 from diffserve.media.provenance import Marks
-from diffserve.service.admission import Admission, Ticket, share_of, work_of
-from diffserve.service.endpoint import AdmissionSlot
-from diffserve.service.engine.engines import Engines
-from diffserve.service.http.errors import told as message_of
+from diffserve.service.admission import Ticket, work_of
+from diffserve.service.endpoint import ServiceContext
+from diffserve.service.http.addresses import share_of
 from diffserve.service.http.streams import Events
-from diffserve.service.images.edit_schemas import StartBody
-from diffserve.service.images.encoding_queue import EncodingQueue
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.image_history import ImageHistory
 from diffserve.service.images.image_store import ImageStore, ImageUrls, base_url_of
 from diffserve.service.images.inputs import Start, read_start
-from diffserve.service.images.openai_encoder import image_entry
-from diffserve.service.images.plan import Delivery, ImagePlan, plan_images
-from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.lifecycle import Gate, InFlight, while_connected
+from diffserve.service.images.openai_encoder import Collector, EventEncoder, image_entry
+from diffserve.service.images.plan import ImagePlan, plan_images
+from diffserve.service.images.schemas import GenerateBody, StartBody
+from diffserve.service.lifecycle import while_connected
 from diffserve.service.models import find_model, refused_fields
 from diffserve.service.safety import Safety
 from diffserve.service.stored.files import FilePictures
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.service.threads import ANSWERS
-from diffserve.settings.config import ServeConfig, Settings
+from diffserve.service.threads import ANSWERS, EncodingQueue
+from diffserve.settings.config import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,96 +84,6 @@ class ImageChecks(NamedTuple):
             self.safety.stop()
 
 
-class EventEncoder(Protocol):
-    """Encodes the events of a request for one protocol; a method returns None if the protocol has no such event.
-
-    ``partial`` and ``completed`` are called in threads if ``encodes_images``, the others on the event loop.
-    """
-
-    @property
-    def encodes_images(self) -> bool:
-        """Whether ``partial`` and ``completed`` encode image files."""
-
-    def queued(self, event: Accepted | Queued) -> bytes | None:
-        """Encode the queue position; the first event means that the engine accepted the request."""
-
-    def progressed(self, progress: Progress) -> bytes | None:
-        """Encode the completed steps and the time left."""
-
-    def partial(self, preview: Preview) -> bytes | None:
-        """Encode a preview."""
-
-    def completed(self, result: ImageResult, warnings: list[str]) -> bytes | None:
-        """Encode a finished image. Raises ModerationBlocked if the safety filter blocks it."""
-
-    def image_failed(self, failed: ImageFailed) -> bytes | None:
-        """Encode the failure of one image."""
-
-    def withheld(self, result: ImageResult, error: ModerationBlocked) -> bytes | None:
-        """Encode that the safety filter blocked an image."""
-
-
-class Collector:
-    """Collects the finished images of a request for an answer that is not streamed; an ``EventEncoder``.
-
-    ``encode`` returns the protocol's form of a finished image and is called in a thread; None: only results are wanted.
-    """
-
-    def __init__(self, encode: Callable[[ImageResult], dict[str, Any]] | None = None) -> None:
-        self._encode = encode
-        self.encodes_images = encode is not None
-        self._images: dict[int, tuple[ImageResult, dict[str, Any]]] = {}
-        self._warnings: list[str] = []
-        self.failures: list[ImageFailed] = []
-
-    @property
-    def results(self) -> list[ImageResult]:
-        """The results in the order of their images."""
-        return [self._images[index][0] for index in sorted(self._images)]
-
-    @property
-    def entries(self) -> list[dict[str, Any]]:
-        """The encoded images in order."""
-        return [self._images[index][1] for index in sorted(self._images)]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of the engine, of lost images, and of the finished ones."""
-        return [*self._warnings, *(text for result, _ in self._images.values() for text in result.warnings)]
-
-    def queued(self, event: Accepted | Queued) -> None:
-        """Take the warnings of the engine."""
-        if isinstance(event, Accepted):
-            self._warnings += event.warnings
-
-    def progressed(self, progress: Progress) -> None:
-        """Ignore progress."""
-
-    def partial(self, preview: Preview) -> None:
-        """Ignore previews."""
-
-    def completed(self, result: ImageResult, warnings: list[str]) -> None:
-        """Encode and keep a finished image."""
-        self._images[result.image_index] = result, {} if self._encode is None else self._encode(result)
-
-    def image_failed(self, failed: ImageFailed) -> None:
-        """Record a lost image."""
-        self.failures.append(failed)
-        self._warnings.append(f"image {failed.image_index} failed: {message_of(failed)}")
-
-    def withheld(self, result: ImageResult, error: ModerationBlocked) -> None:
-        """Record a blocked image."""
-        self._warnings.append(f"image {result.image_index} was withheld: {error.message}")
-
-
-class GeneratedImages(NamedTuple):
-    """The images of a request in order, the elements of ``data`` that describe them, and warnings."""
-
-    results: list[ImageResult]
-    entries: list[dict[str, Any]]
-    warnings: list[str]
-
-
 class ImageService:
     """Plans and runs image requests; one is shared by all image endpoints.
 
@@ -185,10 +92,7 @@ class ImageService:
 
     def __init__(
         self,
-        engine: Engines,
-        config: ServeConfig,
-        gate: Gate,
-        admission: Admission,
+        context: ServiceContext,
         *,
         rewriter: RewriterMode,
         checks: ImageChecks,
@@ -198,20 +102,14 @@ class ImageService:
         """Create the service.
 
         Args:
-            engine: The engines that generate the images.
-            config: Server settings.
-            gate: Counts requests for a graceful shutdown.
-            admission: Limits on queued work.
+            context: Objects of the server that its endpoints share.
             rewriter: Whether prompts are rewritten if a request does not say.
             checks: What images pass on their way in and out.
             store: Stores images for their URLs; None: images have no URLs.
             history: Records images; None: no history.
         """
-        self.engine = engine
-        self.config = config
-        self.gate = gate
-        self.admission = admission
-        self.in_flight = InFlight()
+        self.context = context
+        self.engine, self.config = context.engine, context.config
         self._rewriter: RewriterMode = rewriter
         self._checks = checks
         self._store = store
@@ -312,7 +210,10 @@ class ImageService:
                 rewriter=self._rewriter if rewriter is None else rewriter,
                 start=start,
                 reader=reader,
-                delivery=Delivery(marks, safety, urls, history),
+                marks=marks,
+                safety=safety,
+                urls=urls,
+                history=history,
                 preview_every=preview_every,
                 warnings=warnings,
             )
@@ -326,25 +227,25 @@ class ImageService:
                 await self.encode_in_thread(0, safety.check_texts, plan.request.texts | (texts or {}))
         return plan
 
-    def admit(self, plan: ImagePlan) -> AdmissionSlot:
-        """Return the slot of a plan in the backlog, to be entered; entering raises QueueFull."""
+    def admit(self, plan: ImagePlan) -> AbstractContextManager[Ticket]:
+        """Return the slot of a plan in the backlog; entering it raises QueueFull."""
         request, info = plan.request, self.model(plan.request.model)
         work = work_of(request, info, self.engine.info)
-        return self.admission.images.entered(request.client, work, request.num_painted, priority=request.priority)
+        backlog = self.context.admission.images
+        return backlog.entered(request.client, work, request.num_painted, priority=request.priority)
 
-    async def run(self, plan: ImagePlan, ticket: Ticket) -> GeneratedImages:
-        """Return all images of a plan.
+    async def run(self, plan: ImagePlan, ticket: Ticket) -> Collector:
+        """Return all images of a plan, encoded as elements of ``data``.
 
         Raises:
             DiffserveError: The request failed, or no image was generated.
         """
-        collector = Collector(partial(image_entry, plan))
+        collector = Collector(plan, partial(image_entry, plan))
         async for _ in self.stream(plan, collector, ticket.watch, is_whole=True):
             pass
         if not collector.results:
             raise DiffserveError(NO_IMAGE)
-        warnings = [*plan.warnings, *collector.warnings, *plan.url_warnings]
-        return GeneratedImages(collector.results, collector.entries, list(dict.fromkeys(warnings)))
+        return collector
 
     async def stream(
         self, plan: ImagePlan, encoder: EventEncoder, watch: Callable[[object], None], *, is_whole: bool = False
@@ -414,7 +315,7 @@ class ImageService:
             yield
         finally:
             if traces is not None:
-                traces.beside(request_id, name, started_ns, **attributes)
+                traces.record_span(request_id, name, started_ns, **attributes)
 
 
 def _log_failure(event: ImageFailed) -> None:

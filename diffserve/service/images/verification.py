@@ -12,7 +12,7 @@ from starlette.responses import Response
 from diffserve.api.errors import InvalidRequest
 from diffserve.media.decoders import ImageDecoder, shared_decoders
 from diffserve.media.provenance import ProvenanceReport
-from diffserve.service.admission import Clients
+from diffserve.service.http.addresses import Clients
 from diffserve.service.http.bodies import Body
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.images.fetching import Fetcher

@@ -18,24 +18,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.text_types import MAX_MESSAGES
 from diffserve.media.images import MEDIA_TYPES
-from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import AdmissionSlot, Endpoint
+from diffserve.service.admission import Ticket
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import DONE, Events, event
-from diffserve.service.images.openai_encoder import usage
+from diffserve.service.images.image_endpoint import ImageEndpoint
+from diffserve.service.images.openai_encoder import Collector, usage
 from diffserve.service.images.plan import ImagePlan
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.images.service import GeneratedImages, ImageService
+from diffserve.service.images.service import ImageService
 from diffserve.service.lifecycle import in_thread_if_long, json_response, read_json
 from diffserve.service.models import find_model, is_alias
-from diffserve.service.responses.follow_ups import prompt_of
 from diffserve.service.responses.response_plan import plan_image
 from diffserve.service.responses.schemas import PAINTS, Tool
-from diffserve.service.responses.turns import Turn
+from diffserve.service.responses.turns import Turn, prompt_of
 from diffserve.service.texts.schemas import REFUSED, ChatBody
 from diffserve.service.threads import ANSWERS
 
@@ -106,23 +106,13 @@ def wants_image(data: bytes) -> bool:
     return has_modality or (isinstance(request.model, str) and request.model.endswith(SUFFIX))
 
 
-class ChatImages(Endpoint[GenerateBody, ImagePlan]):
+class ChatImages(ImageEndpoint):
     """Endpoint of chat bodies that request images."""
 
-    body = GenerateBody
     ending = DONE
 
     def __init__(self, service: ImageService) -> None:
-        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
-        self._service = service
-
-    @property
-    def _backlog(self) -> Backlog:
-        return self._admission.images
-
-    async def _plan(self, body: GenerateBody, request: Request, client: str) -> tuple[ImagePlan, AdmissionSlot]:
-        plan = await self._service.plan(body, request, client)
-        return plan, self._service.admit(plan)
+        super().__init__(service, GenerateBody)
 
     async def _read(self, request: Request) -> GenerateBody:
         data = await read_json(request)
@@ -194,11 +184,8 @@ class ChatImages(Endpoint[GenerateBody, ImagePlan]):
 
 def _check_format(response_format: object) -> None:
     kind = response_format.get("type", "text") if isinstance(response_format, dict) else "text"
-    if kind != "text":
-        message = (
-            f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
-        )
-        raise InvalidRequest(message, param="response_format", code="unsupported_parameter")
+    message = f"response_format.type is {show(kind)}, but images are requested, which have no format; leave one out."
+    check(kind == "text", message, "response_format", "unsupported_parameter")
 
 
 def _turn(message: PictureMessage, place: int) -> Turn:
@@ -215,7 +202,7 @@ def _turn(message: PictureMessage, place: int) -> Turn:
     return Turn(message.role, words, pictures, prompt=message.revised_prompt or "")
 
 
-def _messages(plan: ImagePlan, generated: GeneratedImages) -> Sequence[dict[str, Any]]:
+def _messages(plan: ImagePlan, generated: Collector) -> Sequence[dict[str, Any]]:
     head = f"data:{MEDIA_TYPES[plan.image_format]};base64,"
     return [
         {
@@ -231,13 +218,13 @@ def _messages(plan: ImagePlan, generated: GeneratedImages) -> Sequence[dict[str,
     ]
 
 
-def _head(plan: ImagePlan, generated: GeneratedImages, kind: str) -> dict[str, Any]:
+def _head(plan: ImagePlan, generated: Collector, kind: str) -> dict[str, Any]:
     suffix = plan.request.request_id.rpartition("-")[2]
     model = generated.results[0].model
     return {"id": f"chatcmpl-{suffix}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(plan: ImagePlan, generated: GeneratedImages) -> dict[str, Any]:
+def _usage(plan: ImagePlan, generated: Collector) -> dict[str, Any]:
     """Return the usage with the field names of chat completions."""
     used = usage(plan, generated.results)
     names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import Any, Final
 
@@ -19,14 +19,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import DiffserveError, InvalidRequest, ModelNotFound
-from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
-from diffserve.service.admission import Ticket, share_of
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.api.text_types import TextAccepted, TextDelta, TextFinished
+from diffserve.service.admission import Ticket
+from diffserve.service.http.addresses import share_of
 from diffserve.service.http.errors import OUR_MISTAKE, expected_error, log_failure
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.routing import bool_query, int_query
 from diffserve.service.http.streams import Events, EventStreamResponse, Lasting
+from diffserve.service.images.image_endpoint import ImageServiceEndpoint
 from diffserve.service.images.plan import ImagePlan
 from diffserve.service.images.service import NO_IMAGE, ImageService
 from diffserve.service.lifecycle import (
@@ -40,29 +42,33 @@ from diffserve.service.lifecycle import (
 )
 from diffserve.service.models import check_language_model, is_alias
 from diffserve.service.responses.conversations import TOO_LONG, Conversations
-from diffserve.service.responses.event_log import EventLog, replay
-from diffserve.service.responses.follow_ups import merge_warnings, prompt_of
-from diffserve.service.responses.response_events import CallEncoder, ResponseEvents, TextEvents
 from diffserve.service.responses.response_objects import (
     NO_TOKENS,
+    CallEncoder,
     Json,
+    ResponseEvents,
+    TextEvents,
     completed_call,
     conversation_of,
     head_of,
-    logprob_of,
-    message_of,
     output_turns,
     response_error,
     response_of,
-    text_part,
     tool_usage_of,
     usage_of,
 )
-from diffserve.service.responses.response_plan import check_background, in_tool, plan_image, plan_text, tool_of
-from diffserve.service.responses.response_store import MAX_BYTES, ResponseStore, StoredResponse
+from diffserve.service.responses.response_plan import (
+    ResponsePlan,
+    check_background,
+    finished,
+    in_tool,
+    plan_image,
+    plan_text,
+    tool_of,
+)
+from diffserve.service.responses.response_store import MAX_BYTES, EventLog, ResponseStore, StoredResponse, replay
 from diffserve.service.responses.schemas import ResponseBody, Tool
-from diffserve.service.responses.turns import Turn, items_of, page_of, read_turns
-from diffserve.service.texts.answers import timings_of
+from diffserve.service.responses.turns import Turn, items_of, merge_warnings, page_of, prompt_of, read_turns
 from diffserve.service.threads import ANSWERS
 
 MAX_EVENTS: Final = 10**9
@@ -71,50 +77,14 @@ TOO_LARGE: Final = "the response is too large to be kept; ask for it without bac
 log = logging.getLogger("diffserve.http")
 
 
-class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
-    """A resolved response: a request of the language model, or the plan of images.
-
-    Attributes:
-        head: The fields of the response object that do not depend on its outcome.
-        owner: Id of the key of its client.
-        turns: The conversation with the input.
-        input_span: The turns of the input.
-        is_stored: Whether the response can be retrieved later.
-        text: The request of the language model, unless images are generated.
-        images: The plan of the images, unless the language model answers.
-        end_ids: Tokens that end a text and are not part of it.
-    """
-
-    head: Json
-    owner: str
-    turns: tuple[Turn, ...]
-    input_span: slice
-    is_stored: bool
-    text: TextRequest | None = None
-    images: ImagePlan | None = None
-    end_ids: frozenset[int] = frozenset()
-
-    def item_id(self, kind: str, index: int = 0) -> str:
-        """Return the id of an output item: kind "msg" for a message, "ig" for an image."""
-        return f"{kind}_{self.head['id'].removeprefix('resp_')}{index:02x}"
-
-    def translate(self, error: InvalidRequest) -> InvalidRequest:
-        """Return an error of the engine with the parameter name of the response."""
-        if self.images is not None:
-            return in_tool(error)
-        param = "input" if error.param in ("messages", "prompt") else error.param
-        return InvalidRequest(error.message, param=param, code=error.code)
-
-
-class Responses(Endpoint[ResponseBody, ResponsePlan]):
+class Responses(ImageServiceEndpoint[ResponseBody, ResponsePlan]):
     """Endpoint of ``/v1/responses`` and handlers of the routes of stored responses."""
 
     body = ResponseBody
     ending = b""
 
     def __init__(self, service: ImageService, *, store: ResponseStore, conversations: Conversations) -> None:
-        super().__init__(service.engine, service.config, service.gate, service.admission, in_flight=service.in_flight)
-        self._service = service
+        super().__init__(service)
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._logs: dict[str, EventLog] = {}  # event logs of streamed background responses, by id
         self.store = store
@@ -136,7 +106,7 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
             raise too_long(TEXT_BODY_BYTES)
         return body
 
-    async def _plan(self, body: ResponseBody, request: Request, client: str) -> tuple[ResponsePlan, AdmissionSlot]:
+    async def _plan(self, body: ResponseBody, request: Request, client: str) -> ResponsePlan:
         tool, owner = tool_of(body), owner_of(request)
         check_background(body)
         await self._service.read_files(request, body)
@@ -145,12 +115,10 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         turns = (*earlier, *input_turns)
         suffix = request.state.request_id.rpartition("-")[2]
         warnings, end_ids, text, images = body.warnings, frozenset[int](), None, None
-        slot: AdmissionSlot
         if tool is None:
             info = check_language_model(body.model, self._engine.text_info, self._engine.models)
             text = plan_text(body, turns, input_turns, info, self._config, f"txt-{suffix}")
             text = msgspec.structs.replace(text, client=client, share=share_of(request))
-            slot = self._admission.texts.entered(client, 1, priority=text.priority)
             model, end_ids = info.model_id, frozenset(info.end_ids)
         else:
             image_model = self._image_model(body, tool)
@@ -164,12 +132,11 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
                 raise in_tool(error) from None
             except ModelNotFound as error:
                 raise ModelNotFound(error.message, param="tools[0].model") from None
-            slot = self._service.admit(images)
             model = images.request.model
             warnings += images.warnings
             if body.instructions:
                 warnings.append("instructions do not change an image.")
-        plan = ResponsePlan(
+        return ResponsePlan(
             head=head_of(body, f"resp_{suffix}", int(time.time()), model),
             owner=owner,
             turns=turns,
@@ -181,15 +148,19 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
             warnings=tuple(warnings),
             is_stream=bool(body.stream),
         )
-        return plan, slot
+
+    def _admit(self, plan: ResponsePlan, client: str) -> AbstractContextManager[Ticket]:
+        if plan.images is not None:
+            return self._service.admit(plan.images)
+        assert plan.text is not None
+        return self._admission.texts.entered(client, 1, priority=plan.text.priority)
 
     def _earlier_turns(self, body: ResponseBody, owner: str) -> tuple[Turn, ...]:
         """Return the turns of the conversation that ``body`` continues. Raises InvalidRequest or HttpError 404."""
         if body.conversation is None:
             return self.store.previous(body.previous_response_id, owner) if body.previous_response_id else ()
-        if body.previous_response_id:
-            message = "previous_response_id is given beside conversation; give one of them."
-            raise InvalidRequest(message, param="previous_response_id")
+        message = "previous_response_id is given beside conversation; give one of them."
+        check(not body.previous_response_id, message, "previous_response_id")
         return self.conversations.turns(conversation_of(body), owner)
 
     def _image_model(self, body: ResponseBody, tool: Tool) -> str | None:
@@ -387,19 +358,15 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
         stored, response_id = self._find_response(request), str(request.path_params["response_id"])
         has_seen = "starting_after" in request.query_params
         if not bool_query(request, "stream"):
-            if has_seen:
-                message = "starting_after is about events: ask for them with stream=true, or leave it out."
-                raise InvalidRequest(message, param="starting_after")
+            message = "starting_after is about events: ask for them with stream=true, or leave it out."
+            check(not has_seen, message, "starting_after")
             return Response(stored.body, media_type="application/json")
         place = int_query(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
             return await self._follow(record.follow(place), request)
-        if not stored.events:
-            message = (
-                "stream is for a response that was asked for with background and stream, and whose events are kept."
-            )
-            raise InvalidRequest(message, param="stream", code="unsupported_parameter")
+        message = "stream is for a response that was asked for with background and stream, and whose events are kept."
+        check(bool(stored.events), message, "stream", "unsupported_parameter")
         return await self._follow(replay(stored.events[place:]), request)
 
     async def remove(self, request: Request) -> Response:
@@ -424,23 +391,3 @@ class Responses(Endpoint[ResponseBody, ResponsePlan]):
 
     def _find_response(self, request: Request) -> StoredResponse:
         return self.store.get(str(request.path_params["response_id"]), owner_of(request))
-
-
-def finished(plan: ResponsePlan, told: TextFinished) -> Json:
-    """Return the response object of a finished text."""
-    assert plan.text is not None
-    [result] = told.results
-    is_whole = result.finish_reason == "stop"
-    status = "completed" if is_whole else "incomplete"
-    tokens = [token for token in result.tokens if token.token_id not in plan.end_ids]
-    has_logprobs = plan.text.params.logprobs is not None
-    part = text_part(result.text, [logprob_of(token) for token in tokens] if has_logprobs else None)
-    return response_of(
-        plan.head,
-        status,
-        [message_of(plan.item_id("msg"), status, [part])],
-        incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
-        usage=usage_of(told.usage),
-        timings=timings_of([told]),
-        warnings=list(plan.warnings),
-    )

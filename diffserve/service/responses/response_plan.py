@@ -1,7 +1,7 @@
 """Conversion of a response body to a request for the language model or for images.
 
 A body with the tool ``image_generation`` generates an image unless ``tool_choice`` is "none": the language model never
-chooses tools. The prompt comes from ``follow_ups``. ``action`` says whether the latest image of the conversation is the
+chooses tools. The prompt comes from ``turns``. ``action`` says whether the latest image of the conversation is the
 start image: if there is one (auto), never (generate) or always (edit). Instructions do not affect images.
 """
 
@@ -12,17 +12,21 @@ from typing import Any, Final
 
 import msgspec
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
-from diffserve.api.json_schemas import ANY_OBJECT, max_tokens_of, no_json
+from diffserve.api.json_schemas import max_tokens_of
 from diffserve.api.sampling_params import SamplingParams
-from diffserve.api.text_types import LanguageModelInfo, TextRequest
+from diffserve.api.text_types import LanguageModelInfo, TextFinished, TextRequest
+from diffserve.service.endpoint import RequestPlan
 from diffserve.service.http.bodies import WorkBody, parse, show
-from diffserve.service.images.edit_schemas import EditBody, ImageReference
-from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.responses.schemas import PAINTS, ResponseBody, Tool, ToolChoice
+from diffserve.service.images.plan import ImagePlan
+from diffserve.service.images.schemas import EditBody, GenerateBody, ImageReference
+from diffserve.service.responses.response_objects import Json, logprob_of, message_of, response_of, text_part, usage_of
+from diffserve.service.responses.schemas import PAINTS, ResponseBody, TextFormat, Tool, ToolChoice
 from diffserve.service.responses.turns import Turn, messages_of, pictures_of
+from diffserve.service.texts.completion_plan import schema_text
+from diffserve.service.texts.completions import timings_of
 from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
-from diffserve.service.texts.texts import schema_text
 from diffserve.settings.config import ServeConfig
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -33,38 +37,67 @@ FROM_ELSEWHERE: Final = (
 """Image fields that the response itself sets, or that have no meaning in a response."""
 
 
+class ResponsePlan(RequestPlan, frozen=True, kw_only=True):
+    """A resolved response: a request of the language model, or the plan of images.
+
+    Attributes:
+        head: The fields of the response object that do not depend on its outcome.
+        owner: Id of the key of its client.
+        turns: The conversation with the input.
+        input_span: The turns of the input.
+        is_stored: Whether the response can be retrieved later.
+        text: The request of the language model, unless images are generated.
+        images: The plan of the images, unless the language model answers.
+        end_ids: Tokens that end a text and are not part of it.
+    """
+
+    head: Json
+    owner: str
+    turns: tuple[Turn, ...]
+    input_span: slice
+    is_stored: bool
+    text: TextRequest | None = None
+    images: ImagePlan | None = None
+    end_ids: frozenset[int] = frozenset()
+
+    def item_id(self, kind: str, index: int = 0) -> str:
+        """Return the id of an output item: kind "msg" for a message, "ig" for an image."""
+        return f"{kind}_{self.head['id'].removeprefix('resp_')}{index:02x}"
+
+    def translate(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error of the engine with the parameter name of the response."""
+        if self.images is not None:
+            return in_tool(error)
+        param = "input" if error.param in ("messages", "prompt") else error.param
+        return InvalidRequest(error.message, param=param, code=error.code)
+
+
 def check_background(body: ResponseBody) -> None:
     """Refuse a background response that is not stored, because it could not be retrieved. Raises InvalidRequest."""
-    if body.background and body.store is False:
-        raise InvalidRequest("store is false, and a response in the background is asked for later.", param="store")
+    message = "store is false, and a response in the background is asked for later."
+    check(not body.background or body.store is not False, message, "store")
 
 
 def tool_of(body: ResponseBody) -> Tool | None:
     """Return the image tool, or None if the language model answers. Raises InvalidRequest for unsupported tools."""
     tools = body.tools or []
     for place, tool in enumerate(tools):
-        if tool.type != PAINTS:
-            raise InvalidRequest(
-                f"tools[{place}].type is {show(tool.type)}; the tool of this server is {PAINTS}, it calls no others.",
-                param=f"tools[{place}].type",
-                code="unsupported_value",
-            )
+        message = f"tools[{place}].type is {show(tool.type)}; the tool of this server is {PAINTS}, it calls no others."
+        check(tool.type == PAINTS, message, f"tools[{place}].type", "unsupported_value")
         if place:
             raise InvalidRequest(f"tools has {PAINTS} {len(tools)} times; give it once.", param="tools")
     choice = _choice_of(body.tool_choice)
     if choice == "none" or (choice == "auto" and not tools):
         return None
-    if not tools:
-        raise InvalidRequest(
-            f"tool_choice asks for a tool and tools has none; give {{'type': '{PAINTS}'}} there.", param="tool_choice"
-        )
+    message = f"tool_choice asks for a tool and tools has none; give {{'type': '{PAINTS}'}} there."
+    check(bool(tools), message, "tool_choice")
     return tools[0]
 
 
 def plan_text(
     body: ResponseBody,
     turns: Sequence[Turn],
-    own: Sequence[Turn],
+    input_turns: Sequence[Turn],
     info: LanguageModelInfo,
     config: ServeConfig,
     request_id: str,
@@ -74,7 +107,7 @@ def plan_text(
     Args:
         body: The body of the response.
         turns: The conversation, including the input.
-        own: The turns of the input.
+        input_turns: The turns of the input.
         info: The language model.
         config: Settings of the server.
         request_id: Id of the new request.
@@ -82,19 +115,18 @@ def plan_text(
     Raises:
         InvalidRequest: The input has an image or no text, or the schema cannot be enforced.
     """
-    if any(turn.pictures and turn.role == "user" for turn in own):
-        raise InvalidRequest(
-            "the input has a picture, and the language model reads none; to paint from it add "
-            f"{{'type': '{PAINTS}'}} to tools.",
-            param="input",
-            code="unsupported_value",
-        )
+    message = (
+        "the input has a picture, and the language model reads none; to generate from it add "
+        f"{{'type': '{PAINTS}'}} to tools."
+    )
+    check(not any(turn.pictures and turn.role == "user" for turn in input_turns), message, "input", "unsupported_value")
     messages = messages_of(turns, body.instructions)
-    if not any(turn.text for turn in own):
-        raise InvalidRequest("the input has no words; say something.", param="input", code="empty_input")
+    check(any(turn.text for turn in input_turns), "the input has no text; write a message.", "input", "empty_input")
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     sampling = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
-    schema = _schema_of(body, info)
+    form = (body.text and body.text.format) or TextFormat()
+    json_schema = form.json_schema if form.type == "json_schema" else None
+    schema = schema_text(form.type, json_schema, info, "text.format", "text.format.schema")
     params = SamplingParams(
         **sampling,
         max_tokens=max_tokens_of(schema, body.max_output_tokens or DEFAULT_CHAT_TOKENS),
@@ -111,18 +143,6 @@ def plan_text(
     )
 
 
-def _schema_of(body: ResponseBody, info: LanguageModelInfo) -> str | None:
-    """Return the JSON Schema that the text must follow, or None. Raises InvalidRequest if it cannot be enforced."""
-    text_format = None if body.text is None else body.text.format
-    if text_format is None or text_format.type == "text":
-        return None
-    if not info.speaks_json:
-        raise no_json(info.model_id, "text.format")
-    return (
-        ANY_OBJECT if text_format.type == "json_object" else schema_text(text_format.json_schema, "text.format.schema")
-    )
-
-
 def plan_image(
     body: WorkBody, tool: Tool, turns: Sequence[Turn], prompt: str, model: str | None, *, is_stream: bool
 ) -> GenerateBody:
@@ -132,33 +152,28 @@ def plan_image(
         body: The body of the response.
         tool: Parameters of the image.
         turns: The conversation.
-        prompt: The prompt, from ``follow_ups.prompt_of``.
+        prompt: The prompt, from ``turns.prompt_of``.
         model: Name of the image model.
         is_stream: Whether the answer is a stream.
 
     Raises:
         InvalidRequest: A field cannot be used; the error names fields of the response.
     """
-    if not prompt:
-        raise InvalidRequest("the input has no words of the user's; say what to paint.", param="input")
+    check(bool(prompt), "the input has no text of the user; describe the image.", "input")
     extra = tool.model_extra or {}
     for name in FROM_ELSEWHERE:
-        if name in extra:
-            message = f"tools[0].{name} is not taken within a response; leave it out."
-            raise InvalidRequest(message, param=f"tools[0].{name}", code="unsupported_parameter")
+        message = f"tools[0].{name} is not taken within a response; leave it out."
+        check(name not in extra, message, f"tools[0].{name}", "unsupported_parameter")
     pictures = () if tool.action == "generate" else pictures_of(turns)
-    if tool.action == "edit" and not pictures:
-        raise InvalidRequest(
-            "tools[0].action is edit and the conversation has no picture; send one as input_image.", param="input"
-        )
+    message = "tools[0].action is edit and the conversation has no picture; send one as input_image."
+    check(tool.action != "edit" or bool(pictures), message, "input")
     fields = tool.model_dump(exclude=set(OUR_OWN))
     fields |= {"prompt": prompt, "model": model, "stream": is_stream, "response_format": "b64_json"}
     fields["progress"] = extra.get("progress", False)
     fields |= {name: value for name in WorkBody.model_fields if (value := getattr(body, name)) is not None}
     if not pictures:
-        if tool.input_image_mask is not None:
-            message = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
-            raise InvalidRequest(message, param="tools[0].input_image_mask")
+        message = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
+        check(tool.input_image_mask is None, message, "tools[0].input_image_mask")
         return _parse_body(GenerateBody, fields)
     edit = _parse_body(EditBody, fields | {"input_fidelity": tool.input_fidelity})
     mask = tool.input_image_mask and tool.input_image_mask.image_url
@@ -206,4 +221,24 @@ def _choice_of(choice: str | ToolChoice | None) -> str:
         f"tool_choice is {show(kind)}; give auto, required, none, or {{'type': '{PAINTS}'}}.",
         param="tool_choice",
         code="unsupported_value",
+    )
+
+
+def finished(plan: ResponsePlan, event: TextFinished) -> Json:
+    """Return the response object of a finished text."""
+    assert plan.text is not None
+    [result] = event.results
+    is_whole = result.finish_reason == "stop"
+    status = "completed" if is_whole else "incomplete"
+    tokens = [token for token in result.tokens if token.token_id not in plan.end_ids]
+    has_logprobs = plan.text.params.logprobs is not None
+    part = text_part(result.text, [logprob_of(token) for token in tokens] if has_logprobs else None)
+    return response_of(
+        plan.head,
+        status,
+        [message_of(plan.item_id("msg"), status, [part])],
+        incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+        usage=usage_of(event.usage),
+        timings=timings_of([event]),
+        warnings=list(plan.warnings),
     )

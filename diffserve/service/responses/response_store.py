@@ -1,18 +1,21 @@
-"""Store of responses in memory, for retrieval and for follow-up requests.
+"""Store of responses in memory, for retrieval and for follow-up requests, and event logs of background responses.
 
 It holds the newest ``MAX_RESPONSES`` within ``MAX_BYTES``; only the key that created a response can see it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.streams import Events
 from diffserve.service.responses.turns import Turn
 
 MAX_RESPONSES: Final = 1000
@@ -90,9 +93,8 @@ class ResponseStore:
         stored = self._kept.get(response_id)
         if stored is None or stored.owner != owner:
             raise InvalidRequest(unknown(response_id), param="previous_response_id", code="previous_response_not_found")
-        if stored.work:
-            message = f"the response {show(response_id)} is still being made; go on from it once it is."
-            raise InvalidRequest(message, param="previous_response_id")
+        message = f"the response {show(response_id)} is still being made; go on from it once it is."
+        check(not stored.work, message, "previous_response_id")
         return stored.turns
 
     def holds_work(self, response_id: str) -> bool:
@@ -136,3 +138,60 @@ def unknown(name: str, called: str = "response") -> str:
     """Return the message about an id that is not stored."""
     unless = ", unless store was false," if called == "response" else ""
     return f"there is no {called} {show(name)}; the newest are kept in memory{unless} and a restart forgets them."
+
+
+END = b"\n\n"
+
+
+class EventLog:
+    """Encoded events by their ``sequence_number``, and waiting readers.
+
+    Attributes:
+        events: The events so far.
+        num_bytes: Their size.
+        has_failed: Whether the response failed.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.num_bytes = 0
+        self.has_failed = False
+        self._complete = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def add(self, chunk: bytes) -> None:
+        """Add one or several complete events."""
+        self.events += [part + END for part in chunk.split(END) if part]
+        self.num_bytes += len(chunk)
+        self._wake_readers()
+
+    def close(self) -> None:
+        """Mark the log as complete."""
+        self._complete.set()
+        self._wake_readers()
+
+    async def follow(self, place: int) -> Events:
+        """Yield the events from index ``place`` on until the log is complete."""
+        while True:
+            for event in self.events[place:]:
+                place += 1
+                yield event
+            if place >= len(self.events):
+                if self._complete.is_set():
+                    return
+                await self._changed.wait()
+
+    async def joined(self) -> bytes | None:
+        """Wait until the log is complete and return all events; None if the response failed."""
+        await self._complete.wait()
+        return None if self.has_failed else b"".join(self.events)
+
+    def _wake_readers(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+async def replay(events: tuple[bytes, ...]) -> Events:
+    """Yield stored events."""
+    for event in events:
+        yield event

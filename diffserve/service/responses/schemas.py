@@ -23,6 +23,10 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
 ]
 FileId = Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")]
+MODEL_HELP: Final = "The language model, or an image model; any name if a tool generates images."
+ResponseModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
+TEMPERATURE_HELP: Final = "0: always the likeliest token; omitted: 1."
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, description=TEMPERATURE_HELP)]
 IGNORED: Final = frozenset({"moderation", "context_management"})
 REFUSED: Final[dict[str, str]] = {
     "prompt": "no templates are kept here; write the text into input.",
@@ -125,22 +129,10 @@ class ResponseBody(WorkBody):
         Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
         | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     )
-    model: (
-        Annotated[
-            str,
-            Field(
-                max_length=256,
-                description="The language model, or one that paints; while a tool paints, any other name.",
-            ),
-        ]
-        | None
-    ) = None
+    model: ResponseModel | None = None
     instructions: Text | None = None
     max_output_tokens: ChatTokens | None = None
-    temperature: (
-        Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, description="0: always the likeliest token; omitted: 1.")]
-        | None
-    ) = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Seed | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -150,10 +142,8 @@ class ResponseBody(WorkBody):
     tool_choice: Annotated[str, Field(max_length=64)] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    background: (
-        Annotated[bool, Field(description="Answered at once, and asked for by its id until it is made.")] | None
-    ) = None
-    store: Annotated[bool, Field(description="Omitted: it is kept, for a while.")] | None = None
+    background: Annotated[bool, Field(description="Answer at once; the result is retrieved by its id.")] | None = None
+    store: Annotated[bool, Field(description="Omitted: it is stored for a while.")] | None = None
     previous_response_id: Id | None = None
     conversation: Id | ConversationId | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -1,10 +1,17 @@
-"""Turns of a conversation: reading them from a request, and their form for models and for clients."""
+"""Turns of a conversation: reading them, their form for models and clients, and the prompt that they ask for.
+
+A follow-up such as "now at night" changes the earlier prompt. Rules decide, without a language model: a text that
+describes an image by itself replaces the earlier prompt, any other text is added to it. For the embedded model the
+result is a caption of its image world, if there is one.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.text_types import ChatMessage
 from diffserve.service.http.bodies import show
@@ -42,14 +49,13 @@ Find = Callable[[str], Turn | None]
 """Returns the turn of an item of an earlier response by its id."""
 
 
-def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
+def read_turns(value: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
     """Read the turns of the field ``name``. Raises InvalidRequest, which names the item that cannot be read."""
-    if isinstance(given, str):
-        return (Turn("user", given),)
-    if not given:
-        message = "input is an empty list; give a text, or messages."
-        raise InvalidRequest(message, param="input", code="empty_array")
-    read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(given)]
+    if isinstance(value, str):
+        return (Turn("user", value),)
+    message = "input is an empty list; give a text, or messages."
+    check(bool(value), message, "input", "empty_array")
+    read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(value)]
     return tuple(turn for turn in read if turn is not None)
 
 
@@ -120,17 +126,15 @@ def items_of(turns: Sequence[Turn], suffix: str) -> list[dict[str, Any]]:
     return [{"id": turn.id or f"in_{suffix}{place:02x}", **_item(turn)} for place, turn in enumerate(turns)]
 
 
-def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+def page_of(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of ``items`` by the query parameters ``order``, ``limit`` and ``after``. Raises InvalidRequest."""
-    order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {show(order)}; give asc or desc.", param="order")
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    check(order in ("asc", "desc"), f"order is {show(order)}; give asc or desc.", "order")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_PAGE:
         raise InvalidRequest(f"limit is {show(limit)}; give a whole number from 1 to {MAX_PAGE}.", param="limit")
     listed = items if order == "asc" else items[::-1]
     places = [place for place, item in enumerate(listed) if item["id"] == after]
-    if after is not None and not places:
-        raise InvalidRequest(f"after is {show(after)}; there is no such item here.", param="after")
+    check(after is None or bool(places), f"after is {show(after)}; there is no such item here.", "after")
     remaining = listed[places[0] + 1 :] if places else listed
     page = remaining[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -147,3 +151,61 @@ def _item(turn: Turn) -> dict[str, Any]:
     texts = [part] if turn.text or not turn.pictures else []
     pictures = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in turn.pictures]
     return {"type": "message", "role": turn.role, "status": "completed", "content": [*texts, *pictures]}
+
+
+OPENING: Final = re.compile(
+    r"(?:(?:now|please|then|ok(?:ay)?|but|can you|could you|the same|same|this time|again"
+    r"|(?:make|paint|draw|show|put|turn|change|set) (?:it|this|that|them|the picture|the image)(?: to| into)?"
+    r")\b[\s,:]*)*",
+    re.IGNORECASE,
+)
+"""Words at the beginning of a follow-up that do not describe an image."""
+
+WHOLE: Final = re.compile(
+    r"(?:(?:draw|paint|show|create|generate|make|imagine|render)(?: me)? )?"
+    r"(?:an?|the|one|two|three|four|five|six|seven|eight|nine|ten|some|several|many|my|\d+) \w",
+    re.IGNORECASE,
+)
+REFERENCE: Final = re.compile(r"\b(?:it|its|them|their|same|instead|also|too|more|less)\b", re.IGNORECASE)
+
+
+def prompt_of(turns: Sequence[Turn], *, is_world: bool = False) -> str:
+    """Return the prompt of the next image; empty if the user wrote no text.
+
+    Args:
+        turns: The conversation.
+        is_world: Whether the model generates the image world of the embedded model.
+    """
+    prompt = latest = ""
+    for turn in turns:
+        if turn.role == "user" and turn.text.strip():
+            is_new = bool(turn.pictures) or not prompt
+            prompt = latest = turn.text if is_new else merged(prompt, turn.text, is_world=is_world)
+        elif turn.role == "user" and turn.pictures:
+            prompt = ""  # an uploaded image has no prompt
+        elif turn.role == "assistant" and turn.pictures:
+            prompt = turn.prompt or prompt
+        elif turn.role == "assistant" and turn.text.strip():
+            prompt = ""  # the conversation was about something else
+    return latest
+
+
+def merge_warnings(prompt: str, turns: Sequence[Turn]) -> list[str]:
+    """Return a warning if ``prompt`` is not the last text of the user."""
+    words = next((turn.text for turn in reversed(turns) if turn.role == "user" and turn.text.strip()), "")
+    return [] if prompt == words else [f"the follow-up was merged with the earlier prompt: {prompt}"]
+
+
+def merged(prompt: str, follow_up: str, *, is_world: bool = False) -> str:
+    """Return ``prompt`` as ``follow_up`` changes it."""
+    change = OPENING.sub("", follow_up.strip(), count=1).strip()
+    if not change.strip(" .,!?"):
+        return prompt
+    if WHOLE.match(change) and not REFERENCE.search(change):
+        return change
+    if is_world:
+        from diffserve.world.prompt_reading import merge_scenes  # takes a third of a second, and few servers need it
+
+        if (scenes := merge_scenes(prompt, change)) is not None:
+            return scenes
+    return f"{prompt.rstrip(' .,;!')}, {change}"

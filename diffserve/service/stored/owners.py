@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from diffserve.service.http.addresses import is_loopback
 from diffserve.service.http.errors import HttpError
-from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.lifecycle import owner_of
 from diffserve.settings.config import ServeConfig

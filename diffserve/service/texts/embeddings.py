@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -13,11 +14,12 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diffserve.api.bounds import check
 from diffserve.api.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, EmbeddingRequest
-from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.errors import DiffserveError
 from diffserve.api.types import MAX_PROMPT_CHARS, ModelInfo
 from diffserve.service.admission import Backlog, Ticket
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.endpoint import Endpoint, RequestPlan
 from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.http.streams import Events
 from diffserve.service.lifecycle import json_response
@@ -30,6 +32,8 @@ MAX_DIMENSIONS: Final = 65_536
 
 Input = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=True)]
+MODEL_HELP: Final = "An image model; omitted, or text-embedding-...: the first."
+EmbeddingModel = Annotated[str, Field(max_length=256, description=MODEL_HELP)]
 Dimensions = Annotated[
     int, Field(ge=1, le=MAX_DIMENSIONS, description="The first so many, at length 1 again; omitted: all there are.")
 ]
@@ -47,10 +51,7 @@ class EmbeddingBody(WorkBody):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )
-    model: (
-        Annotated[str, Field(max_length=256, description="An image model; omitted, or text-embedding-...: the first.")]
-        | None
-    ) = None
+    model: EmbeddingModel | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     user: Ignored | None = None
@@ -73,12 +74,14 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     def _backlog(self) -> Backlog:
         return self._admission.embeddings
 
-    async def _plan(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, AdmissionSlot]:
+    async def _plan(self, body: EmbeddingBody, request: Request, client: str) -> EmbeddingPlan:
         info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
-        plan = plan_embedding(body, info, self._config, request.state.request_id)
-        request_, num_inputs = plan.request, plan.request.num_inputs
-        self._backlog.check_deadline(num_inputs, request_.deadline_s, request_.priority)
-        return plan, self._backlog.entered(client, num_inputs, priority=request_.priority)
+        return plan_embedding(body, info, self._config, request.state.request_id)
+
+    def _admit(self, plan: EmbeddingPlan, client: str) -> AbstractContextManager[Ticket]:
+        request, num_inputs = plan.request, plan.request.num_inputs
+        self._backlog.check_deadline(num_inputs, request.deadline_s, request.priority)
+        return self._backlog.entered(client, num_inputs, priority=request.priority)
 
     async def _answer(self, plan: EmbeddingPlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:
@@ -127,9 +130,8 @@ def answer_of(plan: EmbeddingPlan, result: Embedded) -> bytes:
 
 def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
     """Truncate ``vectors`` (N, D) to ``dimensions`` and normalize them again. Raises InvalidRequest."""
-    if dimensions > vectors.shape[1]:
-        message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
-        raise InvalidRequest(message, param="dimensions")
+    message = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+    check(dimensions <= vectors.shape[1], message, "dimensions")
     if dimensions == vectors.shape[1]:
         return vectors
     shorter = vectors[:, :dimensions]

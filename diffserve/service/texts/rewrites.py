@@ -1,8 +1,9 @@
-"""``POST /v1/prompts/rewrite``: prompts for a wish; also the ``prompt_rewriter`` field of image requests."""
+"""``POST /v1/prompts/rewrite``: prompts for a wish."""
 
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,17 +11,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.api.errors import DiffserveError, InvalidRequest
+from diffserve.api.bounds import check
+from diffserve.api.errors import DiffserveError
 from diffserve.api.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
 from diffserve.api.types import RewriteOptions
-from diffserve.service.admission import Ticket, share_of
-from diffserve.service.endpoint import AdmissionSlot, Endpoint, RequestPlan
+from diffserve.service.admission import Ticket
+from diffserve.service.endpoint import Endpoint, RequestPlan
+from diffserve.service.http.addresses import share_of
 from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
-from diffserve.service.texts.answers import usage
-from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
+from diffserve.service.texts.completions import usage
+from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, styles
 from diffserve.settings.config import ServeConfig
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
@@ -38,11 +41,13 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
     asks = "chat"
     body = RewriteBody
 
-    async def _plan(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, AdmissionSlot]:
+    async def _plan(self, body: RewriteBody, request: Request, client: str) -> RewritePlan:
         check_language_model(body.model, self._engine.text_info, self._engine.models)
         name, share = request.state.request_id, share_of(request)
-        plan = plan_rewrite(body, self._config, name, client=client, share=share)
-        return plan, self._backlog.entered(client, plan.request.num_prompts, priority=plan.request.priority)
+        return plan_rewrite(body, self._config, name, client=client, share=share)
+
+    def _admit(self, plan: RewritePlan, client: str) -> AbstractContextManager[Ticket]:
+        return self._backlog.entered(client, plan.request.num_prompts, priority=plan.request.priority)
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0), is_whole=True) as job:
@@ -105,22 +110,10 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
     }
 
 
-def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
-    """Return how an image's prompt is rewritten, or None. Raises InvalidRequest."""
-    if isinstance(choice, RewriterChoice):
-        return options_of(choice, "prompt_rewriter.style")
-    mode = choice or default
-    return None if mode == "off" else RewriteOptions(force=mode == "force")
-
-
 def options_of(choice: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
     """Return the rewriting options of ``choice``. Raises InvalidRequest about ``param`` for an unknown style."""
-    if choice.style is not None and choice.style not in styles():
-        raise InvalidRequest(
-            f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out.",
-            param=param,
-            code="unknown_style",
-        )
+    message = f"{param} is {show(choice.style)}; it must be one of {', '.join(styles())}, or left out."
+    check(choice.style is None or choice.style in styles(), message, param, "unknown_style")
     return RewriteOptions(
         style=choice.style,
         seed=None if choice.seed in (None, -1) else choice.seed,

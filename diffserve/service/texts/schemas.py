@@ -145,7 +145,9 @@ class SamplingBody(WorkBody):
     prompt_cache_options: IgnoredObject | None = None
 
 
-PAINTED: Final = 'With "image" in it, or a model called "...:image", a picture is painted and comes in message.images.'
+PAINTED: Final = (
+    'With "image", or a model name that ends in ":image", an image is generated and returned in message.images.'
+)
 
 
 class ChatBody(SamplingBody):
@@ -183,7 +185,7 @@ class RewriteBody(WorkBody):
     """Wish to be converted to prompts that suit the image model."""
 
     model_config = ConfigDict(title="RewritePromptRequest")
-    hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "describe the image"}
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: ModelName | None = None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.json_schemas import ANY_OBJECT, check_schema, max_tokens_of, no_json
 from diffserve.api.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ SAME_NAMES: Final = (
 """Fields that the body and :class:`SamplingParams` call the same."""
 
 
-class CheckedTexts(RequestPlan, frozen=True, kw_only=True):
+class CompletionPlan(RequestPlan, frozen=True, kw_only=True):
     """A checked body: one request for each prompt, and how the answer is to look.
 
     ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.
@@ -46,17 +47,14 @@ class CheckedTexts(RequestPlan, frozen=True, kw_only=True):
     end_ids: frozenset[int]
 
 
-def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
+def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CompletionPlan:
     """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
+    message = "top_logprobs is given without logprobs; set logprobs to true."
+    check(body.top_logprobs is None or bool(body.logprobs), message, "top_logprobs")
     max_tokens, older = body.max_completion_tokens, body.max_tokens
-    if max_tokens is not None and older is not None and max_tokens != older:
-        raise InvalidRequest(
-            f"max_completion_tokens is {max_tokens} but max_tokens is {older}; they mean the same, give one of them.",
-            param="max_completion_tokens",
-        )
+    message = f"max_completion_tokens is {max_tokens} but max_tokens is {older}; they mean the same, give one of them."
+    check(None in (max_tokens, older) or max_tokens == older, message, "max_completion_tokens")
     request = TextRequest(
         messages=tuple(_message(message) for message in body.messages),
         params=_params(
@@ -73,17 +71,16 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
 
 def plan_completion(
     body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str
-) -> CheckedTexts:
+) -> CompletionPlan:
     """Convert ``body`` to requests. Raises InvalidRequest for unsupported values."""
     _refuse_unsupported(body)
     params = _params(body, info, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
     prompts = list(_prompts(body))
-    if len(prompts) * (body.n or 1) > MAX_TEXTS:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n {body.n} make {len(prompts) * (body.n or 1)} texts; "
-            f"ask for at most {MAX_TEXTS} in one request.",
-            param="n",
-        )
+    message = (
+        f"{len(prompts)} prompts with n {body.n} make {len(prompts) * (body.n or 1)} texts; "
+        f"ask for at most {MAX_TEXTS} in one request."
+    )
+    check(len(prompts) * (body.n or 1) <= MAX_TEXTS, message, "n")
     requests = tuple(
         TextRequest(
             prompt=prompt if isinstance(prompt, str) else "",
@@ -107,8 +104,8 @@ def _plan(
     config: ServeConfig,
     answer_id: str,
     requests: tuple[TextRequest, ...],
-) -> CheckedTexts:
-    return CheckedTexts(
+) -> CompletionPlan:
+    return CompletionPlan(
         answer_id=answer_id,
         created=int(time.time()),
         model=info.model_id,
@@ -125,41 +122,45 @@ def _plan(
 def _refuse_unsupported(body: SamplingBody) -> None:
     for name in ("tool_choice", "function_call"):
         choice = getattr(body, name)
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                f"{name} is {show(choice)}; this server calls no tools: give none or auto, or leave it out.",
-                param=name,
-                code="unsupported_value",
-            )
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest(
-            f"best_of is {body.best_of} and n {body.n or 1}; every text is returned, leave best_of out.",
-            param="best_of",
-            code="unsupported_value",
-        )
+        message = f"{name} is {show(choice)}; this server calls no tools: give none or auto, or leave it out."
+        check(choice in (None, "none", "auto"), message, name, "unsupported_value")
+    message = "stream_options is given without stream; set stream to true."
+    check(body.stream_options is None or bool(body.stream), message, "stream_options")
+    message = f"best_of is {body.best_of} and n {body.n or 1}; every text is returned, leave best_of out."
+    check(body.best_of in (None, body.n or 1), message, "best_of", "unsupported_value")
 
 
-def schema_of(response_format: Format | None, info: LanguageModelInfo, param: str = "response_format") -> str | None:
+def _schema_of(body: SamplingBody, info: LanguageModelInfo) -> str | None:
     """Return the JSON Schema that the output must follow, or None. Raises InvalidRequest."""
-    if response_format is None or response_format.type == "text":
+    form = body.response_format or Format(type="text")
+    if form.type != "json_schema":
+        return schema_text(form.type, form.object_schema, info, "response_format", "response_format.schema")
+    name = "response_format.json_schema"
+    message = f'{name} is missing; give {{"name": ..., "schema": ...}}.'
+    check(form.json_schema is not None, message, name, "missing_required_parameter")
+    schema = None if form.json_schema is None else form.json_schema.json_schema
+    return schema_text(form.type, schema, info, "response_format", f"{name}.schema")
+
+
+def schema_text(
+    kind: str, schema: dict[str, Any] | None, info: LanguageModelInfo, param: str, place: str
+) -> str | None:
+    """Return the JSON Schema that a text must follow.
+
+    Args:
+        kind: "text" for none, "json_object" or "json_schema".
+        schema: The schema; None allows any object.
+        info: The language model.
+        param: The field of the body that asks for it.
+        place: The field of the schema.
+
+    Raises:
+        InvalidRequest: The schema is invalid, or cannot be enforced by this model.
+    """
+    if kind == "text":
         return None
     if not info.speaks_json:
         raise no_json(info.model_id, param)
-    if response_format.type == "json_object":
-        return schema_text(response_format.object_schema, f"{param}.schema")
-    if response_format.json_schema is None:
-        raise InvalidRequest(
-            f'{param}.json_schema is missing; give {{"name": ..., "schema": ...}}.',
-            param=f"{param}.json_schema",
-            code="missing_required_parameter",
-        )
-    return schema_text(response_format.json_schema.json_schema, f"{param}.json_schema.schema")
-
-
-def schema_text(schema: dict[str, Any] | None, place: str) -> str:
-    """Return ``schema``, found at ``place``, as JSON; None allows any object. Raises InvalidRequest."""
     if schema is None:
         return ANY_OBJECT
     try:
@@ -175,10 +176,9 @@ def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logpro
     settings = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     for token_id in body.logit_bias or {}:
-        if int(token_id) >= info.vocab_size:
-            message = f"logit_bias names token {token_id}; {info.model_id} has tokens from 0 to {info.vocab_size - 1}."
-            raise InvalidRequest(message, param="logit_bias")
-    schema = schema_of(body.response_format, info)
+        message = f"logit_bias names token {token_id}; {info.model_id} has tokens from 0 to {info.vocab_size - 1}."
+        check(int(token_id) < info.vocab_size, message, "logit_bias")
+    schema = _schema_of(body, info)
     return SamplingParams(
         **settings,
         top_k=max(body.top_k or 0, 0),

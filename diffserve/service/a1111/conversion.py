@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from PIL import Image, ImageFilter
-from pydantic import PrivateAttr, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from diffserve.api.bounds import check
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import MAX_SEED, REQUEST_FIELDS
 from diffserve.api.types import MAX_IMAGES, Picture
@@ -23,13 +24,11 @@ from diffserve.media.infotext_recipe import InfotextFields, is_enlarged, parse_s
 from diffserve.media.start_picture import StartPicture, check_large_enough
 from diffserve.models.loras import read_tags
 from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
-from diffserve.service.a1111.ignored import FILL, has_effect, ignored
-from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.schemas import FILL, MAX_SIDE, Img2ImgBody, Txt2ImgBody, has_effect, ignored
 from diffserve.service.a1111.styles import PromptStyle, with_styles
 from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.inputs import Start, image_bytes
-from diffserve.service.images.parameters import SCHEDULE_TYPES
+from diffserve.service.images.inputs import SCHEDULE_TYPES, Start, image_bytes
 from diffserve.service.images.schemas import GenerateBody, Seed, annotation_of
 
 USUAL_STEPS: Final = 20
@@ -92,14 +91,14 @@ class Hires(NamedTuple):
         width_px: Width of the enlarged images.
         height_px: Height of the enlarged images.
         strength: Denoising strength, 0 to 1.
-        values: The fields of the body of the second pass.
+        body: The body of the second pass.
         upscaler: ``LANCZOS`` or ``NEAREST``.
     """
 
     width_px: int
     height_px: int
     strength: float
-    values: dict[str, Any]
+    body: GenerateBody
     upscaler: str = LANCZOS
 
     def enlarge(self, picture: Picture) -> Picture:
@@ -112,42 +111,22 @@ class Hires(NamedTuple):
     @property
     def work(self) -> float:
         """Cost of the pass in pixels times steps."""
-        num_steps = self.values.get("num_inference_steps") or USUAL_STEPS
+        num_steps = self.body.num_inference_steps or USUAL_STEPS
         return float(self.width_px * self.height_px * num_steps * self.strength)
 
     @property
     def texts(self) -> dict[str, str]:
         """Prompts for the text encoders, by field name."""
-        return {
-            "hr_prompt": read_tags(self.values["prompt"])[0],
-            "hr_negative_prompt": self.values["negative_prompt"],
-        }
+        return {"hr_prompt": read_tags(self.body.prompt)[0], "hr_negative_prompt": self.body.negative_prompt or ""}
 
 
-class AskedBody(GenerateBody):
-    """Body of an image request, with the A1111 body that it was made from."""
-
-    _source: Txt2ImgBody = PrivateAttr()
-    _hires: Hires | None = PrivateAttr(default=None)
-
-    @property
-    def asked(self) -> Txt2ImgBody:
-        """The A1111 body of the client."""
-        return self._source
-
-    @property
-    def hires(self) -> Hires | None:
-        """The second pass; None if there is none."""
-        return self._hires
-
-
-def ask(
+def convert_body(
     body: Txt2ImgBody,
     options: dict[str, Any],
     styles: Sequence[PromptStyle],
     refused: Collection[str] = (),
     models: Collection[str] = (),
-) -> AskedBody:
+) -> tuple[Txt2ImgBody, GenerateBody, Hires | None]:
     """Convert an A1111 body to the body of an image request.
 
     Args:
@@ -157,19 +136,19 @@ def ask(
         refused: Fields that the model does not support; they are ignored in an infotext.
         models: Names of the served models.
 
+    Returns:
+        ``body`` with the values of its infotext; the body of the image request; and the second pass, if there is one.
+
     Raises:
         InvalidRequest: Something in the body cannot be used.
     """
     body, recorded = _fill_from_infotext(body, refused, models)
-    if body.num_images > MAX_IMAGES:
-        raise InvalidRequest(
-            f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} pictures are painted at a time.",
-            param="batch_size",
-        )
+    message = f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} images are generated at a time."
+    check(body.num_images <= MAX_IMAGES, message, "batch_size")
     if body.script_name not in (None, "", "None"):
         raise HttpError(422, f"there is no script {show(body.script_name)}; none is run here.", code="unknown_script")
     overridden = body.override_settings or {}
-    check_settings(overridden, SETTINGS)
+    _check_settings(overridden)
     settings = options | overridden
     prompt, negative = with_styles(body.prompt or "", body.negative_prompt or "", body.styles or (), styles)
     skip = body.clip_skip or settings.get("CLIP_stop_at_last_layers")
@@ -197,17 +176,15 @@ def ask(
         values["controlnets"] = choices
     if body.refiner_checkpoint not in (None, "", "None"):
         values |= {"refiner": True, "switch_at": body.refiner_switch_at}
-    if not isinstance(body, Img2ImgBody) and not prompt.strip():
-        raise InvalidRequest("the prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
+    message = "the prompt is empty; describe the image."
+    check(isinstance(body, Img2ImgBody) or bool(prompt.strip()), message, "prompt", "empty_prompt")
     if body.width is not None or body.height is not None:
         side = body.width or body.height
         values |= {"width": body.width or side, "height": body.height or side}
-    request_body = AskedBody.model_construct(**{name: value for name, value in values.items() if value is not None})
-    request_body._source = body
-    request_body.take_warnings(recorded.warnings)
-    if body.enable_hr and not isinstance(body, Img2ImgBody):
-        request_body._hires = _hires(body, values, styles)
-    return request_body
+    image_body = _image_body(values)
+    image_body.take_warnings(recorded.warnings)
+    is_enlarged_later = bool(body.enable_hr) and not isinstance(body, Img2ImgBody)
+    return body, image_body, _hires(body, values, styles) if is_enlarged_later else None
 
 
 def warnings_of(body: Txt2ImgBody) -> list[str]:
@@ -337,18 +314,14 @@ def _schedule(name: str | None) -> str | None:
     raise InvalidRequest(message, param="scheduler", code="unknown_scheduler")
 
 
-def check_settings(told: Mapping[str, Any], names: Iterable[str]) -> None:
+def _check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings that name a path on the disk or code to run; other unknown settings are ignored.
-
-    Args:
-        told: The settings of the request.
-        names: Names of the supported settings.
 
     Raises:
         InvalidRequest: A setting names a path or code.
     """
-    for name, value in told.items():
-        if name not in names and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
+    for name, value in settings.items():
+        if name not in SETTINGS and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
             message = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."
             raise InvalidRequest(message, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
@@ -375,13 +348,12 @@ def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptSty
     strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
     overrides = {name: value for name, value in changed.items() if value is not None}
     upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
-    return Hires(width, height, strength, values | overrides | {"width": width, "height": height}, upscaler)
+    second_body = _image_body(values | overrides | {"width": width, "height": height})
+    return Hires(width, height, strength, second_body, upscaler)
 
 
-def second_pass(asked: AskedBody) -> GenerateBody:
-    """Return the body of the second pass."""
-    assert asked.hires is not None
-    values = asked.hires.values
+def _image_body(values: Mapping[str, Any]) -> GenerateBody:
+    """Return an image body of checked ``values``, of which None is left out."""
     return GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -416,12 +388,3 @@ def _average_colors(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype
         filled = guess if filled is None else np.where(is_near, guess, filled)
     assert filled is not None
     return filled.clip(0, 255).astype(np.uint8)
-
-
-def echo_of(body: Txt2ImgBody) -> dict[str, Any]:
-    """Return ``parameters`` of the answer: the body, without its images unless ``include_init_images`` is set."""
-    fields = body.model_dump(exclude_none=True)
-    if isinstance(body, Img2ImgBody) and not body.include_init_images:
-        for name in ("init_images", "mask"):
-            fields.pop(name, None)
-    return msgspec.to_builtins(fields)  # type: ignore[no-any-return]
