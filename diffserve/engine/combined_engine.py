@@ -30,7 +30,7 @@ from diffserve.api.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.api.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.api.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.api.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
-from diffserve.engine.delivery import TickLoop, raise_if_failed
+from diffserve.engine.base_engine import TickLoop, raise_if_failed
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOLD_OF_TENANTS = TenantPages.__struct_fields__[1:]  # but its name
+TENANT_FIELDS = TenantPages.__struct_fields__[1:]  # but its name
 
 
 class Side(enum.Enum):
@@ -311,7 +311,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         events, has_moved = self._embedder.tick()
         self._post(events)
         if is_shared:
-            self.share.wrote(self._clock() - started_s, has_moved=has_moved)
+            self.share.record_text_call(self._clock() - started_s, has_moved=has_moved)
 
     def _encode(self) -> None:
         """Encode the texts of one image."""
@@ -332,7 +332,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         is_shared = self._wants_images
         budget = TickBudget()
         if is_shared:
-            lets_in = self.share.lets_in and not self.images.waits_for_pages
+            lets_in = self.share.admits_texts and not self.images.waits_for_pages
             budget = TickBudget(time_s=self.share.call_s, admits=lets_in)
         started_s = self._clock()
         events: list[TextEvent] = self.texts.tick(budget)
@@ -341,7 +341,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
             self._post([event for event in rewritten if not self._pending.handle(event)])
         self._post(events)
         if is_shared:
-            self.share.wrote(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
+            self.share.record_text_call(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
 
     def _paint(self) -> None:
         """Run one step of the images."""
@@ -350,7 +350,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         self._post([self._pending.with_rewrite(event) for event in self.images.tick()])
         tick = self.images.last_tick
         has_moved = tick is not None and bool(tick.num_rows or tick.num_decoded)
-        self.share.painted(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
+        self.share.record_image_step(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
 
     def _guarded(self, side: Side, turn: Callable[[], None]) -> None:
         """Run one turn; if it raises, fail the requests of its side."""
@@ -427,7 +427,7 @@ def page_stats(stats: PoolStats) -> PageStats:
         free_pages=stats.free_pages,
         tenants=tuple(
             TenantPages(
-                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TOLD_OF_TENANTS}
+                tenant=kind, **{field: sum(getattr(tenant, field) for tenant in tenants) for field in TENANT_FIELDS}
             )
             for kind, tenants in sorted(of_kind.items())
         ),

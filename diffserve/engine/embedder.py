@@ -93,7 +93,7 @@ class Embedder:
 
     def submit(self, request: EmbeddingRequest) -> None:
         """Queue ``request`` and request its model; raise ModelNotFound, QueueFull or a loading error."""
-        self._images.want(request.model)
+        self._images.request_engine(request.model)
         with self._lock:
             if len(self._live) >= MAX_WAITING:
                 raise QueueFull(f"{len(self._live)} requests for embeddings are waiting; try again later.")
@@ -120,7 +120,7 @@ class Embedder:
             waiting.sort(key=_is_batch)
         for live in waiting:
             try:
-                engine = self._images.want(live.request.model)
+                engine = self._images.request_engine(live.request.model)
             except DiffserveError as error:
                 events += self._fail([live], error)
                 continue

@@ -86,13 +86,13 @@ class EngineProcess:
         """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         import_libraries()
-        from diffserve.engine.image import unet_paths
+        from diffserve.engine.image import compiling
 
         load = self._inbox.get()
         if not isinstance(load, ipc.Load):
             raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
         self._pulse = Pulse(load.hang_after_s)
-        unet_paths.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
+        compiling.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
         try:
             engine = self._engine = open_engine(load, self._pulse)
             probe = open_probe(engine)

@@ -24,7 +24,7 @@ from diffserve.api.rewrite_types import (
 )
 from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
 from diffserve.api.types import Cancelled, Failed, RewriteOptions
-from diffserve.engine.delivery import TickLoop, raise_if_failed
+from diffserve.engine.base_engine import TickLoop, raise_if_failed
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
@@ -70,7 +70,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
         self._job_of_text: dict[str, RewriteJob | None] = {}  # None: abandoned
-        self._others: list[TextEvent] = []
+        self._other_events: list[TextEvent] = []
 
     def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
         """``options`` for an image model of ``family``, where they name no style."""
@@ -99,7 +99,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         """Return rewrite events for ``events`` of the text engine, and the events of other texts."""
         with self._lock:
             self._sort(events)
-            other_events, self._others = self._others, []
+            other_events, self._other_events = self._other_events, []
             return self._take_mail(), other_events
 
     # Convenient ways ----------------------------------------------------------------------------------------------
@@ -157,16 +157,16 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
             try:
                 self.texts.submit(question.request, constraint=constraint)
             except DiffserveError:
-                self._leave(job, unasked=questions[at:])
+                self._leave(job, unsubmitted=questions[at:])
                 self._mailboxes.pop(request.request_id, None)
                 raise
         return request.request_id
 
-    def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
+    def _leave(self, job: RewriteJob, unsubmitted: Sequence[Question] = ()) -> None:
         """Drop ``job``: its texts are canceled and their later events ignored."""
         with self._lock:
             del self._jobs[job.request.request_id]
-            for question in unasked:
+            for question in unsubmitted:
                 del self._job_of_text[question.request.request_id]
             for text_id in job.questions:
                 if text_id in self._job_of_text:
@@ -182,7 +182,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
     def _sort(self, events: Iterable[TextEvent]) -> None:
         for event in events:
             if event.request_id not in self._job_of_text:
-                self._others.append(event)
+                self._other_events.append(event)
                 continue
             job = self._job_of_text[event.request_id]
             if isinstance(event, TEXT_TERMINAL):

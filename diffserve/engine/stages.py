@@ -114,7 +114,7 @@ class StageQueue(ABC, Generic[R]):
             if queued.until_s <= now_s or (queued.reading is not None and not queued.reading.done()):
                 continue
             try:
-                engine = self._images.want(queued.request.model)
+                engine = self._images.request_engine(queued.request.model)
                 done = None if engine is None else self._do(engine, queued, now_s)
             except PoolBusy:  # texts of the language model have the pages
                 break
@@ -126,7 +126,7 @@ class StageQueue(ABC, Generic[R]):
 
     def check(self, request: R, *, num_ahead: int = 0) -> None:
         """Raise the known errors of ``request``."""
-        self._images.want(request.model)
+        self._images.request_engine(request.model)
 
     def _begin(self, queued: StageRequest[R]) -> None:  # optional hook
         """Start background loading for a request; the default loads nothing."""
@@ -146,7 +146,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
         """Raise the errors that generating the image would raise; as in ``ImageEngines``."""
-        engine = self._images.want(request.model)
+        engine = self._images.request_engine(request.model)
         if engine is not None:
             engine.admitted(request)
 
@@ -159,7 +159,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
         return self._images.family_of(request)
 
     def _begin(self, queued: StageRequest[GenerationRequest]) -> None:
-        engine = self._images.want(queued.request.model)
+        engine = self._images.request_engine(queued.request.model)
         settings = None if engine is None else engine.admitted(queued.request).settings
         if engine is not None and settings is not None and settings.loras:
             queued.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)

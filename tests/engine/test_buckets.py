@@ -75,7 +75,7 @@ def test_half_the_rows_take_twice_the_ticks_including_overhead() -> None:
     measured = curve({8: 0.0230, 16: 0.0445})
     cap = KneeCap(16, "latency")
     assert cap.of(measured) == 8, "within 5 % of the best"
-    cap.beside_s = 0.0015
+    cap.overhead_s = 0.0015
     assert [cap.of(measured) for _ in range(40)] == [16] * 40
     assert followed(None, 0.002) == 0.002
     assert 0.002 < followed(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"

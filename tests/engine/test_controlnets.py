@@ -260,12 +260,12 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
     assert network.num_bytes == make().runners.controlnets.planned_bytes / 2
     digest = network.digest
     group = engine.runners.group_of_short_prompts(64, 64)._replace(control=digest)
-    engine.runners.groups.known(group)
+    engine.runners.groups.facts_of(group)
     del network
     with pytest.raises(KeyError):
         shelf.of_digest(digest)
     assert engine.study()
-    assert not engine.runners.groups.is_wanted(group)
+    assert not engine.runners.groups.is_unmeasured(group)
 
 
 @pytest.mark.parametrize(

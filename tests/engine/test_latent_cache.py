@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.api.errors import InvalidRequest
 from diffserve.api.types import Event, GenerationRequest, ImageResult
-from diffserve.engine.image.latent_cache import SKIPS, CachedLatents, LatentCache, skip_of
+from diffserve.engine.image.caches import SKIPS, CachedLatents, LatentCache, skip_of
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import image_request, load_pipeline, pipeline_latents
 from tests.engine.test_deep_cache import TOLERANCE, content, init_image, painted_by_seed
@@ -54,9 +54,9 @@ def test_who_does_not_ask_is_painted_from_noise_and_kept_for_nobody(make_engine:
     [expected] = make_engine().generate(plain)
     engine = make_engine(latent_cache_bytes=ROOM)
     [alone] = engine.generate(plain)
-    assert len(engine.runners.kept) == 0
+    assert len(engine.runners.latent_cache) == 0
     [asking] = engine.generate(make_request())
-    assert len(engine.runners.kept) == 1
+    assert len(engine.runners.latent_cache) == 1
     [later] = engine.generate(plain)
     assert {content(result) for result in (alone, asking, later)} == {content(expected)}
     assert {cache_fields(result) for result in (alone, asking, later)} == {(None, 0, 20)}
@@ -75,7 +75,7 @@ def test_latents_are_found_by_likeness_and_only_among_those_painted_alike(
     assert 0.0 < cosine < 1.0
     [similar] = engine.generate(make_request("dog on the cat"))
     assert cache_fields(similar)[:2] == (cosine, 10 * SKIPS[skip_of(cosine, ALL)])
-    assert len(engine.runners.kept) == 6, "what began from another's latents is kept for nobody"
+    assert len(engine.runners.latent_cache) == 6, "what began from another's latents is kept for nobody"
     assert cache_fields(engine.generate(make_request("dog on the cat", similarity_threshold=1.0))[0])[:2] == (None, 0)
 
 

@@ -23,7 +23,7 @@ from diffserve.api.types import (
     Progress,
     RewriteOptions,
 )
-from diffserve.engine.image.result_cache import IGNORED_FIELDS, CachedImage, ResultCache, key_of
+from diffserve.engine.image.caches import IGNORED_FIELDS, CachedImage, ResultCache, key_of
 from diffserve.models.controlnets import Control
 from diffserve.models.loras import Lora
 from tests.engine.conftest import MakeEngine

@@ -23,7 +23,7 @@ from diffserve.api.fields import FULL_INTERVAL, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
 from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
-from diffserve.engine.image.latent_cache import SKIPS
+from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
 from diffserve.models.few_step import begin_with_loras

@@ -114,17 +114,17 @@ class CostCurve:
         """Return the estimated seconds of ``num_rows`` rows, in the calls that hold them."""
         return sum(self.seconds(bucket) for bucket in self.cover(num_rows))
 
-    def knee(self, limit: int, gain: float = KNEE_GAIN, beside_s: float = 0.0) -> int:
+    def knee(self, limit: int, gain: float = KNEE_GAIN, overhead_s: float = 0.0) -> int:
         """Return the smallest number of rows whose cost per row is within ``gain`` of the best, from 2 to ``limit``.
 
-        ``beside_s`` is the time of a tick outside its call, which is shared by its rows.
+        ``overhead_s`` is the time of a tick outside its call, which is shared by its rows.
         """
         if self.is_alone:
             return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
             return max(2, min(limit, self.buckets[-1]))
-        a_row_s = {size: (self._seconds[size] + beside_s) / size for size in sizes}
+        a_row_s = {size: (self._seconds[size] + overhead_s) / size for size in sizes}
         best = gain * min(a_row_s.values())
         return max(2, min(size for size in sizes if a_row_s[size] <= best))
 
@@ -155,18 +155,18 @@ class KneeCap:
     corrected.
 
     Attributes:
-        beside_s: Seconds of a tick outside its calls, as far as known; half as many rows need twice as many ticks.
+        overhead_s: Seconds of a tick outside its calls, as far as known; half as many rows need twice as many ticks.
     """
 
     def __init__(self, most_rows: int, policy: str) -> None:
         self._most_rows = most_rows
         self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
         self._num_asked = 0
-        self.beside_s: float | None = None
+        self.overhead_s: float | None = None
 
     def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
         """Return the cap for one tick. Without ``may_probe`` it is the knee, and the tick is not counted."""
-        knee = curve.knee(self._most_rows, self._gain, self.beside_s or 0.0)
+        knee = curve.knee(self._most_rows, self._gain, self.overhead_s or 0.0)
         if not may_probe:
             return knee
         self._num_asked += 1

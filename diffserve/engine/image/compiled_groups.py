@@ -122,7 +122,7 @@ class CompiledGroups:
         if self._compiled is not None and not self._compiled.packages.is_empty:
             loaded = self._compiled.load(kind(), sizes)
         if self._compiler is not None and len(loaded) < len(sizes) and group not in self._done:
-            self._compiler.want(group, sizes)  # only once, as a package that fails to load will fail again
+            self._compiler.enqueue(group, sizes)  # only once, as a package that fails to load will fail again
         return loaded
 
     def open_late(self, group: GroupKey, kind: Kind | None, curve: CostCurve) -> None:

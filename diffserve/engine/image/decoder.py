@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.batch import LatentPool
-from diffserve.engine.image.latent_cache import CachedLatents, LatentCache
+from diffserve.engine.image.caches import CachedLatents, LatentCache
 from diffserve.engine.image.preparer import kin_of
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import ImageTask, StepPreview, TickOutcome

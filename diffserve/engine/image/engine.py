@@ -28,12 +28,11 @@ from diffserve.api.types import (
     UNetPath,
 )
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
-from diffserve.engine.delivery import raise_if_failed
+from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine, raise_if_failed
 from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.outputs import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.scoring import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
 from diffserve.engine.records import TickBudget, shares
 from diffserve.runtime import DiffusionModel, load_model
@@ -188,7 +187,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
                 num_failed=self._counts["failed"],
                 busy_s=self._busy_s,
                 results=self.scheduler.results.stats,
-                latents=self.runners.kept.stats,
+                latents=self.runners.latent_cache.stats,
                 num_lanes=self.scheduler.slots.num_slots,
                 num_loras=self.runners.loras.num_kept,
                 lora_bytes=self.runners.loras.num_bytes,
@@ -378,7 +377,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             return
         uncontrolled = (plan.group, plan.group._replace(is_shallow=True))
         controlled = (control_groups(task, plan.group) for task in plan.rows if task.state is not None)
-        unmeasured = filter(self.runners.is_wanted, (*uncontrolled, *itertools.chain.from_iterable(controlled)))
+        unmeasured = filter(self.runners.is_unmeasured, (*uncontrolled, *itertools.chain.from_iterable(controlled)))
         group = next(unmeasured, None)
         if group is None:
             return
@@ -428,7 +427,7 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
             is_pure = not tick.num_prepared and not tick.num_decoded
             self._steps.add(tick.num_rows, tick.wall_s if is_pure else None)
             if is_pure:
-                self.runners.groups.learn_beside(tick.wall_s - sum(call.wall_s for call in tick.calls))
+                self.runners.groups.record_overhead(tick.wall_s - sum(call.wall_s for call in tick.calls))
         self._owed_s += tick.wall_s - charged_s
         self._counts.update(
             steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)

@@ -15,7 +15,7 @@ from diffserve.api.micro_conditioning import PLAIN
 from diffserve.api.tensor_values import Encodings
 from diffserve.api.types import Picture
 from diffserve.engine.image.batch import LatentPool
-from diffserve.engine.image.latent_cache import LatentCache, skip_of
+from diffserve.engine.image.caches import LatentCache, skip_of
 from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
@@ -55,7 +55,7 @@ class Preparer:
         self.conditioner = conditioner
         self.refiner = refiner
         self.pool = pool
-        self.kept = latent_cache
+        self.latent_cache = latent_cache
         self.loras = loras
         self.controlnets = controlnets
 
@@ -109,7 +109,7 @@ class Preparer:
             controls = tuple(self._controls(task))
             texts = self._embeddings(task, conditioning, loras) if controls else None
             refined = None if settings.switch_row is None else self._refined(task)
-            task.state = self._paint_ground(task, conditioning)
+            task.state = self._start_state(task, conditioning)
             task.state.controls, task.state.texts = controls, texts
         except BaseException:
             conditioning.close()
@@ -178,7 +178,7 @@ class Preparer:
         request = task.live.request
         return request.prompt, request.negative_prompt if task.settings.guided.any() else None
 
-    def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
+    def _start_state(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """Create the image state and write its start latent to its slot."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
@@ -215,7 +215,7 @@ class Preparer:
         if threshold is None:
             return None
         embedding = self.model.text.embedding(task.live.request.prompt).cpu().numpy()
-        similar = self.kept.nearest(kin_of(task), embedding, threshold)
+        similar = self.latent_cache.nearest(kin_of(task), embedding, threshold)
         settings = task.live.settings
         if similar is not None:
             settings = settings.shorter[skip_of(similar.similarity, threshold)]

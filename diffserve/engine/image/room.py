@@ -64,7 +64,7 @@ class Room:
         """Activation sizes from a dry run of the networks, which takes seconds at a model's first start."""
         return Activations.of(self.model, self._config, DiskCache.at(self._config.cache_dir))
 
-    def know(self) -> None:
+    def prepare(self) -> None:
         """Run the dry run now if a large request would need it."""
         side_px = self.model.info.max_side_px
         self._picture_cells(self._cells(side_px, side_px))
@@ -97,8 +97,8 @@ class Room:
         share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
         width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
         smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
-        problem = f"{width_px}x{height_px} px takes {said_bytes(need)} of memory beside the weights, "
-        problem += f"there are {said_bytes(free)}"
+        problem = f"{width_px}x{height_px} px takes {format_bytes(need)} of memory beside the weights, "
+        problem += f"there are {format_bytes(free)}"
         check(need <= free, f"{problem}: {smaller}{self._further_ways()}.", "size", "invalid_size")
 
     @cached_property
@@ -178,6 +178,6 @@ class Room:
         return None if left is None else max(0, left)
 
 
-def said_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from diffserve.api.types import Cancelled, Event, ImageFailed, ModelInfo, Painted
+from diffserve.engine.image.caches import CachedImage, SharedImages
 from diffserve.engine.image.fair_share import PriorityShare
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
-from diffserve.engine.image.outputs import Digests, ImageOutputs
+from diffserve.engine.image.outputs import Digests, ImageOutputs, ImageScores, select_best
 from diffserve.engine.image.policy import POLICIES, TickCosts, TickTime, solo_s
-from diffserve.engine.image.result_cache import CachedImage, SharedImages
-from diffserve.engine.image.scoring import ImageScores, select_best
 from diffserve.engine.image.slots import SlotQueue
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage

@@ -82,7 +82,7 @@ class UNetCaller:
 
     Args:
         clock: Returns seconds.
-        beside: A second caller on the same device, whose caches ``ease`` frees as well.
+        refiner_caller: The caller of the refiner on the same device, whose caches ``ease`` frees as well.
 
     Attributes:
         stopwatch: Times calls on the device; a reading may become available some calls later.
@@ -95,9 +95,9 @@ class UNetCaller:
         groups: Groups,
         caps: RowCaps,
         clock: Callable[[], float] = time.perf_counter,
-        beside: UNetCaller | None = None,
+        refiner_caller: UNetCaller | None = None,
     ) -> None:
-        self.beside = beside
+        self.refiner_caller = refiner_caller
         self.model = model
         self.conditioner = conditioner
         self.groups = groups
@@ -171,7 +171,7 @@ class UNetCaller:
         residuals = tuple(
             torch.zeros((batch.num_rows, *shape), device=batch.x.device, dtype=self.model.dtype) for shape in shapes
         )
-        for rows in told_rows(batch):
+        for rows in control_calls(batch):
             num_tokens = rows[0].contexts.shape[0]
             control_group = GroupKey(
                 group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest
@@ -226,8 +226,8 @@ class UNetCaller:
         """Free all memory that is only kept to save time."""
         self._stacks.clear()
         self._spare = None
-        if self.beside is not None:
-            self.beside.ease()
+        if self.refiner_caller is not None:
+            self.refiner_caller.ease()
         if self.groups.compiled.graphs is not None:
             self.groups.compiled.graphs.clear()
         give_memory_back(self.model.device)
@@ -302,7 +302,7 @@ class UNetCaller:
     def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
         """Run a call of ``group`` on the best number of threads, and record the time since ``stop`` was created."""
         threads = self.groups.threads
-        curve, counts = self.groups.known(group)
+        curve, counts = self.groups.facts_of(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
         with computing_on(num_threads):
             called_s = self._clock()
@@ -381,7 +381,7 @@ class ControlledRow(NamedTuple):
     time_ids: Tensor | None
 
 
-def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
+def control_calls(batch: ImageBatch) -> list[list[ControlledRow]]:
     """Group the rows with ControlNets into calls of one ControlNet and one text length.
 
     The calls come in the order in which their residuals are summed, which is that of the ControlNets' digests. An image

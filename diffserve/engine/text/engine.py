@@ -23,8 +23,7 @@ from diffserve.api.text_types import (
     TextRequest,
     TextStats,
 )
-from diffserve.engine.base_engine import BaseEngine, failure_of
-from diffserve.engine.delivery import raise_if_failed
+from diffserve.engine.base_engine import BaseEngine, failure_of, raise_if_failed
 from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages

@@ -21,13 +21,12 @@ from diffserve.api.text_types import TextConfig, TextEvent
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.engine.text.drafts import DraftPolicy
 from diffserve.engine.text.outputs import TextOutputs
-from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.queues import RunningQueue, Turns, WaitingQueue
+from diffserve.engine.text.pages import RunningQueue, SequencePages, Turns, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 
-KEPT_PART = 8
-BATCH_KEPT_PART = 4
+RESERVED_PART = 8
+BATCH_RESERVED_PART = 4
 """Divisors of ``max_sequences``: the parts reserved for clients without running texts, and kept free of batch work."""
 
 PREFILL_SHARE = 4
@@ -102,7 +101,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         for task in plan.tasks:
             if task.stage is Stage.RUNNING:
                 self._start_followers(task, outcome)
-        return events + self._say(outcome, now_s)
+        return events + self._apply_choices(outcome, now_s)
 
     # Tokens that are read a tick later ----------------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def apply_read(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         """Finish ``apply`` after the tokens were read; tokens of finished texts are dropped."""
-        return self._fail(outcome) + self._say(outcome, now_s)
+        return self._fail(outcome) + self._apply_choices(outcome, now_s)
 
     def _fail(self, outcome: TextOutcome) -> list[TextEvent]:
         events: list[TextEvent] = []
@@ -144,7 +143,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             if piece.task.stage is Stage.RUNNING:
                 self.progress.mark_computed(piece, now_s)
 
-    def _say(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
+    def _apply_choices(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         events: list[TextEvent] = []
         for task in [*outcome.choices, *outcome.forks]:
             if task.stage is Stage.RUNNING:
@@ -203,7 +202,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             if width_of(task) > self._room_for(task, reserved):
                 reserved = reserved or (width_of(task) if task.live.request.priority == "interactive" else 0)
                 continue
-            if not self._let_in(task):
+            if not self._start(task):
                 break
             left -= self._plan_chunks(task, left, pieces)
         return left
@@ -216,8 +215,8 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         max_sequences, running_by_line = self.config.max_sequences, Counter(other.live.line for other in self.running)
         room = max_sequences - self.num_running - reserved
         if not running_by_line[task.live.line]:
-            return room + max_sequences // KEPT_PART
-        return room - max_sequences // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
+            return room + max_sequences // RESERVED_PART
+        return room - max_sequences // BATCH_RESERVED_PART if task.live.request.priority == "batch" else room
 
     def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """Plan a chunk of the pending tokens of ``task``, at most ``max_tokens``, and return its number of tokens.
@@ -237,7 +236,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
                 return end - sequence.num_computed
         return 0
 
-    def _let_in(self, task: TextTask) -> bool:
+    def _start(self, task: TextTask) -> bool:
         """Pages for the first sequence of ``task``; further beams follow."""
         sequence, salt = task.sequences[0], task.live.request.cache_salt
         if not self.waiting.may_enter(task, self.running):

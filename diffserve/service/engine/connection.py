@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Self, cast
 
+import msgspec
 import psutil
 
 from diffserve.api import ipc
@@ -29,9 +31,9 @@ from diffserve.api.errors import (
     QueueFull,
 )
 from diffserve.api.types import Progress, ServedModel
+from diffserve.logs import Lines, pass_on
 from diffserve.processes.wait_policy import bound_spinning
 from diffserve.service.engine.engines import END_OF_JOB, Job
-from diffserve.service.engine.output import EngineOutput
 from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
 
@@ -331,3 +333,67 @@ def refusal_in(report: ipc.Rejected) -> DiffserveError:
     if report.code == DiffserveError.default_code:
         return DiffserveError(OUR_MISTAKE)
     return InvalidRequest(report.message, param=report.param, code=report.code)
+
+
+MAX_LINE_BYTES: Final = 256 * 1024
+
+log = logging.getLogger("engine")
+
+
+class EngineOutput:
+    """A pipe whose ``end`` is the process's standard output and standard error.
+
+    Log records, which are JSON lines, pass unchanged; other output (of C libraries, of a crash) is logged line by line.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.end = os.pipe()
+        self._lines = Lines(sys.stderr, log)
+        self._reading = asyncio.create_task(self._read(), name="engine output")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close this process's copy of ``end``."""
+        os.close(self.end)
+
+    async def wait_until_read(self, patience_s: float = 1.0) -> None:
+        """Wait until the output of an ended process is read; a grandchild may keep the pipe open for longer."""
+        await asyncio.wait({self._reading}, timeout=patience_s)
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._read_end, "rb", buffering=0)
+        )
+        try:
+            while True:
+                try:
+                    line = await reader.readuntil(b"\n")
+                except asyncio.IncompleteReadError as error:
+                    self._log_line(error.partial)
+                    return
+                except asyncio.LimitOverrunError as overrun:
+                    line = await reader.readexactly(overrun.consumed)
+                self._log_line(line)
+        finally:
+            transport.close()
+
+    def _log_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r\n")
+        if _is_record(line):
+            pass_on(text, log)
+        elif text.strip():
+            self._lines.write(f"{text}\n")
+
+
+def _is_record(line: bytes) -> bool:
+    """Return whether ``line`` is a record that ``logs`` wrote."""
+    if not line.startswith(b'{"ts":'):
+        return False
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except msgspec.MsgspecError:
+        return False
