@@ -81,7 +81,8 @@ def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_se
 def filled(engine: Engine, relatives: LatentCache) -> Engine:
     """Return a new engine on the same model with the content of ``relatives``."""
     fresh = Engine(engine.model, engine.config)
-    relatives.copy_to(fresh.runners.latent_cache)
+    for key, entry in relatives.items():
+        fresh.runners.latent_cache.put(key, entry)
     return fresh
 
 

@@ -208,7 +208,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
         self._cancelled: dict[str, None] = {}
 
     @abstractmethod
-    def _admit(self, order: Order) -> L:
+    def admit(self, order: Order) -> L:
         """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
 
     @abstractmethod
@@ -258,7 +258,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
         """Raise the errors of submitting ``order``, without queuing it."""
-        live = self._admit(order)
+        live = self.admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
             self._check_deadline(live)
@@ -298,7 +298,7 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _enter(self, order: Order, *, is_followed: bool) -> str:
-        live = self._admit(order)
+        live = self.admit(order)
         request_id = live.request_id
         with self._lock:
             num_ahead = self._refuse_if_full(request_id)

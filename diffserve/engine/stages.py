@@ -148,7 +148,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
         """Raise the errors that generating the image would raise; as in ``ImageEngines``."""
         engine = self._images.request_engine(request.model)
         if engine is not None:
-            engine.admitted(request)
+            engine.admit(request)
 
     def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
         """Return the text window of the request's model, as ``ImageEngines.window_of`` does."""
@@ -160,12 +160,12 @@ class EncodingStage(StageQueue[GenerationRequest]):
 
     def _begin(self, queued: StageRequest[GenerationRequest]) -> None:
         engine = self._images.request_engine(queued.request.model)
-        settings = None if engine is None else engine.admitted(queued.request).settings
+        settings = None if engine is None else engine.admit(queued.request).settings
         if engine is not None and settings is not None and settings.loras:
             queued.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
 
     def _do(self, engine: Engine, queued: StageRequest[GenerationRequest], started_s: float) -> TextsEncoded:
-        request, settings = queued.request, engine.admitted(queued.request).settings
+        request, settings = queued.request, engine.admit(queued.request).settings
         loras = engine.runners.loras.take(settings.loras, queued.reading) if settings.loras else None
         encodings = encode(engine, request, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
@@ -180,7 +180,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
 
 def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
     """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
-    settings, runner = engine.admitted(request).settings, engine.runners
+    settings, runner = engine.admit(request).settings, engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.hand_over(*texts, reading)
     prompts = [text or "" for text in texts]

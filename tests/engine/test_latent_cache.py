@@ -152,23 +152,23 @@ def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None
 
     entry_bytes = make_entry(1.0, 0.0).num_bytes
     cache = LatentCache(2 * entry_bytes)
-    cache.put("kin", "cat", make_entry(1.0, 0.0))
-    cache.put("kin", "dog", make_entry(0.0, 1.0))
-    cache.put("kin", "cat", make_entry(0.5, 0.5))
+    cache.put_latents("kin", "cat", make_entry(1.0, 0.0))
+    cache.put_latents("kin", "dog", make_entry(0.0, 1.0))
+    cache.put_latents("kin", "cat", make_entry(0.5, 0.5))
     assert cache.nearest("other", make_entry(1.0, 0.0).embedding, ALL) is None
     entry = cache.nearest("kin", make_entry(1.0, 0.0).embedding, 0.5)
     assert entry is not None
     assert (entry.similarity, entry.latents[0, 0, 0]) == (1.0, 1.0)
-    cache.put("kin", "fox", make_entry(0.6, 0.8))
-    assert (len(cache), cache.num_bytes) == (2, 2 * entry_bytes)
+    cache.put_latents("kin", "fox", make_entry(0.6, 0.8))
+    assert (len(cache), cache.currsize) == (2, 2 * entry_bytes)
     stats = cache.stats
     assert (stats.num_hits, stats.num_misses, stats.num_evicted, stats.num_bytes) == (1, 1, 1, 2 * entry_bytes)
     nearest = cache.nearest("kin", make_entry(0.0, 1.0).embedding, 0.5)
     assert nearest is not None
     assert nearest.similarity == pytest.approx(0.8), "the fox; the dog has gone"
     tiny = LatentCache(entry_bytes - 1)
-    tiny.put("kin", "cat", make_entry(1.0, 0.0))
-    assert (len(tiny), tiny.num_bytes) == (0, 0)
+    tiny.put_latents("kin", "cat", make_entry(1.0, 0.0))
+    assert (len(tiny), tiny.currsize) == (0, 0)
 
 
 def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() -> None:
@@ -181,7 +181,7 @@ def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() 
     tracemalloc.start()
     for number in range(300):
         text = f"{number} {' ' * 30_000}"
-        cache.put((8, 8, text[-30_000:]), text, make_entry(number / 200))
+        cache.put_latents((8, 8, text[-30_000:]), text, make_entry(number / 200))
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken < 100 * 2_000, "the texts stay out"
@@ -191,7 +191,7 @@ def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() 
         assert entry is not None
         assert abs(entry.latents[0, 0, 0] - number / 200) < 0.02
     assert len(cache) == 100
-    cache.put(kin, "again", make_entry(299 / 200))
+    cache.put_latents(kin, "again", make_entry(299 / 200))
     entry = cache.nearest(kin, make_entry(299 / 200).embedding, 0.5)
     assert entry is not None
     assert cache.nearest(kin, -make_entry(1.2).embedding, ALL) is None, "nobody is like its opposite"

@@ -7,12 +7,12 @@ the latent cache an image starts from the finished latents of a similar prompt a
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -59,6 +59,39 @@ class CachedImage(NamedTuple):
         return self.pixels.nbytes + (0 if self.latents is None else self.latents.nbytes)
 
 
+SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Fractions of the steps that may be skipped."""
+
+DIGITS: Final = 4
+"""Decimal digits of a similarity, so that rounding does not keep a prompt from being equal to itself."""
+
+Embedding = NDArray[np.float32]
+Latents = NDArray[np.float32]
+
+
+class CachedLatents(NamedTuple):
+    """Latents (C, h, w) of a finished image and the normalized embedding (D,) of its prompt."""
+
+    embedding: Embedding
+    latents: Latents
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both, including the row of the embedding in the lookup matrix."""
+        return 2 * self.embedding.nbytes + self.latents.nbytes
+
+
+class Similar(NamedTuple):
+    """The nearest cached latents (C, h, w) and their similarity to the query."""
+
+    similarity: float
+    latents: Latents
+
+
+K = TypeVar("K", bound=Hashable)
+Entry = TypeVar("Entry", bound=CachedImage | CachedLatents)
+
+
 def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: ModelInfo, adapters: bytes = b"") -> bytes:
     """Return the SHA-256 of everything that an image of ``request`` depends on, the model and its precision included.
 
@@ -75,42 +108,31 @@ def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: Mode
     return hashlib.sha256(msgspec.msgpack.encode((model, normalized, adapters))).digest()
 
 
-class ResultCache:
-    """A least-recently-used cache of images of at most ``max_bytes``.
+class BytesCache(LRUCache[K, Entry]):
+    """A least-recently-used cache of entries of at most ``maxsize`` bytes in total, with counters for the metrics.
 
     Attributes:
-        num_hits: Images that were cached.
+        num_hits: Images that found an entry.
         num_shared: Images that were being generated for another request.
-        num_misses: Images that had to be generated; those of requests without a seed are not counted.
-        num_evicted: Images that were dropped.
+        num_misses: Images that found none; those that need no entry are not counted.
+        num_evicted: Entries that were dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_hits = 0
-        self.num_shared = 0
-        self.num_misses = 0
-        self.num_evicted = 0
-        self.num_bytes = 0
-        self._images: OrderedDict[bytes, CachedImage] = OrderedDict()
+        super().__init__(max_bytes, getsizeof=lambda entry: entry.num_bytes)
+        self.num_hits = self.num_shared = self.num_misses = self.num_evicted = 0
 
-    def get(self, key: bytes) -> CachedImage | None:
-        """Return the image of ``key``, or ``None``, and mark it as the most recently used."""
-        image = self._images.get(key)
-        if image is not None:
-            self._images.move_to_end(key)
-        return image
+    def put(self, key: K, entry: Entry) -> bool:
+        """Add ``entry`` unless its key is present or it is larger than the cache; return whether it was added."""
+        if entry.num_bytes > self.maxsize or key in self:
+            return False
+        self[key] = entry
+        return True
 
-    def put(self, key: bytes, image: CachedImage) -> None:
-        """Cache an image, unless it is larger than the whole cache."""
-        if image.num_bytes > self.max_bytes or key in self._images:
-            return
-        self._images[key] = image
-        self.num_bytes += image.num_bytes
-        while self.num_bytes > self.max_bytes:
-            _, dropped = self._images.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
-            self.num_evicted += 1
+    def popitem(self) -> tuple[K, Entry]:
+        """Evict the least recently used entry."""
+        self.num_evicted += 1
+        return super().popitem()
 
     @property
     def stats(self) -> CacheStats:
@@ -120,8 +142,12 @@ class ResultCache:
             num_misses=self.num_misses,
             num_shared=self.num_shared,
             num_evicted=self.num_evicted,
-            num_bytes=self.num_bytes,
+            num_bytes=int(self.currsize),
         )
+
+
+ResultCache = BytesCache[bytes, CachedImage]
+"""Images by ``key_of`` their request."""
 
 
 class SharedImages:
@@ -151,7 +177,7 @@ class SharedImages:
         """Return whether a new image is cached or being generated, and so need not be queued."""
         request = task.live.request
         draws_variation = request.diffusion.variation_strength > 0.0 and request.diffusion.variation_seed is None
-        if self.results.max_bytes == 0 or request.seed is None or draws_variation:
+        if self.results.maxsize == 0 or request.seed is None or draws_variation:
             return False
         settings = task.settings
         seeds = task.seed, task.variation_seed
@@ -235,108 +261,46 @@ class SharedImages:
         return leaver, queued
 
 
-SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
-"""Fractions of the steps that may be skipped."""
+class LatentCache(BytesCache[tuple[bytes, bytes], CachedLatents]):
+    """Latents by ``kin``, which is everything except the prompt that must be equal, and by prompt.
 
-DIGITS: Final = 4
-"""Decimal digits of a similarity, so that rounding does not keep a prompt from being equal to itself."""
-
-Embedding = NDArray[np.float32]
-Latents = NDArray[np.float32]
-
-
-class CachedLatents(NamedTuple):
-    """Latents (C, h, w) of a finished image and the normalized embedding (D,) of its prompt."""
-
-    embedding: Embedding
-    latents: Latents
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of both, including the row of the embedding in the lookup matrix."""
-        return 2 * self.embedding.nbytes + self.latents.nbytes
-
-
-class Similar(NamedTuple):
-    """The nearest cached latents (C, h, w) and their similarity to the query."""
-
-    similarity: float
-    latents: Latents
-
-
-class LatentCache:
-    """Least-recently-used cache of latents and embeddings of at most ``max_bytes``.
-
-    The key is ``kin``, everything except the prompt that must be equal, and the prompt; texts are stored as digests.
-    The first image of a prompt stays until it is evicted.
-
-    Attributes:
-        num_hits: Number of requests with similar latents in the cache.
-        num_misses: Number of requests without.
-        num_evicted: Number of latents that were dropped.
+    Texts are stored as digests. The first image of a prompt stays until it is evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self.num_hits = 0
-        self.num_misses = 0
-        self.num_evicted = 0
-        self._entries: OrderedDict[tuple[bytes, bytes], CachedLatents] = OrderedDict()
+        super().__init__(max_bytes)
         self._embeddings: dict[bytes, _Embeddings] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def put(self, kin: Hashable, prompt: str, entry: CachedLatents) -> None:
+    def put_latents(self, kin: Hashable, prompt: str, entry: CachedLatents) -> None:
         """Cache the latents of ``prompt``, unless they are larger than the cache."""
-        self._put(_digest(kin), _digest(prompt), entry)
+        self.put((_digest(kin), _digest(prompt)), entry)
 
-    def copy_to(self, other: LatentCache) -> None:
-        """Put all entries into ``other``, the least recently used first."""
-        for (kin, prompt), entry in self._entries.items():
-            other._put(kin, prompt, entry)
+    def put(self, key: tuple[bytes, bytes], entry: CachedLatents) -> bool:
+        """Add ``entry`` and its embedding; return whether it was added."""
+        is_added = super().put(key, entry)
+        if is_added:
+            self._embeddings.setdefault(key[0], _Embeddings(len(entry.embedding))).add(key[1], entry.embedding)
+        return is_added
+
+    def popitem(self) -> tuple[tuple[bytes, bytes], CachedLatents]:
+        """Evict the least recently used latents and their embedding."""
+        (kin, prompt), dropped = super().popitem()
+        self._embeddings[kin].drop(prompt)
+        if not len(self._embeddings[kin]):
+            del self._embeddings[kin]
+        return (kin, prompt), dropped
 
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         """Return the most similar latents of ``kin``, the oldest of equal ones, or ``None`` below ``threshold``."""
-        similar = self._nearest(_digest(kin), embedding, threshold)
+        name, similar = _digest(kin), None
+        if name in self._embeddings:
+            prompt, cosine = self._embeddings[name].nearest(embedding)
+            similarity = min(1.0, round(cosine, DIGITS))
+            if prompt is not None and similarity >= threshold:
+                similar = Similar(similarity, self[name, prompt].latents)
         self.num_hits += similar is not None
         self.num_misses += similar is None
         return similar
-
-    @property
-    def stats(self) -> CacheStats:
-        """Counters for the metrics."""
-        return CacheStats(
-            num_hits=self.num_hits,
-            num_misses=self.num_misses,
-            num_evicted=self.num_evicted,
-            num_bytes=self.num_bytes,
-        )
-
-    def _nearest(self, name: bytes, embedding: Embedding, threshold: float) -> Similar | None:
-        if name not in self._embeddings:
-            return None
-        prompt, cosine = self._embeddings[name].nearest(embedding)
-        similarity = min(1.0, round(cosine, DIGITS))
-        if prompt is None or similarity < threshold:
-            return None
-        self._entries.move_to_end((name, prompt))
-        return Similar(similarity, self._entries[name, prompt].latents)
-
-    def _put(self, kin: bytes, prompt: bytes, entry: CachedLatents) -> None:
-        if entry.num_bytes > self.max_bytes or (kin, prompt) in self._entries:
-            return
-        self._entries[kin, prompt] = entry
-        self._embeddings.setdefault(kin, _Embeddings(len(entry.embedding))).add(prompt, entry.embedding)
-        self.num_bytes += entry.num_bytes
-        while self.num_bytes > self.max_bytes:
-            (old_kin, old_prompt), dropped = self._entries.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
-            self.num_evicted += 1
-            self._embeddings[old_kin].drop(old_prompt)
-            if not len(self._embeddings[old_kin]):
-                del self._embeddings[old_kin]
 
 
 class _Embeddings:
@@ -368,13 +332,13 @@ class _Embeddings:
             self._move()
 
     def nearest(self, embedding: Embedding) -> tuple[bytes | None, float]:
-        """Whose is most similar, and how similar."""
+        """Return the prompt of the most similar embedding, and its cosine."""
         cosines = np.round(self._rows[: len(self._prompts)] @ embedding, DIGITS)
         place = int(cosines.argmax())
         return self._prompts[place], float(cosines[place])
 
     def _move(self) -> None:
-        """Into a matrix of twice as many places as are needed."""
+        """Move the embeddings into a matrix of twice as many places as are needed."""
         rows = np.zeros((2 * len(self) + 1, self._rows.shape[1]), np.float32)
         rows[: len(self)] = self._rows[list(self._places.values())]
         self._rows, self._prompts = rows, list(self._places)

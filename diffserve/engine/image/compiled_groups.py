@@ -187,8 +187,8 @@ def compiles_in_background(model: DiffusionModel, config: EngineConfig) -> bool:
 
     On CUDA that is the default. On an H200 compiled calls of 16 rows save 12 % of SDXL's time and 32 % of SD 1.5's.
     """
-    is_wanted = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
-    return is_wanted and not is_deterministic(model, config)
+    is_on = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
+    return is_on and not is_deterministic(model, config)
 
 
 def check(

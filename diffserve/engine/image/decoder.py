@@ -134,10 +134,6 @@ class ImageDecoder:
                 preview = self._previews.pop(task)
                 outcome.previews[task] = StepPreview(preview.num_steps, preview.decoded.picture(preview.index))
 
-    def try_once(self, latents: Tensor) -> None:
-        """Decode ``latents`` (C, h, w) and discard the image."""
-        self.pictures(latents[None]).picture(0)
-
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
         started_s = self.clock()
         try:
@@ -171,7 +167,7 @@ class ImageDecoder:
             if latents is not None and self._wants_latents(task):
                 outcome.latents[task] = latents
             if latents is not None and task.loaded_state.embedding is not None and not task.is_interrupted:
-                self.cache.put(
+                self.cache.put_latents(
                     kin_of(task), task.live.request.prompt, CachedLatents(task.loaded_state.embedding, latents)
                 )
         except Exception as error:
@@ -180,8 +176,9 @@ class ImageDecoder:
 
     def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
         """Fetch the finished latents if the request or the latent cache needs them."""
-        is_wanted = task.live.request.return_latents or task.loaded_state.embedding is not None
-        return self._caller.with_room(lambda: fetch(latents[index])) if is_wanted else None
+        if not (self._wants_latents(task) or task.loaded_state.embedding is not None):
+            return None
+        return self._caller.with_room(lambda: fetch(latents[index]))
 
     def _wants_latents(self, task: ImageTask) -> bool:
         return task.live.request.return_latents
@@ -192,7 +189,7 @@ class ImageDecoder:
 
     def _plan(self, num_images: int, height: int, width: int) -> DecodePlan:
         num_images = 1 if self.is_alone else num_images
-        most_cells = self._room.picture_cells(num_images * height, width)
+        most_cells = self._room.decodable_cells(num_images * height * width)
         tile_share = min(1.0, self.tile_px / (self.model.vae.factor * max(height, width)) or 1.0)
         return plan_decode(num_images, height, width, most_cells=most_cells, tile_share=tile_share)
 
@@ -225,9 +222,6 @@ class LatentReader(ImageDecoder):
     def pictures(self, latents: Tensor) -> Decoded:
         """Return a gray pixel for each of ``latents``."""
         return Decoded.of(torch.full((len(latents), 1, 1, 3), GRAY, dtype=torch.uint8))
-
-    def _fetch_latents(self, task: ImageTask, latents: Tensor, index: int) -> Fetched | None:
-        return self._caller.with_room(lambda: fetch(latents[index]))
 
     def _wants_latents(self, task: ImageTask) -> bool:
         return True

@@ -296,11 +296,8 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         with self._ticking:
             return self.runners.study(has_arrived=has_arrived)
 
-    def admitted(self, request: GenerationRequest) -> LiveRequest:
-        """Return ``request`` validated and resolved, for a caller that runs a stage of it in another process."""
-        return self._admit(request)
-
-    def _admit(self, request: GenerationRequest) -> LiveRequest:
+    def admit(self, request: GenerationRequest) -> LiveRequest:
+        """Validate and resolve ``request``; raise InvalidRequest if it is not acceptable."""
         return self._admission.admit(request, self.clock())
 
     def _enter(self, order: GenerationRequest, *, is_followed: bool) -> str:

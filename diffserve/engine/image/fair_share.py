@@ -155,11 +155,6 @@ class PriorityShare:
         self._owed = 0.0
         self._saturating: set[Line] = set()  # lines limited in the latest tick
 
-    @property
-    def is_contested(self) -> bool:
-        """Whether there is work of both priorities."""
-        return all(share.is_active for share in self._shares.values())
-
     def copy(self, newcomers: Iterable[LiveRequest] = (), *, owes_batch: bool = True) -> PriorityShare:
         """Return a copy for a simulation, which ``newcomers`` have joined.
 
@@ -247,7 +242,7 @@ class PriorityShare:
         work, batch_work = (sum(task.cost_now for task in part) for part in (tasks, parts[1]))
         owed_work = self._owed + BATCH_SHARE * work - batch_work
         # batch work that used idle capacity is paid back by at most one tick
-        self._owed = max(owed_work, -work) if self.is_contested else 0.0
+        self._owed = max(owed_work, -work) if all(share.is_active for share in self._shares.values()) else 0.0
 
     def charge(self, task: ImageTask, cost: float) -> None:
         """Charge ``cost`` of work to the client of ``task``."""

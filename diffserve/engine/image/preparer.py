@@ -69,7 +69,8 @@ class Preparer:
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
         try:
-            self.conditioner.make_ready(self._texts(task) for task in tasks if _reads_as_all(task))
+            alike = [task for task in tasks if not task.settings.loras and task.settings.clip_skip == 1]
+            self.conditioner.make_ready(self._texts(task) for task in alike)
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
@@ -256,11 +257,6 @@ class Preparer:
 
     def _draw(self, state: ImageState) -> Tensor:
         return draw_noise([state], self.model.device)[0]
-
-
-def _reads_as_all(task: ImageTask) -> bool:
-    """Whether the texts of ``task`` are read without adapters and with the default ``clip_skip``."""
-    return not task.settings.loras and task.settings.clip_skip == 1
 
 
 def kin_of(task: ImageTask) -> Hashable:

@@ -67,7 +67,7 @@ class Room:
     def prepare(self) -> None:
         """Run the dry run now if a large request would need it."""
         side_px = self.model.info.max_side_px
-        self._picture_cells(self._cells(side_px, side_px))
+        self.decodable_cells(self._cells(side_px, side_px))
         self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)
 
     def rows(self, group: GroupKey) -> int:
@@ -76,10 +76,6 @@ class Room:
             self._looked_s = self._clock()
             self._now_bytes = self._look()
         return max(1, self._rows(group, self._now_bytes))
-
-    def picture_cells(self, height: int, width: int) -> int:
-        """Return how many latent cells one call may decode; any number from ``height * width`` on means all of them."""
-        return self._picture_cells(height * width)
 
     def check(
         self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False, is_controlled: bool = False
@@ -154,8 +150,8 @@ class Room:
         shapes = residual_shapes(self.model.unet.network, height_px // factor, width_px // factor)
         return 3.0 * self.model.dtype.itemsize * sum(map(math.prod, shapes))
 
-    def _picture_cells(self, num_cells: int) -> int:
-        """Return the number of cells that may be decoded at once; ``num_cells`` if all of them may."""
+    def decodable_cells(self, num_cells: int) -> int:
+        """Return how many of ``num_cells`` latent cells one call may decode."""
         free = self._first_bytes
         if free is None or self._margin * num_cells * self._bound.picture_cell_bytes <= free:
             return num_cells

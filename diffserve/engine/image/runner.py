@@ -223,14 +223,10 @@ class ImageRunner:
             self._encode_trial_text(*sizes[0])
         if self._has_unet:
             self._measure_calls(sizes)
-        if self._decodes:
+        if "vae" not in self.model.choice.hollow:
             info, (width_px, height_px) = self.model.info, sizes[0]
             cells = (height_px // info.vae_factor, width_px // info.vae_factor)
-            self.decoder.try_once(torch.zeros((info.latent_channels, *cells)))
-
-    @property
-    def _decodes(self) -> bool:
-        return "vae" not in self.model.choice.hollow
+            self.decoder.pictures(torch.zeros((1, info.latent_channels, *cells))).picture(0)
 
     def _encode_trial_text(self, width_px: int, height_px: int) -> None:
         if self._has_unet:

@@ -205,7 +205,8 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
             limits.append(max(affordable, LEAST_TOKENS, self.scheduler.num_decoding))
         return max(1, min(limits))
 
-    def _admit(self, order: Order) -> LiveText:
+    def admit(self, order: Order) -> LiveText:
+        """Validate and resolve ``order``; raise InvalidRequest if it is not acceptable."""
         request, constraint = order
         self.scheduler.drafts.check(request)
         live = self._admission.admit(request, self.clock(), constraint)
