@@ -109,7 +109,7 @@ def load_for(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> D
 
 
 def make_loader(config: EngineConfig, cache: DiskCache) -> Loader:
-    """How further models come into memory, as the first did."""
+    """Return the loader of further models, which are read as the first one."""
 
     def load(profile: ModelProfile, loaded: Sequence[DiffusionModel]) -> DiffusionModel:
         model = load_for(profile, config, cache)

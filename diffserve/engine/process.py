@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class EngineProcess:
-    """A engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
+    """An engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
 
     def __init__(self, end: ipc.EngineEnd) -> None:
         self._end = end
@@ -281,14 +281,13 @@ def trial(info: ModelInfo) -> GenerationRequest:
     """Return a request of one step at the model's native size, with a gray init image for inpainting models."""
     width_px, height_px = info.good_sizes[0]
     grey = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
+    mask = Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
     return GenerationRequest(
         prompt="a trial picture",
         seed=0,
         diffusion=DiffusionParams(num_steps=1, strength=1.0),
         init_image=grey if info.is_inpainting else None,
-        mask_image=Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
-        if info.is_inpainting
-        else None,
+        mask_image=mask if info.is_inpainting else None,
     )
 
 

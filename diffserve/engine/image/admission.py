@@ -22,7 +22,7 @@ from diffserve.api.errors import InvalidRequest
 from diffserve.api.fields import FULL_INTERVAL, NoiseSource
 from diffserve.api.prompt_syntax import unserved_constructs
 from diffserve.api.sizes import row_cost
-from diffserve.api.types import AUTO_SPACING, DiffusionParams, GenerationRequest, ModelInfo, Picture
+from diffserve.api.types import AUTO_SPACING, DenoisingRecipe, DiffusionParams, GenerationRequest, ModelInfo, Picture
 from diffserve.engine.image.caches import SKIPS
 from diffserve.engine.image.task import GenerationSettings, LiveRequest
 from diffserve.models.controlnets import PARAM, Control
@@ -134,11 +134,8 @@ class ImageAdmission:
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
             scale = 1.0
-        table = self._table(params, num_steps, strength)
-        switch = self._switch_row(table, params.switch_at)
-        if switch:
-            table, switch = self._restarted(table, switch, params, strength)
-        guided = guided_rows(table, self._row_scale(scale), params.guidance_interval)
+        rows = self._row_settings(params, num_steps, strength, scale)
+        table, guided, switch = rows["table"], rows["guided"], rows["switch_row"]
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
             warnings += (f"guidance_interval has no meaning for {info.model_id}, which is told guidance as a number.",)
         cannot = (
@@ -170,49 +167,26 @@ class ImageAdmission:
             warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
+        recipe = {name: getattr(params, name) for name in DenoisingRecipe.__struct_fields__}
+        recipe |= {name: getattr(table, name) for name in ("sampler", "spacing", "sigma_schedule", "eta")}
+        recipe |= {"num_steps": num_steps, "guidance_scale": scale, "variation_seed": _variation_seed(request)}
+        recipe["noise_source"] = params.noise_source or self._noise_source
+        recipe["strength"] = None if request.init_image is None else strength
         settings = GenerationSettings(
             width_px=width_px,
             height_px=height_px,
-            sampler=table.sampler,
-            spacing=table.spacing,
-            sigma_schedule=table.sigma_schedule,
-            eta=table.eta,
-            guidance_scale=scale,
-            guidance_interval=params.guidance_interval,
-            clip_skip=params.clip_skip,
-            guidance_rescale=params.guidance_rescale,
-            cache_interval=params.cache_interval,
-            sigma_min=params.sigma_min,
-            sigma_max=params.sigma_max,
-            similarity_threshold=params.similarity_threshold,
-            noise_source=params.noise_source or self._noise_source,
-            variation_seed=_variation_seed(request),
-            variation_strength=params.variation_strength,
-            micro_conditioning=params.micro_conditioning,
-            num_steps=num_steps,
             kind=kind,
-            strength=None if request.init_image is None else strength,
-            loras=params.loras,
-            controlnets=params.controlnets,
             control_digest=self._check_controlnets(params.controlnets) if params.controlnets else b"",
-            controlled=controlled_rows(table, params.controlnets, switch=switch),
             lora_digest=loras.digest,
-            table=table,
-            guided=guided,
-            full=full_rows(guided, params.cache_interval, switch),
-            switch_at=params.switch_at,
-            switch_row=switch,
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
+            **recipe,
+            **rows,
         )
         if params.similarity_threshold is not None:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
         return settings, warnings + table.warnings + self._few_steps(table, strength)
-
-    def _row_scale(self, scale: float) -> float:
-        """Return the scale that decides about unconditional rows: 1 (none) where the UNet takes it as input."""
-        return 1.0 if self.info.embeds_guidance else scale
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         prefix = f"similarity_threshold is {threshold:g}; "
@@ -225,43 +199,47 @@ class ImageAdmission:
         self, settings: GenerationSettings, params: DiffusionParams, num_skipped: int
     ) -> GenerationSettings:
         """Return ``settings`` without the first ``num_skipped`` steps."""
-        num_steps = settings.num_steps
         if num_skipped == 0:
             return settings
+        num_steps = settings.num_steps
         strength = (num_steps - num_skipped + 0.5) / num_steps
-        table = self._table(params, num_steps, strength)
-        switch = self._switch_row(table, settings.switch_at)
-        if switch:
-            table, switch = self._restarted(table, switch, params, strength)
-        guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
-        full = full_rows(guided, settings.cache_interval, switch)
-        fields: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
-        fields["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
-        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **fields)
+        rows = self._row_settings(params, num_steps, strength, settings.guidance_scale, num_skipped)
+        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **rows)
 
-    def _switch_row(self, table: StepTable, switch_at: float | None) -> int | None:
-        """Return the first row of the first step below the noise level of ``switch_at``, or ``None``.
+    def _row_settings(
+        self, params: DiffusionParams, num_steps: int, strength: float, scale: float, num_skipped: int = 0
+    ) -> dict[str, Any]:
+        """Return the table and the other settings of its rows, by their names in ``GenerationSettings``."""
+        table, switch = self._switched_table(params, num_steps, strength)
+        row_scale = 1.0 if self.info.embeds_guidance else scale  # then no row is unconditional
+        guided = guided_rows(table, row_scale, params.guidance_interval, num_skipped)
+        return {
+            "table": table,
+            "guided": guided,
+            "full": full_rows(guided, params.cache_interval, switch),
+            "controlled": controlled_rows(table, params.controlnets, num_skipped, switch),
+            "switch_row": switch,
+        }
 
-        The rule is that of diffusers' ``denoising_start``.
+    def _switched_table(self, params: DiffusionParams, num_steps: int, strength: float) -> tuple[StepTable, int | None]:
+        """Compile the table, and return it with the first row of the refiner in it, or ``None``.
+
+        The refiner begins with the first step below the noise level of ``switch_at``, as in diffusers'
+        ``denoising_start``. The multistep history is empty there, because diffusers runs base and refiner by two
+        schedulers.
         """
-        if switch_at is None:
-            return None
+        table = self._table(params, num_steps, strength)
+        if params.switch_at is None:
+            return table, None
         num_timesteps = self.info.train_timesteps
         begins_step = np.diff(table.step_of_row, prepend=-1) != 0
-        rows = np.flatnonzero(begins_step & (table.timestep < round(num_timesteps - switch_at * num_timesteps)))
-        return int(rows[0]) if len(rows) else None
-
-    def _restarted(
-        self, table: StepTable, switch: int, params: DiffusionParams, strength: float
-    ) -> tuple[StepTable, int]:
-        """Compile ``table`` again with an empty multistep history from the step of row ``switch`` on.
-
-        diffusers runs base and refiner by two schedulers, of which the second starts without a history. Returns the
-        table and the first row of the refiner in it.
-        """
-        step = int(table.step_of_row[switch])
-        before_table = table.requested_steps - table.num_steps
-        table = self._table(params, table.requested_steps, strength, restart=before_table + step)
+        is_below = table.timestep < round(num_timesteps - params.switch_at * num_timesteps)
+        rows = np.flatnonzero(begins_step & is_below)
+        if not len(rows) or rows[0] == 0:
+            return table, 0 if len(rows) else None
+        step = int(table.step_of_row[rows[0]])
+        restart = table.requested_steps - table.num_steps + step
+        table = self._table(params, num_steps, strength, restart=restart)
         return table, int(np.flatnonzero(table.step_of_row == step)[0])
 
     def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
