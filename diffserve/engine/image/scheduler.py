@@ -12,11 +12,10 @@ from typing import Literal
 
 from diffserve.api.types import Cancelled, Event, ImageFailed, ModelInfo, Painted
 from diffserve.engine.image.caches import CachedImage, SharedImages
-from diffserve.engine.image.fair_share import PriorityShare
+from diffserve.engine.image.fair_share import PriorityShare, SlotQueue
 from diffserve.engine.image.forecast import FINISHED_STAGES, Forecast, QueueEstimates
 from diffserve.engine.image.outputs import Digests, ImageOutputs, ImageScores, select_best
 from diffserve.engine.image.policy import POLICIES, TickCosts, TickTime, solo_s
-from diffserve.engine.image.slots import SlotQueue
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.settings.config import EngineConfig
@@ -55,7 +54,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self.policy = POLICIES[config.policy](config, costs)
         self._share = PriorityShare(2.0 * MAX_LEAD_IMAGES * info.default_num_steps)
         self._queue = SlotQueue(config.max_lanes, config.max_prepares_per_tick, self._share)
-        self.slots = self._queue.table
+        self.slots = self._queue
         self._shared = SharedImages(info, config.result_cache_bytes)
         self.results = self._shared.results
         self._scores = scores or ImageScores(None)

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 
 from diffserve.api.text_types import TextConfig, TextEvent
 from diffserve.engine.records import FailureReason, Scheduler, Stage
-from diffserve.engine.text.drafts import DraftPolicy
-from diffserve.engine.text.outputs import TextOutputs
+from diffserve.engine.text.outputs import DraftPolicy, TextOutputs
 from diffserve.engine.text.pages import RunningQueue, SequencePages, Turns, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
