@@ -135,14 +135,20 @@ class TickLoop(ABC, Generic[Order, E]):
             raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
 
     def _answer(self, orders: Iterable[Order]) -> list[list[E]]:
-        """Submit all orders, wait, and return the events of each; excess orders wait for room in the queue."""
+        """Submit all orders, wait, and return the events of each; raise the error of the first one that failed.
+
+        Excess orders wait for room in the queue.
+        """
         entered: list[str] = []
         try:
             for order in orders:
                 entered.append(self._enter_in_turn(order))
-            return [list(self._follow(request_id)) for request_id in entered]
+            histories = [list(self._follow(request_id)) for request_id in entered]
         finally:
             self._abandon(entered)
+        for history in histories:
+            raise_if_failed(history[-1])
+        return histories
 
     def _watch(self, order: Order) -> Generator[E]:
         """Submit ``order`` and yield its events; closing the iterator cancels the request."""

@@ -24,7 +24,7 @@ from diffserve.api.rewrite_types import (
 )
 from diffserve.api.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
 from diffserve.api.types import Cancelled, Failed, RewriteOptions
-from diffserve.engine.base_engine import TickLoop, raise_if_failed
+from diffserve.engine.base_engine import TickLoop
 from diffserve.engine.text import TextEngine
 from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
@@ -115,10 +115,7 @@ class Rewriter(TickLoop[RewriteRequest, RewriteEvent]):
         Raises the errors of ``submit`` except QueueFull, and for a failed prompt DeadlineExceeded, NumericalError,
         InvalidRequest or DiffserveError.
         """
-        ends = [history[-1] for history in self._answer(requests)]
-        for end in ends:
-            raise_if_failed(end)
-        return [end for end in ends if isinstance(end, RewriteFinished)]
+        return [history[-1] for history in self._answer(requests) if isinstance(history[-1], RewriteFinished)]
 
     def stream(self, request: RewriteRequest) -> Iterator[RewriteEvent]:
         """Rewrite and watch: the events up to the terminal one. Closing the iterator cancels the rewrite."""

@@ -724,11 +724,11 @@ def test_who_was_not_clearly_faster_is_looked_at_again_later(make_engine: Callab
     compiled.load(COMPILED, lambda: None, SIZES)
     assert not compiled.is_new(COMPILED, 0.0)
     compiled.doubt(COMPILED, 0.0)
-    assert compiled.is_doubted(COMPILED)
+    assert COMPILED in compiled._doubted
     assert not compiled.is_new(COMPILED, DOUBT_S - 1.0)
     assert compiled.is_new(COMPILED, DOUBT_S)
     compiled.load(COMPILED, lambda: None, SIZES)
-    assert not compiled.is_doubted(COMPILED)
+    assert COMPILED not in compiled._doubted
 
 
 def test_a_size_whose_rows_differ_is_left_out() -> None:

@@ -98,6 +98,7 @@ class ImageAdmission:
         self._check_loras = check_loras
         self._check_controlnets = check_controlnets
         self._check_scores = check_scores
+        self._options = lru_cache(maxsize=256)(self._read_options)
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
     def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
@@ -266,42 +267,35 @@ class ImageAdmission:
     def _table(
         self, params: DiffusionParams, num_steps: int, strength: float, *, restart: int | None = None
     ) -> StepTable:
-        defaults = self.defaults if params.sampler is None else DiffusionParams()
+        defaults, info = self.defaults if params.sampler is None else DiffusionParams(), self.info
+        default_spacing = None if info.default_spacing == AUTO_SPACING else info.default_spacing
         try:
-            return self._compile(
-                params.sampler or self.info.default_sampler,
-                num_steps,
-                params.spacing or (None if self.info.default_spacing == AUTO_SPACING else self.info.default_spacing),
-                params.sigma_schedule or defaults.sigma_schedule,
-                defaults.eta if params.eta is None else params.eta,
-                (params.sigma_min, params.sigma_max),
-                strength,
-                restart,
+            options = self._options(params.sampler or info.default_sampler)
+            options = replace(
+                options,
+                spacing=params.spacing or default_spacing or options.spacing,
+                sigma_schedule=params.sigma_schedule or defaults.sigma_schedule or options.sigma_schedule,
             )
+            eta = defaults.eta if params.eta is None else params.eta
+            return self._compile(options, num_steps, eta, strength, restart, (params.sigma_min, params.sigma_max))
         except ScheduleError as error:
             param, code = BLAME.get(type(error), (None, "invalid_value"))
             raise InvalidRequest(str(error), param=param, code=code) from None
 
     def _compile_table(
         self,
-        sampler: str,
+        options: TableOptions,
         num_steps: int,
-        spacing: str | None,
-        sigma_schedule: str | None,
         eta: float | None,
-        sigma_range: tuple[float | None, float | None],
         strength: float,
         restart: int | None,
+        sigma_range: tuple[float | None, float | None],
     ) -> StepTable:
-        options = self._options(sampler)
-        options = replace(
-            options, spacing=spacing or options.spacing, sigma_schedule=sigma_schedule or options.sigma_schedule
-        )
         return options.compile(
             self.schedule, num_steps, eta=eta, strength=strength, restart=restart, sigma_range=sigma_range
         )
 
-    def _options(self, sampler: str) -> TableOptions:
+    def _read_options(self, sampler: str) -> TableOptions:
         """Options of ``sampler`` as diffusers' pipeline of the model's family reads the scheduler's configuration."""
         config = self._scheduler_config
         if self.info.family not in STABLE_DIFFUSION:

@@ -44,7 +44,7 @@ class ImageBatch:
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LatentPool) -> ImageBatch:
         """Copy the latents and histories of ``tasks`` out of their slots, with two transfers for all indices."""
-        guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
+        guided = tuple(index for index, task in enumerate(tasks) if task.rows_now == 2)
         drawing = [index for index, task in enumerate(tasks) if task.draws_now]
         sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
         indices = [*(task.slot for task in tasks), *range(len(tasks)), *guided, *drawing]

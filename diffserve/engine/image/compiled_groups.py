@@ -54,7 +54,7 @@ class CompiledGroups:
         packages: Stored compiled calls, ``None`` if compilation is off.
         graphs: Recordings of calls, compiled or not; ``None`` if calls are not recorded.
         is_measured: Whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
-            path is chosen once (see ``unet_paths``).
+            path is chosen once (see ``PathChooser``).
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
@@ -97,10 +97,6 @@ class CompiledGroups:
     def is_proven(self, group: GroupKey) -> bool:
         """Whether new images use ``group``, which is compiled."""
         return group in self._proven
-
-    def is_doubted(self, group: GroupKey) -> bool:
-        """Whether the last comparison was inconclusive and will be repeated."""
-        return group in self._doubted
 
     def is_new(self, group: GroupKey, now_s: float) -> bool:
         """Whether to look for packages of ``group``: at first, after new ones were made, or to compare again."""

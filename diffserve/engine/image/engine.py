@@ -28,7 +28,7 @@ from diffserve.api.types import (
     UNetPath,
 )
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine, raise_if_failed
+from diffserve.engine.base_engine import TRACE_TICKS, BaseEngine
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.outputs import CheckerScorer, ImageScores, refuse_best_of
 from diffserve.engine.image.runner import ImageRunner, control_groups
@@ -244,8 +244,6 @@ class Engine(BaseEngine[GenerationRequest, LiveRequest, Event]):
         requests = [request] if isinstance(request, GenerationRequest) else list(request)
         sized = [Sized.of(each, self.info) for each in requests]
         histories = self._answer([each.request for each in sized])
-        for history in histories:
-            raise_if_failed(history[-1])
         results: list[ImageResult] = []
         for each, history in zip(sized, histories, strict=True):
             painted = [event.result for event in map(each.deliver, history) if isinstance(event, Painted)]

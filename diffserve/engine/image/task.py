@@ -69,7 +69,7 @@ class GenerationSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, d
         row_cost: Work of a UNet row: its pixels over those of the native size.
         shallow_share: Work of a shallow row over that of a full one.
         skipped_steps: First steps that the table omits because the image starts from latents of a similar prompt.
-        shorter: Settings for each of ``latent_cache.SKIPS``, for a request that may start from similar latents.
+        shorter: Settings for each of ``caches.SKIPS``, for a request that may start from similar latents.
         lora_digest: Digest of the adapters and their scales; empty without adapters.
         control_digest: Digest of the ControlNets; empty without any.
         controlled: Indices of the active ControlNets for each table row; empty without any.
@@ -267,11 +267,6 @@ class ImageTask:
         """Completed steps; ``num_steps`` once the last row has run."""
         table = self.table
         return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
-
-    @property
-    def is_guided_now(self) -> bool:
-        """Whether the next row is guided."""
-        return self.rows_now == 2
 
     @property
     def draws_now(self) -> bool:

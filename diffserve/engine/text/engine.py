@@ -23,7 +23,7 @@ from diffserve.api.text_types import (
     TextRequest,
     TextStats,
 )
-from diffserve.engine.base_engine import BaseEngine, failure_of, raise_if_failed
+from diffserve.engine.base_engine import BaseEngine, failure_of
 from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
@@ -126,16 +126,14 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         cls,
         path: str | Path,
         *,
-        draft_path: str | Path | None = None,
         dtype: str = "auto",
         device: str = "auto",
         config: TextConfig | None = None,
         pool_bytes: int = POOL_BYTES,
     ) -> TextEngine:
-        """Load a model directory, and a draft model if named. Raises the errors of ``load_language_model``."""
+        """Load a model directory. Raises the errors of ``load_language_model``."""
         model = load_language_model(path, dtype=dtype, device=device)
-        draft = None if draft_path is None else load_language_model(draft_path, dtype=dtype, device=device)
-        return cls.from_model(model, config, draft_model=draft, pool_bytes=pool_bytes)
+        return cls.from_model(model, config, pool_bytes=pool_bytes)
 
     @property
     def info(self) -> LanguageModelInfo:
@@ -180,10 +178,8 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
         if isinstance(request, str):
             request = TextRequest(prompt=request, deltas=False)
         requests = [request] if isinstance(request, TextRequest) else list(request)
-        ends = [history[-1] for history in self._answer([(text_request, constraint) for text_request in requests])]
-        for end in ends:
-            raise_if_failed(end)
-        return [end for end in ends if isinstance(end, TextFinished)]
+        histories = self._answer([(text_request, constraint) for text_request in requests])
+        return [history[-1] for history in histories if isinstance(history[-1], TextFinished)]
 
     def stream(self, request: str | TextRequest, *, constraint: AnyConstraint | None = None) -> Iterator[TextEvent]:
         """Continue and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""

@@ -4,11 +4,11 @@ All tokens a sequence still has to compute are pending: first the whole prompt, 
 output after a preemption. A tick's tokens go to
 
 1. decoding texts, one token for each sequence, those that waited longest first;
-2. chunks of pending prompts, in the order of ``turns``; a quarter of the tick is reserved for them;
+2. chunks of pending prompts, in the order of ``Turns``; a quarter of the tick is reserved for them;
 3. new texts, in the same order, while there are pages for all their known tokens;
 4. drafts, with what is left.
 
-When a sequence cannot grow, texts that came later are preempted (``queues``).
+When a sequence cannot grow, texts that came later are preempted (``RunningQueue``).
 """
 
 from __future__ import annotations

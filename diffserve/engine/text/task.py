@@ -92,7 +92,7 @@ class TextTask:
 
 @dataclass(eq=False, slots=True)
 class LiveText(Live):
-    """A request from submit to its terminal event. Times are clock readings in seconds; ``turn``: see ``turns``.
+    """A request from submit to its terminal event. Times are clock readings in seconds; ``turn``: see ``pages.Turns``.
 
     compiling  what its texts will be held to, once that is compiled
     device_s   its share of the ticks so far

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
 import msgspec
 import psutil
@@ -44,7 +44,7 @@ MALLOC_ARENAS = "2"
 """Heaps of glibc in an engine: the default is eight per core, and free memory of one is not used by the others."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
-Answer = ipc.Pong | ipc.Trace | ipc.Stats
+A = TypeVar("A", ipc.Pong, ipc.Trace, ipc.Stats)
 
 
 class ProcessWork(NamedTuple):
@@ -104,7 +104,7 @@ class EngineConnection:
         self._writer = writer
         self.models: tuple[ServedModel, ...] = ()
         self._jobs: dict[str, Job[Any]] = {}
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[ipc.Pong | ipc.Trace | ipc.Stats]] = {}
         self._numbers = itertools.count()
         self._reading = asyncio.create_task(self._read(), name="engine reports")
 
@@ -180,19 +180,15 @@ class EngineConnection:
 
     async def ping(self) -> ipc.Pong:
         """Return the engine's progress; wait while it is silent, raise EngineUnavailable if it is lost."""
-        answer = await self._ask(ipc.Ping)
-        assert isinstance(answer, ipc.Pong)
-        return answer
+        return await self._ask(ipc.Ping, ipc.Pong)
 
     async def trace(self) -> list[list[str]]:
         """Return the request id of every row of the recent UNet calls."""
-        answer = await self._ask(ipc.ReadTrace)
-        return answer.unet_calls if isinstance(answer, ipc.Trace) else []
+        return (await self._ask(ipc.ReadTrace, ipc.Trace)).unet_calls
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics; ``None`` before its first tick."""
-        answer = await self._ask(ipc.ReadStats)
-        return answer.stats if isinstance(answer, ipc.Stats) else None
+        return (await self._ask(ipc.ReadStats, ipc.Stats)).stats
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process by closing the socket; kill it if it has not ended after ``grace_s``."""
@@ -224,15 +220,16 @@ class EngineConnection:
         if not self._writer.is_closing():
             self._writer.write(data)
 
-    async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats]) -> Answer:
+    async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats], answer_type: type[A]) -> A:
         if self.lost.done():
             raise self._unavailable_error()
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(kind(number=number))
-            return await answer
+            answer = await future
+            assert isinstance(answer, answer_type)
+            return answer
         finally:
             self._answers.pop(number, None)
 
