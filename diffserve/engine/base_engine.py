@@ -21,7 +21,6 @@ from diffserve.api.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     DiffserveError,
-    EngineUnavailable,
     InsufficientMemory,
     InvalidRequest,
     ModelLoadError,
@@ -76,12 +75,11 @@ class TickLoop(ABC, Generic[Order, E]):
         self._outbox: deque[E] = deque()
         self._mailboxes: dict[str, deque[E]] = {}  # by followed request
         self._ticking = threading.Lock()  # one tick at a time
-        self._is_draining = False
 
     def submit(self, order: Order) -> str:
         """Queue ``order`` and return the id of its request.
 
-        Raises: InvalidRequest, QueueFull or EngineUnavailable (draining); nothing stays queued then.
+        Raises: InvalidRequest or QueueFull; nothing stays queued then.
         """
         return self._enter(order, is_followed=False)
 
@@ -112,11 +110,6 @@ class TickLoop(ABC, Generic[Order, E]):
         while self.has_work:
             yield from self.tick()
 
-    def drain(self) -> list[E]:
-        """Take no more requests, finish those accepted, return the remaining events."""
-        self._is_draining = True
-        return list(self.events())
-
     def _deliver(self, events: Iterable[E]) -> None:
         """Put events into the mailbox of their request, or into the outbox if it has no follower."""
         with self._lock:
@@ -129,10 +122,6 @@ class TickLoop(ABC, Generic[Order, E]):
             events = list(self._outbox)
             self._outbox.clear()
             return events
-
-    def _refuse_if_draining(self) -> None:
-        if self._is_draining:
-            raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
 
     def _answer(self, orders: Iterable[Order]) -> list[list[E]]:
         """Submit all orders, wait, and return the events of each; raise the error of the first one that failed.
@@ -317,7 +306,6 @@ class BaseEngine(TickLoop[Order, E], Generic[Order, L, E]):
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
         """Return the number of waiting requests; raise if one more does not fit. The lock is held."""
-        self._refuse_if_draining()
         running = dict(self.scheduler.live)
         if request_id in running or request_id in self._inbox:
             raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")

@@ -87,7 +87,7 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
         stage, max_waiting = self.images.config.stage, self.images.config.max_waiting
         self._encoding = EncodingStage(self.images, max_waiting, clock) if stage == "encode" else None
         self._decoding = DecodingStage(self.images, max_waiting, clock) if stage == "decode" else None
-        self._pending = RewriteQueue(self._encoding or self.images, rewriter, clock)
+        self._pending = RewriteQueue(self._encoding or self.images, self.images, rewriter, clock)
         self._embedder = Embedder(self.images, clock)
         stages = (self._embedder, self._encoding, self._decoding)
         self._stages: list[RequestQueue[Any]] = [stage for stage in stages if stage is not None]
@@ -377,7 +377,6 @@ class CombinedEngine(TickLoop[AnyRequest, AnyEvent]):
     def _entering(self, request_id: str, side: Side, *, is_followed: bool) -> Iterator[None]:
         """Register ``request_id`` as live, and remove it if the body raises."""
         with self._lock:
-            self._refuse_if_draining()
             if request_id in self._live:
                 raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
             self._live[request_id] = side

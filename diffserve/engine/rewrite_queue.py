@@ -62,12 +62,17 @@ class PendingImage:
 
 
 class RewriteQueue:
-    """Queue before ``engine``; ``rewriter`` is None without a language model. Thread-safe."""
+    """Thread-safe queue before ``engine`` for models of ``images``; ``rewriter`` is None without a language model."""
 
     def __init__(
-        self, engine: ImageEngines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]
+        self,
+        engine: ImageEngines | EncodingStage,
+        images: ImageEngines,
+        rewriter: Rewriter | None,
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
+        self._images = images
         self._rewriter = rewriter
         self._clock = clock
         self._lock = threading.RLock()
@@ -186,12 +191,12 @@ class RewriteQueue:
                 return event
 
     def check_integrity(self) -> None:
-        """AssertionError when a image is in two places, or waits for a rewriter that knows nothing of it."""
+        """Raise AssertionError if an image is in two places, or waits for a rewrite that is not live."""
         with self._lock:
             names = [image.request.request_id for image in (*self._rewriting.values(), *self._ready)]
-            assert len(set(names)) == len(names), "a image is in two places"
+            assert len(set(names)) == len(names), "an image is in two places"
             num_live = 0 if self._rewriter is None else self._rewriter.num_live
-            assert num_live >= len(self._rewriting), "a image waits for a rewrite that is not live"
+            assert num_live >= len(self._rewriting), "an image waits for a rewrite that is not live"
 
     # Below the counter --------------------------------------------------------------------------------------------
 
@@ -201,7 +206,7 @@ class RewriteQueue:
         if self._rewriter is None or request.rewriting is None:
             return NO_MODEL
         deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
-        options = self._rewriter.options_for(request.rewriting, self._engine.family_of(request))
+        options = self._rewriter.options_for(request.rewriting, self._images.family_of(request))
         try:
             rewrite = RewriteRequest(
                 wish=request.prompt,
@@ -211,7 +216,7 @@ class RewriteQueue:
                 client=request.client,
                 share=request.share,
             )
-            window = self._engine.window_of(request, self._rewriter.window)
+            window = self._images.window_of(request, self._rewriter.window)
             image.rewrite_id = self._rewriter.submit_for(rewrite, window)
         except QueueFull:
             return BUSY

@@ -25,7 +25,7 @@ from diffserve.engine.base_engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import restore_outside_mask
-from diffserve.rewriting.window import TextWindow
+from diffserve.engine.image.task import GenerationSettings
 from diffserve.runtime.kv import PoolBusy
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
@@ -159,7 +159,7 @@ class StageQueue(RequestQueue[R], ABC):
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
-    """Encodes the texts of requests; takes the place of ``ImageEngines`` behind a ``RewriteQueue``."""
+    """Encodes the texts of requests; takes rewritten requests like ``ImageEngines``."""
 
     doing = "encoding texts"
 
@@ -168,14 +168,6 @@ class EncodingStage(StageQueue[GenerationRequest]):
         engine = self._images.request_engine(request.model)
         if engine is not None:
             engine.admit(request)
-
-    def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
-        """Return the text window of the request's model, as ``ImageEngines.window_of`` does."""
-        return self._images.window_of(request, first)
-
-    def family_of(self, request: GenerationRequest) -> str:
-        """Return the family of the request's model, as ``ImageEngines.family_of`` does."""
-        return self._images.family_of(request)
 
     def _begin(self, queued: QueuedRequest[GenerationRequest]) -> None:
         engine = self._images.request_engine(queued.request.model)
@@ -186,7 +178,7 @@ class EncodingStage(StageQueue[GenerationRequest]):
     def _do(self, engine: Engine, queued: QueuedRequest[GenerationRequest], started_s: float) -> TextsEncoded:
         request, settings = queued.request, engine.admit(queued.request).settings
         loras = engine.runners.loras.take(settings.loras, queued.reading) if settings.loras else None
-        encodings = encode(engine, request, TextReading(loras, settings.clip_skip))
+        encodings = encode(engine, request, settings, TextReading(loras, settings.clip_skip))
         ended_s = self._clock()
         return TextsEncoded(
             request_id=request.request_id,
@@ -197,9 +189,9 @@ class EncodingStage(StageQueue[GenerationRequest]):
         )
 
 
-def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
+def encode(engine: Engine, request: GenerationRequest, settings: GenerationSettings, reading: TextReading) -> Encodings:
     """Compute all text encodings of ``request``. Raises PoolBusy, and InvalidRequest."""
-    settings, runner = engine.admit(request).settings, engine.runners
+    runner = engine.runners
     texts = request.prompt, request.negative_prompt if settings.guided.any() else None
     base = runner.conditioner.hand_over(*texts, reading)
     prompts = [text or "" for text in texts]

@@ -163,7 +163,7 @@ class TextEngine(BaseEngine[Order, LiveText, TextEvent]):
     ) -> str:
         """Queue ``request`` and return its id. ``constraint`` limits the tokens that may be generated.
 
-        Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
+        Raises InvalidRequest (PoolTooSmall among them) and QueueFull.
         """
         return self._enter((request, constraint), is_followed=False)
 
