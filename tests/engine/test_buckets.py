@@ -40,10 +40,10 @@ def test_without_exactness_rows_are_one_call() -> None:
 
 
 def test_no_call_is_larger_than_there_is_memory_for_unless_it_is_the_smallest() -> None:
-    assert curve(FLAT).cover(12, most=8) == (8, 4)
-    assert curve(FLAT).cover(3, most=2) == (4,)
+    assert curve(FLAT).cover(12, max_rows=8) == (8, 4)
+    assert curve(FLAT).cover(3, max_rows=2) == (4,)
     assert curve(FLAT).cover(12) == (16,)
-    assert curve(STEEP, is_exact=False).cover(13, most=8) == (8, 5)
+    assert curve(STEEP, is_exact=False).cover(13, max_rows=8) == (8, 5)
 
 
 def test_rows_of_which_nothing_is_known_have_calls_of_their_own() -> None:
@@ -61,7 +61,7 @@ def test_a_size_that_is_thought_dear_is_called_again_now_and_then_and_mends() ->
     for _ in range(4):
         measured.observe(4, 3.0)  # what it really takes
     assert [bucket for *_, bucket in measured.calls(5)] == [4, 1]
-    assert measured.calls(3, most=2) == [(0, 2, 2), (2, 3, 1)]
+    assert measured.calls(3, max_rows=2) == [(0, 2, 2), (2, 3, 1)]
 
 
 def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:

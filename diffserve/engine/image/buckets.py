@@ -66,20 +66,20 @@ class CostCurve:
         nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
-    def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
+    def cover(self, num_rows: int, max_rows: int = NO_LIMIT) -> tuple[int, ...]:
         """Return the bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programming).
 
-        ``most`` is the number of rows for which a call has memory; the smallest bucket is used in any case.
+        ``max_rows`` is the number of rows for which a call has memory; the smallest bucket is used in any case.
         """
         if self.is_alone:
             return self.buckets[:1] * num_rows
         if not self.is_exact:
-            return tuple(min(most, num_rows - start) for start in range(0, num_rows, most))
-        if (num_rows, most) not in self._covers:
-            self._covers[num_rows, most] = self._cheapest_cover(num_rows, most)
-        return self._covers[num_rows, most]
+            return tuple(min(max_rows, num_rows - start) for start in range(0, num_rows, max_rows))
+        if (num_rows, max_rows) not in self._covers:
+            self._covers[num_rows, max_rows] = self._cheapest_cover(num_rows, max_rows)
+        return self._covers[num_rows, max_rows]
 
-    def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
+    def calls(self, num_rows: int, max_rows: int = NO_LIMIT) -> list[tuple[int, int, int]]:
         """Assign ``num_rows`` rows to calls and return (start, stop, bucket) of each; for calls that will be made.
 
         The calls are those of ``cover``, but a bucket that was passed over ``RETRY_EVERY`` times is included whatever
@@ -87,13 +87,13 @@ class CostCurve:
         """
         if self.is_alone:
             return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
-        cover = self.cover(num_rows, most)
+        cover = self.cover(num_rows, max_rows)
         if self.is_exact:
-            filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, most)}
+            filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, max_rows)}
             self._passed_over.update(filled.difference(cover))
             tired = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
             if tired is not None:
-                cover = tuple(sorted((tired, *self.cover(num_rows - tired, most)), reverse=True))
+                cover = tuple(sorted((tired, *self.cover(num_rows - tired, max_rows)), reverse=True))
             for size in cover:
                 del self._passed_over[size]
         return split(num_rows, cover)

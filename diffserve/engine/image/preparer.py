@@ -69,8 +69,8 @@ class Preparer:
         tasks = list(tasks)
         self._take_over([task.live.request.encodings for task in tasks])
         try:
-            alike = [task for task in tasks if not task.settings.loras and task.settings.clip_skip == 1]
-            self.conditioner.make_ready(self._texts(task) for task in alike)
+            plain_tasks = [task for task in tasks if not task.settings.loras and task.settings.clip_skip == 1]
+            self.conditioner.make_ready(self._texts(task) for task in plain_tasks)
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
